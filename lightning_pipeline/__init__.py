@@ -1,0 +1,1 @@
+"""Pipeline parallelism for the LightningModule you already have."""

@@ -1,0 +1,64 @@
+"""Every exception this package raises, as one tree under `PipelineError`."""
+
+__all__ = [
+    "BatchMismatchError",
+    "CheckpointError",
+    "ConfigMismatchError",
+    "ConfigurationError",
+    "MessageError",
+    "PartitionError",
+    "PipelineError",
+    "PlaceholderError",
+    "ScheduleError",
+    "SplitError",
+    "StageFailedError",
+    "StageTimeoutError",
+]
+
+
+class PipelineError(RuntimeError):
+    """Anything that this package refuses or that went wrong in a pipeline."""
+
+
+class ConfigurationError(PipelineError, ValueError):
+    """Settings that cannot work. The message lists every problem found, not the first."""
+
+
+class ConfigMismatchError(PipelineError):
+    """Ranks disagree about a setting, the code or a version. Names the field and each rank's value."""
+
+
+class SplitError(PipelineError):
+    """The module does something that cannot be cut into stages. Names the module and the line."""
+
+
+class PartitionError(SplitError, ValueError):
+    """The asked-for boundaries do not exist, are out of order, or are more than the units allow."""
+
+
+class PlaceholderError(SplitError):
+    """A value that lives on another stage reached a place that needs the real one."""
+
+
+class ScheduleError(PipelineError, ValueError):
+    """A plan that is incomplete, illegal, would deadlock, or a size the schedule does not serve."""
+
+
+class MessageError(PipelineError):
+    """A message between stages is not the one that was expected."""
+
+
+class StageFailedError(PipelineError):
+    """A rank failed. Names rank, stage, micro-batch and action, and carries the first cause's traceback."""
+
+
+class StageTimeoutError(StageFailedError):
+    """A rank waited longer than `step_timeout`. Names what it waited for, from whom, and its last actions."""
+
+
+class BatchMismatchError(PipelineError):
+    """The ranks of one replica were given different batches."""
+
+
+class CheckpointError(PipelineError):
+    """A checkpoint could not be written or read."""
