@@ -72,4 +72,4 @@ def test_csv_with_messages_is_refused(tmp_path) -> None:
 
 def test_schedules_import_no_torch() -> None:
     code = "import sys, lightning_pipeline.schedules; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
