@@ -172,7 +172,9 @@ class StandardLibrary(LightningDataModule):
         """Read the sources, in the order of their names."""
         root = Path(sysconfig.get_paths()["stdlib"])
         files = sorted([*root.glob("*.py"), *root.glob("[a-z]*/*.py")])
-        files = [file for file in files if not {"test", "tests", "idlelib", "site-packages"} & set(file.parts)]
+        files = [
+            file for file in files if not {"test", "tests", "idlelib", "site-packages"} & set(file.parts)
+        ]
         held_out = [file for index, file in enumerate(files) if index % 20 == 10]
         kept = [file for index, file in enumerate(files) if index % 20 != 10]
         self.train_windows = Windows(_read(kept), self.block_size + 1)

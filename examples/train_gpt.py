@@ -60,7 +60,9 @@ def main(
     trainer = Trainer(
         accelerator=accelerator,
         devices=max(stages, 1),
-        strategy=PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule) if stages else "auto",
+        strategy=PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule)
+        if stages
+        else "auto",
         callbacks=[ValidationHistory(), *([BubbleMonitor(), StageMemoryMonitor()] if stages else [])],
         max_steps=steps,
         val_check_interval=max(steps // 4, 1),

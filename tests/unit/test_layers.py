@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "lightning_pipeline"
 LAYERS = [
     {"__init__"},
     {"strategy"},
-    {"precision", "logging", "checkpoint", "_lightning"},
+    {"precision", "logging", "checkpoint", "data", "layout", "settings", "_lightning"},
     {"callbacks"},
     {"split"},
     {"runtime"},
@@ -40,7 +40,7 @@ def layer_of(part: str) -> int:
 
 
 def imports_of(source: str) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import in a source, those inside functions and TYPE_CHECKING blocks too."""
+    """Line and dotted name of every import in a source, also inside functions and TYPE_CHECKING."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
