@@ -1,0 +1,78 @@
+"""Train a small GPT on Python's own standard library over pipeline stages: `python examples/train_gpt.py --stages 2`.
+
+`--stages 0` trains the same model on one device without the strategy. On CPU every stage is one process.
+"""
+
+import time
+from pathlib import Path
+
+import torch
+from gpt import GPT, StandardLibrary
+from jsonargparse import auto_cli
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
+
+
+class ValidationHistory(Callback):
+    """Prints the validation loss as it falls, from before the first step on."""
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """One line a validation, on rank 0."""
+        if trainer.is_global_zero:
+            loss = float(trainer.callback_metrics["val_loss"])
+            print(f"\nstep {trainer.global_step:5d}: validation loss {loss:.3f} nats per byte", flush=True)
+
+
+def main(
+    stages: int = 2,
+    steps: int = 1200,
+    num_microbatches: int = 4,
+    schedule: str = "1F1B",
+    layers: int = 6,
+    width: int = 96,
+    batch_size: int = 16,
+    tied: bool = True,
+    accelerator: str = "cpu",
+    out: Path = Path("demo_out"),
+) -> None:
+    """Train, validate, save and write a little.
+
+    Args:
+        stages: Pipeline stages, one process each. 0 trains on one device without the strategy.
+        steps: Optimizer steps.
+        num_microbatches: Parts that each batch is cut into.
+        schedule: Order of the parts' forwards and backwards.
+        layers: Blocks of the GPT.
+        width: Size of its hidden state.
+        batch_size: Windows of text per step.
+        tied: Whether the head shares the embedding's weight, here the first and the last stage.
+        accelerator: Lightning's name of the devices.
+        out: Folder for the checkpoint and the picture.
+    """
+    seed_everything(1, verbose=False)
+    torch.set_num_threads(1)
+    begin = time.monotonic()
+    model = GPT(layers=layers, width=width, tied=tied)
+    data = StandardLibrary(batch_size=batch_size)
+    trainer = Trainer(
+        accelerator=accelerator,
+        devices=max(stages, 1),
+        strategy=PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule)
+        if stages
+        else "auto",
+        callbacks=[ValidationHistory(), *([BubbleMonitor(), StageMemoryMonitor()] if stages else [])],
+        max_steps=steps,
+        val_check_interval=max(steps // 4, 1),
+        limit_val_batches=16,
+        gradient_clip_val=1.0,
+        log_every_n_steps=10,
+        logger=False,
+        enable_checkpointing=False,
+        default_root_dir=out,
+    )
+    trainer.validate(model, data, verbose=False)
+    trainer.fit(model, data)
+    trainer.save_checkpoint(out / "checkpoint")

@@ -1,0 +1,33 @@
+"""Fixtures for all tests: pools of ranks, one per world size, kept for the session."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+# Before torch is imported, and for the fork server that starts the ranks.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+ROOT = str(Path(__file__).resolve().parent.parent)
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("PYTHONPATH")]))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+from tests.pool import Pool  # noqa: E402
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Pool]]:
+    """Pools by size: `run = ranks(2)`, then `run(function, *args)` gives what each rank returned."""
+    pools: dict[int, Pool] = {}
+
+    def pool_of(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()

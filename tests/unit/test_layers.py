@@ -1,0 +1,88 @@
+"""Imports inside the package go downwards only, and the lower layers do not know the libraries above them."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "lightning_pipeline"
+
+# From the top. A module may import from its own layer and from the layers below.
+LAYERS = [
+    {"__init__"},
+    {"strategy"},
+    {"precision", "logging", "checkpoint", "data", "layout", "settings", "_lightning"},
+    {"callbacks"},
+    {"split"},
+    {"runtime"},
+    {"schedules"},
+    {"errors"},
+]
+FOREIGN = {
+    "split": {"lightning", "pytorch_lightning"},
+    "runtime": {"lightning", "pytorch_lightning", "torchmetrics"},
+    "schedules": {"lightning", "pytorch_lightning", "torchmetrics", "torch", "numpy"},
+    "errors": {"lightning", "pytorch_lightning", "torchmetrics", "torch", "numpy"},
+}
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def part_of(file: Path) -> str:
+    """The part of the package that a file belongs to: a folder or a module at the top."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def layer_of(part: str) -> int:
+    levels = [level for level, parts in enumerate(LAYERS) if part in parts]
+    assert levels, f"lightning_pipeline.{part} has no place in LAYERS of {Path(__file__).name}: give it one"
+    return levels[0]
+
+
+def imports_of(source: str) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import in a source, also inside functions and TYPE_CHECKING."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import"
+            assert node.module is not None
+            yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
+
+
+def faults(source: str, part: str) -> list[str]:
+    found = []
+    for line, name in imports_of(source):
+        top, *rest = name.split(".")
+        if top == "lightning_pipeline":
+            target = rest[0] if rest and rest[0] in set().union(*LAYERS) else "__init__"
+            if layer_of(target) < layer_of(part):
+                found.append(f"line {line}: {part} imports {name}, which is above it")
+        elif top in FOREIGN.get(part, set()):
+            found.append(f"line {line}: {part} imports {top}")
+    return found
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_downwards(file: Path) -> None:
+    assert faults(file.read_text(), part_of(file)) == []
+
+
+@pytest.mark.parametrize(
+    ("part", "source"),
+    [
+        ("schedules", "import torch.distributed"),
+        ("schedules", "from lightning_pipeline.runtime.channel import Channel"),
+        ("runtime", "def late():\n    from lightning.pytorch import Trainer"),
+        ("runtime", "from lightning_pipeline import split"),
+        ("errors", "import lightning_pipeline"),
+        ("callbacks", "from lightning_pipeline.strategy import PipelineStrategy"),
+    ],
+)
+def test_an_import_upwards_is_found(part: str, source: str) -> None:
+    assert len(faults(source, part)) == 1
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_file_is_longer_than_400_lines(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= 400
