@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's own standard library over pipeline stages: `python examples/train_gpt.py --stages 2`.
+"""Train a small GPT on Python's own standard library over stages: `python examples/train_gpt.py --stages 2`.
 
 `--stages 0` trains the same model on one device without the strategy. On CPU every stage is one process.
 """
