@@ -72,6 +72,7 @@ def main(
         devices=max(stages, 1),
         strategy=strategy,
         callbacks=[ValidationHistory(), *([BubbleMonitor(), StageMemoryMonitor()] if stages else [])],
+        max_epochs=100,
         max_steps=steps,
         val_check_interval=max(steps // 4, 1),
         limit_val_batches=16,
