@@ -1,9 +1,10 @@
-"""What replaying a step on every stage costs: forwards of all stages, one after another, against one process's.
+"""What replaying a step on every stage costs: all stages' forwards summed, against one process's forward.
 
     python benchmarks/replay.py
 
-A 32-layer Llama from transformers, one thread, no communication. What stands between the layers (masks, rotary
-tables) is repeated on every stage; the rest is bookkeeping. Rounds of both sides alternate; medians are printed.
+A 32-layer Llama from transformers, one thread, no messages. What stands between the layers (masks, rotary
+tables) is repeated on every stage; the rest is bookkeeping. Rounds of both sides alternate; medians are
+printed.
 """
 
 import copy
