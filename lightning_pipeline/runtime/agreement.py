@@ -1,0 +1,104 @@
+"""What both ends of a cut know about its messages: made by the sender, kept by both."""
+
+import pickle
+import zlib
+from collections.abc import Hashable, Iterable
+from functools import cached_property
+
+from lightning_pipeline.errors import MessageError
+from lightning_pipeline.runtime.header import header_bytes
+from lightning_pipeline.runtime.packing import Layout, TensorSpec, specs_of
+from lightning_pipeline.runtime.stage import Values
+
+_KEPT = 1024
+
+
+class Agreement:
+    """Metadata of the values of one micro-batch at one cut, the same object for every message like it.
+
+    Args:
+        data: Pickled specs and table, as they travelled; both ends compute the checksum from these bytes.
+        specs: The tensors.
+        table: What the stages agreed on about everything upstream.
+    """
+
+    def __init__(self, data: bytes, specs: tuple[TensorSpec, ...], table: Hashable) -> None:
+        self.data = data
+        self.specs = specs
+        self.table = table
+        self.checksum = zlib.crc32(data)
+        self.layout = Layout(specs, start=header_bytes(0))
+
+    @classmethod
+    def of(cls, values: Values) -> "Agreement":
+        """Describe values that are about to be sent."""
+        specs = specs_of(values.tensors)
+        return cls(pickle.dumps((specs, values.table)), specs, values.table)
+
+    @classmethod
+    def read(cls, data: bytes) -> "Agreement":
+        """Rebuild at the other end what `of` made here."""
+        try:
+            specs, table = pickle.loads(data)
+        except Exception as error:
+            raise MessageError(
+                f"metadata of a cut cannot be read here: {error}; install the same code on all ranks"
+            ) from error
+        return cls(data, specs, table)
+
+    def covers(self, values: Values) -> bool:
+        """Whether values are as agreed: shapes, strides, types, what requires gradient, the table."""
+        if self.table is not values.table and self.table != values.table:
+            return False
+        return self.specs == specs_of(values.tensors)
+
+    @cached_property
+    def with_gradient(self) -> tuple[int, ...]:
+        """Positions of the tensors that a gradient may come back for."""
+        return tuple(index for index, spec in enumerate(self.specs) if spec.requires_grad)
+
+    @cached_property
+    def gradients(self) -> Layout:
+        """Where the gradients lie in the message that goes back; contiguous, like their tensors otherwise."""
+        specs = [self.specs[index] for index in self.with_gradient]
+        dense = tuple(spec._replace(stride=_contiguous(spec.shape), requires_grad=False) for spec in specs)
+        return Layout(dense, start=header_bytes(len(dense)))
+
+
+def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+class Agreements:
+    """Agreements by stage and micro-batch signature; frozen during a run, so both ends never disagree.
+
+    What is new in a run is noted, and enters at its end in an order that both ends share.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, Agreement] = {}
+        self._noted: dict[tuple[int, int], tuple[Hashable, Agreement]] = {}
+
+    def get(self, stage: int, signature: Hashable) -> Agreement | None:
+        """What was agreed before this run began, or None."""
+        return self._known.get((stage, signature))
+
+    def note(self, stage: int, microbatch: int, signature: Hashable, agreement: Agreement) -> None:
+        """Remember what travelled in this run and was not as agreed."""
+        self._noted[microbatch, stage] = ((stage, signature), agreement)
+
+    def commit(self) -> None:
+        """Let what was noted enter, by micro-batch and stage; the oldest leave when there are too many."""
+        for _, (key, agreement) in sorted(self._noted.items(), key=lambda item: item[0]):
+            self._known.pop(key, None)
+            self._known[key] = agreement
+        self._noted.clear()
+        for key in self._oldest():
+            del self._known[key]
+
+    def _oldest(self) -> Iterable[Hashable]:
+        return list(self._known)[: max(0, len(self._known) - _KEPT)]
