@@ -13,6 +13,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 
 # Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
 from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _sync_ddp_if_available,
@@ -26,9 +27,12 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 # Moves an optimizer's state to the device of the stage. Since 1.9.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # Which arguments a step takes. Since 2.0.
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -37,7 +41,9 @@ __all__ = [
     "backend_of",
     "combined_loader_of",
     "configured_to_log_graph",
+    "evaluation_loop",
     "forget_loaders",
+    "gather_over",
     "hook_name",
     "is_overridden",
     "join_group",
@@ -48,6 +54,7 @@ __all__ = [
     "reduce_over",
     "reset_seed",
     "set_device_mesh",
+    "set_rank_zero",
     "takes",
     "time_based_validation",
 ]
@@ -71,6 +78,25 @@ def backend_of(device: torch.device) -> str:
 def reduce_over(value: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
     """Reduce with Lightning's reading of `reduce_op` ("mean", "avg", `ReduceOp`). Since 1.9."""
     return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
+
+
+def gather_over(value: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+    """Gather, with gradients on demand, as `LightningModule.all_gather` does. Since 1.9."""
+    return _all_gather_ddp_if_available(value, group=group, sync_grads=sync_grads)
+
+
+def set_rank_zero(global_rank: int) -> None:
+    """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
+    rank_zero_only.rank = fabric_rank_zero_only.rank = global_rank
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """The loop whose batches are being evaluated; validation inside `fit` has its own. Since 2.0."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    if trainer.state.fn == TrainerFn.VALIDATING:
+        return trainer.validate_loop
+    return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
 
 
 def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:

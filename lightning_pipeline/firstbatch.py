@@ -6,7 +6,7 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_pipeline._lightning import combined_loader_of, loader_ran_ahead, prepared_batch, takes
+from lightning_pipeline._lightning import combined_loader_of, evaluation_loop, loader_ran_ahead, prepared_batch, takes
 from lightning_pipeline.checks import STEPS
 from lightning_pipeline.data import first_of, seeded
 
@@ -29,19 +29,13 @@ def first_arguments(trainer: Trainer) -> tuple[str, tuple[Any, ...]] | None:
         batch = _peek(trainer.fit_loop, trainer, sequential=False)
     else:
         with seeded(0):  # this loop sets its data up again when it runs
-            loop = _evaluation_loop(trainer)
+            loop = evaluation_loop(trainer)
             loop.setup_data()
             batch = _peek(loop, trainer, sequential=True)
     if batch is None:
         return None
     step = STEPS[function]
     return step, _step_arguments(trainer, step, batch[0], sequential=function != TrainerFn.FITTING)
-
-
-def _evaluation_loop(trainer: Trainer) -> Any:
-    if trainer.state.fn == TrainerFn.VALIDATING:
-        return trainer.validate_loop
-    return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
 
 
 def _peek(loop: Any, trainer: Trainer, *, sequential: bool) -> tuple[Any] | None:
@@ -69,7 +63,7 @@ def _step_arguments(trainer: Trainer, step: str, batch: Any, *, sequential: bool
     arguments: list[Any] = [batch]
     if takes(function, "batch_idx", min_args=2):
         arguments.append(0)
-    combined = combined_loader_of(_evaluation_loop(trainer)) if sequential else None
+    combined = combined_loader_of(evaluation_loop(trainer)) if sequential else None
     if combined is not None and len(combined.flattened) > 1:
         arguments.append(0)
     return tuple(arguments)

@@ -45,13 +45,11 @@ class Report:
     Attributes:
         entries: The calls to make; empty when nothing was logged.
         loss_dtype: Of the loss, `None` for a step without one.
-        filled: Names of the lists that the step filled on the last stage.
         values: The loss first if there is one, then the values of the entries that have a dtype; float64.
     """
 
     entries: tuple[Entry, ...] = ()
     loss_dtype: torch.dtype | None = None
-    filled: tuple[str, ...] = ()
     values: Tensor | None = field(default=None, compare=False)
 
     @property
@@ -135,12 +133,11 @@ class LogRecorder:
             )
         return path
 
-    def report(self, loss: Tensor | None, filled: Sequence[str] = ()) -> Report:
+    def report(self, loss: Tensor | None) -> Report:
         """Average over micro-batches, weighted by samples.
 
         Args:
             loss: The mean loss of the batch, `None` for a step without one.
-            filled: Names of the lists that the step filled.
         """
         values = [] if loss is None else [loss.detach().to(torch.float64).reshape(())]
         entries = []
@@ -150,7 +147,7 @@ class LogRecorder:
                 values.append(_reduced(call))
             entries.append(Entry(name, call.options, call.given, call.metric, dtype))
         stacked = torch.stack(values) if values else None
-        return Report(tuple(entries), None if loss is None else loss.dtype, tuple(filled), stacked)
+        return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
 
 def _options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -245,7 +242,7 @@ class ReportChannel:
             self.renamed += 1
             vector = self._vector(known, report)
             self._broadcast(vector)
-        return Report(known.entries, known.loss_dtype, known.filled, vector[1:])
+        return Report(known.entries, known.loss_dtype, vector[1:])
 
     def _first_message(self, known: Report, report: Report | None, changed: bool) -> tuple[Tensor, bool]:
         vector = self._vector(known, None if changed else report)
@@ -271,7 +268,7 @@ class ReportChannel:
 
 def _without_values(report: Report | None) -> Report:
     assert report is not None, "the source has the report"
-    return Report(report.entries, report.loss_dtype, report.filled)
+    return Report(report.entries, report.loss_dtype)
 
 
 def loss_of(report: Report) -> Tensor | None:

@@ -15,7 +15,7 @@ from lightning_pipeline.outputs import StepLists
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.microbatch import batch_size_of, merge_outputs, split_batch
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
-from lightning_pipeline.split import SplitModule
+from lightning_pipeline.split import SplitModel
 
 _MICROBATCHES_PER_RANK = 4  # with equal stages the bubble is then at most a fifth
 
@@ -97,15 +97,22 @@ def split_arguments(module: LightningModule, args: Sequence[Any], num_microbatch
     """
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
-    if own is not None:
-        parts = [(part, batch_size_of(part)) for part in own(batch, num_microbatches)]
-        if not parts:
-            raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
-    else:
-        parts = list(split_batch(batch, num_microbatches))
-    known = all(size for _, size in parts)
-    sizes = [size or 1 for _, size in parts]
-    return Parts([(part, *rest) for part, _ in parts], sizes, sum(sizes) if known else None)
+    if own is None:
+        pairs = split_batch(batch, num_microbatches)
+        sizes = [size for _, size in pairs]
+        return Parts([(part, *rest) for part, _ in pairs], sizes, sum(sizes))
+    parts = list(own(batch, num_microbatches))
+    if not parts:
+        raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
+    return _sized([(part, *rest) for part in parts])
+
+
+def _sized(args: list[tuple[Any, ...]]) -> Parts:
+    try:
+        sizes = [batch_size_of(part) for part, *_ in args]
+    except ConfigurationError:  # only the user's split_batch knows what a sample is: parts count alike
+        return Parts(args, [1] * len(args), None)
+    return Parts(args, sizes, sum(sizes))
 
 
 class StepRunner:
@@ -125,7 +132,7 @@ class StepRunner:
     def __init__(
         self,
         module: LightningModule,
-        split: SplitModule,
+        split: SplitModel,
         executor: Executor,
         plans: Plans,
         reports: ReportChannel,
@@ -192,7 +199,7 @@ class StepRunner:
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():
-                self._split.begin(step, microbatches, weights, key=key, replica=self._replica)
+                self._split.begin(step, microbatches, weights=weights, key=key, replica=self._replica)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
@@ -210,19 +217,15 @@ class StepRunner:
         *,
         training: bool,
     ) -> tuple[Report, Any]:
-        filled, report, output = lists.grown(), None, None
+        report, output = None, None
+        lists.merge(parts.sizes, self._merge)
         if self._split.has_last_stage:
-            lists.merge(filled, parts.sizes, self._merge)
-            loss = _mean_loss(losses, parts.sizes) if training else None
-            report = self._recorder.report(loss, filled)
+            report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
             output = self._merged(step, outputs, parts.sizes)
-        report = self._reports.share(step, report)
-        if not self._split.has_last_stage:
-            lists.guard({*filled, *report.filled})
-        return report, output
+        return self._reports.share(step, report), output
 
     def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
-        if step == "training_step":  # its loss is averaged apart; tensors must not keep graphs alive
+        if step == "training_step":  # its loss is averaged apart
             outputs = [_extras(output) for output in outputs]
         return self._merge(outputs, sizes) if outputs else None
 
@@ -233,12 +236,8 @@ class StepRunner:
 
 def _extras(output: Any) -> Any:
     if isinstance(output, Mapping):
-        return {name: _detached(value) for name, value in output.items() if name != "loss"}
+        return {name: value for name, value in output.items() if name != "loss"}
     return None
-
-
-def _detached(value: Any) -> Any:
-    return torch.utils._pytree.tree_map_only(Tensor, Tensor.detach, value)
 
 
 def _mean_loss(losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
