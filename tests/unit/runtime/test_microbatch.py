@@ -40,21 +40,22 @@ def test_tensors_and_lists_of_the_batch_are_split_and_the_rest_is_handed_on() ->
     batch = {"x": torch.arange(4), "y": torch.arange(4.0), "names": list("abcd"), "mask": mask,
              "scale": torch.tensor(2.0), "task": "cloze", "list": [1, 2], "array": np.arange(4)}  # fmt: skip
     first, second = (part for part, _ in split_batch(batch, 2))
-    assert second["x"].tolist() == [2, 3] and second["y"].tolist() == [2.0, 3.0]
-    assert first["names"] == ["a", "b"] and second["array"].tolist() == [2, 3]
-    assert (
-        first["mask"] is mask
-        and first["scale"] == 2.0
-        and first["task"] == "cloze"
-        and first["list"] == [1, 2]
-    )
+    assert second["x"].tolist() == [2, 3]
+    assert second["y"].tolist() == [2.0, 3.0]
+    assert first["names"] == ["a", "b"]
+    assert second["array"].tolist() == [2, 3]
+    assert first["mask"] is mask
+    assert first["scale"] == 2.0
+    assert first["task"] == "cloze"
+    assert first["list"] == [1, 2]
 
 
 @pytest.mark.parametrize("length", [2, 3])
 def test_a_collated_list_of_tensors_is_structure_whatever_the_batch_size(length: int) -> None:
     parts = split_batch([torch.zeros(length, 5), torch.arange(length)], 2)
     assert [type(part) for part, _ in parts] == [list, list]
-    assert parts[0][0][0].shape == (length - 1, 5) and parts[1][0][1].tolist() == [length - 1]
+    assert parts[0][0][0].shape == (length - 1, 5)
+    assert parts[1][0][1].tolist() == [length - 1]
 
 
 def test_containers_keep_their_types() -> None:
@@ -64,16 +65,21 @@ def test_containers_keep_their_types() -> None:
         Sample(torch.zeros(4), "a"),
     )
     pair, encoding, sample = split_batch(batch, 2)[1][0]
-    assert isinstance(pair, Pair) and pair.targets.tolist() == [1.0, 1.0]
-    assert isinstance(encoding, BatchEncoding) and encoding["ids"].tolist() == [2, 3]
-    assert isinstance(sample, Sample) and sample.image.shape == (2,) and sample.name == "a"
+    assert isinstance(pair, Pair)
+    assert pair.targets.tolist() == [1.0, 1.0]
+    assert isinstance(encoding, BatchEncoding)
+    assert encoding["ids"].tolist() == [2, 3]
+    assert isinstance(sample, Sample)
+    assert sample.image.shape == (2,)
+    assert sample.name == "a"
     assert batch[1]["ids"].tolist() == [0, 1, 2, 3]
 
 
 def test_lists_of_dicts_are_samples() -> None:
     batch = ([{"boxes": torch.zeros(n, 4)} for n in (1, 5, 7, 2)], torch.zeros(4, 3), torch.zeros(4))
     part, size = split_batch(batch, 2)[1]
-    assert size == 2 and [target["boxes"].shape[0] for target in part[0]] == [7, 2]
+    assert size == 2
+    assert [target["boxes"].shape[0] for target in part[0]] == [7, 2]
 
 
 def test_the_most_common_length_is_the_batch_size() -> None:
@@ -109,16 +115,23 @@ def test_signatures_tell_shapes_and_flags_but_not_numbers() -> None:
 
 def test_outputs_are_merged_to_what_one_device_returns() -> None:
     outputs = [
-        {"loss": torch.tensor(1.0), "logits": torch.zeros(2, 3), "correct": torch.tensor(2), "names": ["a", "b"],
+        {"loss": torch.tensor(1.0), "logits": torch.zeros(2, 3), "correct": torch.tensor(2), "names": [*"ab"],
          "batch_idx": 5, "count": 2, "acc": 0.5, "none": None, "task": "x", "pair": (torch.ones(2), 1.0)},
         {"loss": torch.tensor(4.0), "logits": torch.ones(1, 3), "correct": torch.tensor(2), "names": ["c"],
          "batch_idx": 5, "count": 1, "acc": 1, "none": None, "task": "x", "pair": (torch.zeros(1), 4.0)},
     ]  # fmt: skip
     merged = merge_outputs(outputs, [2, 1])
-    assert merged["loss"] == 2.0 and merged["logits"].shape == (3, 3) and merged["correct"] == 4
-    assert merged["names"] == ["a", "b", "c"] and merged["batch_idx"] == 5 and merged["count"] == 3
-    assert merged["acc"] == pytest.approx(2 / 3) and merged["none"] is None and merged["task"] == "x"
-    assert merged["pair"][0].tolist() == [1.0, 1.0, 0.0] and merged["pair"][1] == 2.0
+    assert merged["loss"] == 2.0
+    assert merged["logits"].shape == (3, 3)
+    assert merged["correct"] == 4
+    assert merged["names"] == ["a", "b", "c"]
+    assert merged["batch_idx"] == 5
+    assert merged["count"] == 3
+    assert merged["acc"] == pytest.approx(2 / 3)
+    assert merged["none"] is None
+    assert merged["task"] == "x"
+    assert merged["pair"][0].tolist() == [1.0, 1.0, 0.0]
+    assert merged["pair"][1] == 2.0
 
 
 def test_a_model_output_stays_one() -> None:
@@ -127,13 +140,16 @@ def test_a_model_output_stays_one() -> None:
     ]
     merged = merge_outputs(outputs, [1, 3])
     assert isinstance(merged, SequenceClassifierOutput)
-    assert merged.loss == 2.5 and merged.logits is not None and merged.logits.shape == (4, 2)
+    assert merged.loss == 2.5
+    assert merged.logits is not None
+    assert merged.logits.shape == (4, 2)
     assert outputs[0].logits.shape == (1, 2)
 
 
 def test_numpy_arrays_and_a_list_of_two_tensors_are_merged_item_by_item() -> None:
     merged = merge_outputs([[np.zeros((2, 3)), torch.zeros(2)], [np.ones((2, 3)), torch.ones(2)]], [2, 2])
-    assert merged[0].shape == (4, 3) and merged[1].tolist() == [0, 0, 1, 1]
+    assert merged[0].shape == (4, 3)
+    assert merged[1].tolist() == [0, 0, 1, 1]
 
 
 def test_one_microbatch_is_handed_on() -> None:
