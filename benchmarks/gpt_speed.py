@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 benchmarks/gpt_speed.py
 
-PipelineStrategy is measured with its Trainer and the unmodified LightningModule. All three train the same model in the
-same processes, in turns, in another order each round; medians over the rounds are printed.
+PipelineStrategy is measured with its Trainer and the unmodified LightningModule. All three train the same
+model in the same processes, in turns, in another order each round; medians over the rounds are printed.
 """
 
 import logging
@@ -120,12 +120,12 @@ def main(
     shape = (batch_size, block_size)
     results = measure(rounds, steps, warm_up, layers, width, shape, num_microbatches)
     if dist.get_rank() == 0:
+        print(f"{layers} layers, width {width}, batch {batch_size} x {block_size} bytes, ", end="")
         print(
-            f"{layers} layers, width {width}, batch {batch_size} x {block_size}, {num_microbatches} micro-batches,"
+            f"{num_microbatches} micro-batches, {dist.get_world_size()} ranks, torch {torch.__version__}, ",
+            end="",
         )
-        print(
-            f"{dist.get_world_size()} ranks, torch {torch.__version__}, median of {rounds} rounds of {steps} steps"
-        )
+        print(f"median of {rounds} rounds of {steps} steps")
         for name, seconds in results.items():
             walls, cpus = (statistics.median(column) / steps for column in zip(*seconds, strict=True))
             print(f"{name:18s} {batch_size * block_size / walls:8.0f} tokens/s {cpus:7.3f} CPU s per step")

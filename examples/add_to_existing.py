@@ -1,7 +1,7 @@
 """An ordinary LightningModule before and after: the only new thing is the `strategy=` argument.
 
-`python examples/add_to_existing.py` trains over two stages, `python examples/add_to_existing.py one` on one device;
-the printed losses are the same.
+`python examples/add_to_existing.py` trains over two stages; with the word `one` after it, on one device. What
+both print at the end is the same.
 """
 
 import sys

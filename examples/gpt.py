@@ -1,4 +1,4 @@
-"""A small GPT over bytes and the text it learns: Python's own standard library. Plain Lightning, one device or many.
+"""A small GPT over bytes, and the text it learns: Python's own standard library. Plain Lightning.
 
 Nothing here knows about pipelines. `train_gpt.py`, `gpt_cli.py` and the benchmarks use it.
 """
@@ -60,7 +60,7 @@ class GPT(LightningModule):
         heads: Attention heads; divides `width`.
         block_size: The longest text, in bytes.
         tied: Whether the head shares the weight of the token embedding.
-        learning_rate: The highest; it rises over the first twentieth of the steps and falls to a tenth of this.
+        learning_rate: The highest; it rises over the first twentieth of the steps, then falls.
         weight_decay: Of AdamW, on matrices.
     """
 

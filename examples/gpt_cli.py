@@ -1,4 +1,4 @@
-"""The small GPT from the command line, settings from YAML: `python examples/gpt_cli.py fit --config examples/gpt.yaml`.
+"""The small GPT from LightningCLI: `python examples/gpt_cli.py fit --config examples/gpt.yaml`.
 
 `--trainer.strategy.stages=4 --trainer.devices=4` on the command line changes what the file says.
 """

@@ -1,4 +1,4 @@
-"""Train a small GPT on Python's own standard library over pipeline stages: `python examples/train_gpt.py --stages 2`.
+"""Train a small GPT on Python's own standard library over stages: `python examples/train_gpt.py --stages 2`.
 
 `--stages 0` trains the same model on one device without the strategy. On CPU every stage is one process.
 """
@@ -10,20 +10,29 @@ import torch
 from gpt import GPT, StandardLibrary
 from jsonargparse import auto_cli
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
 
 
 class ValidationHistory(Callback):
-    """Prints the validation loss as it falls, from before the first step on."""
+    """Prints the validation loss as it falls."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """One line a validation, on rank 0."""
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and not trainer.sanity_checking:
             loss = float(trainer.callback_metrics["val_loss"])
-            print(f"\nstep {trainer.global_step:5d}: validation loss {loss:.3f} nats per byte", flush=True)
+            print(f"\nstep {trainer.global_step}: validation loss {loss:.3f} nats per byte", flush=True)
+
+
+def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """All stages' weights out of a saved checkpoint: a directory, or the one file that one device writes."""
+    if checkpoint.is_file():
+        return torch.load(checkpoint, weights_only=True)["state_dict"]
+    gathered = checkpoint.with_suffix(".pt")
+    dcp_to_torch_save(checkpoint, gathered)
+    return torch.load(gathered, weights_only=True)["model"]
 
 
 def main(
@@ -38,7 +47,7 @@ def main(
     accelerator: str = "cpu",
     out: Path = Path("demo_out"),
 ) -> None:
-    """Train, validate, save and write a little.
+    """Train, validate, save, and write a little Python.
 
     Args:
         stages: Pipeline stages, one process each. 0 trains on one device without the strategy.
@@ -47,23 +56,23 @@ def main(
         schedule: Order of the parts' forwards and backwards.
         layers: Blocks of the GPT.
         width: Size of its hidden state.
-        batch_size: Windows of text per step.
+        batch_size: Texts per step.
         tied: Whether the head shares the embedding's weight, here the first and the last stage.
         accelerator: Lightning's name of the devices.
-        out: Folder for the checkpoint and the picture.
+        out: Folder for what is written.
     """
     seed_everything(1, verbose=False)
     torch.set_num_threads(1)
-    begin = time.monotonic()
-    model = GPT(layers=layers, width=width, tied=tied)
-    data = StandardLibrary(batch_size=batch_size)
+    model, data = GPT(layers=layers, width=width, tied=tied), StandardLibrary(batch_size=batch_size)
+    strategy = (
+        PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule) if stages else "auto"
+    )
     trainer = Trainer(
         accelerator=accelerator,
         devices=max(stages, 1),
-        strategy=PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule)
-        if stages
-        else "auto",
+        strategy=strategy,
         callbacks=[ValidationHistory(), *([BubbleMonitor(), StageMemoryMonitor()] if stages else [])],
+        max_epochs=100,
         max_steps=steps,
         val_check_interval=max(steps // 4, 1),
         limit_val_batches=16,
@@ -74,5 +83,15 @@ def main(
         default_root_dir=out,
     )
     trainer.validate(model, data, verbose=False)
+    begin = time.monotonic()
     trainer.fit(model, data)
     trainer.save_checkpoint(out / "checkpoint")
+    if trainer.is_global_zero:
+        print(f"{steps} steps in {time.monotonic() - begin:.0f} s; the checkpoint is {out / 'checkpoint'}")
+        whole = GPT(layers=layers, width=width, tied=tied)
+        whole.load_state_dict(trained_weights(out / "checkpoint"))
+        print("What the trained weights write:\n" + whole.generate("def ", 400))
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)

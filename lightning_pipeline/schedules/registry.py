@@ -5,20 +5,50 @@ from collections.abc import Callable
 from typing import cast
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
+from lightning_pipeline.schedules.dualpipe_v import DualPipeV
 from lightning_pipeline.schedules.forward_only import ForwardOnly
+from lightning_pipeline.schedules.from_table import FromTable
+from lightning_pipeline.schedules.from_torch import FromTorch
 from lightning_pipeline.schedules.gpipe import GPipe
+from lightning_pipeline.schedules.interleaved import Interleaved1F1B, InterleavedZeroBubble
+from lightning_pipeline.schedules.looped_bfs import LoopedBFS
 from lightning_pipeline.schedules.one_f_one_b import OneFOneB
 from lightning_pipeline.schedules.schedule import Schedule
+from lightning_pipeline.schedules.v_shape import VHalf, VMin
+from lightning_pipeline.schedules.zbv import ZBV
+from lightning_pipeline.schedules.zero_bubble import ZBH1, ZBH2
 
 _SCHEDULES: dict[str, type[Schedule]] = {
     "1F1B": OneFOneB,
+    "DualPipeV": DualPipeV,
     "ForwardOnly": ForwardOnly,
+    "FromTable": FromTable,
+    "FromTorch": FromTorch,
     "GPipe": GPipe,
+    "Interleaved1F1B": Interleaved1F1B,
+    "InterleavedZeroBubble": InterleavedZeroBubble,
+    "LoopedBFS": LoopedBFS,
+    "VHalf": VHalf,
+    "VMin": VMin,
+    "ZBH1": ZBH1,
+    "ZBH2": ZBH2,
+    "ZBV": ZBV,
 }
 _ALIASES = {
     "OneFOneB": "1F1B",
+    "V-Half": "VHalf",
+    "V-Min": "VMin",
+    "ZB-H1": "ZBH1",
+    "ZB-H2": "ZBH2",
+    "ZB-V": "ZBV",
+    "ZBVZeroBubble": "ZBV",
     "Schedule1F1B": "1F1B",
+    "ScheduleDualPipeV": "DualPipeV",
     "ScheduleGPipe": "GPipe",
+    "ScheduleInterleaved1F1B": "Interleaved1F1B",
+    "ScheduleInterleavedZeroBubble": "InterleavedZeroBubble",
+    "ScheduleLoopedBFS": "LoopedBFS",
+    "ScheduleZBVZeroBubble": "ZBV",
 }
 
 

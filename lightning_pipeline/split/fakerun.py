@@ -1,0 +1,107 @@
+"""Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.costs import operation_cost
+from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key
+from lightning_pipeline.split.structure import TensorSpec, map_tensors
+from lightning_pipeline.split.watch import AttributeSnapshot
+
+if TYPE_CHECKING:
+    from lightning_pipeline.split.trace import Call
+    from lightning_pipeline.split.tracer import Tracer
+
+
+class FakeRun:
+    """Runs units for a tracer."""
+
+    def __init__(self, tracer: "Tracer") -> None:
+        self._tracer = tracer
+
+    def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a unit with no values in it; what it costs is noted on `call`."""
+        tracer = self._tracer
+        module = tracer.patches.units[call.unit].module
+        args, kwargs = tracer.without_poison((args, kwargs))
+        before = AttributeSnapshot(module.modules())
+        tracer.inside = call
+        try:
+            output = self._try_fake(call, args, kwargs)
+        finally:
+            tracer.inside = None
+        tracer.unit_attributes_changed(call, before.changed())
+        return output
+
+    def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = self._tracer.patches.originals[call.unit]
+        seen: set[int] = set()
+
+        def keep(tensor: Tensor) -> Tensor:
+            self._count_saved(call, tensor, seen)
+            return tensor.detach()  # itself would close a circle: an output saved by its own graph
+
+        try:
+            with self._tracer.mode, saved_tensors_hooks(keep, lambda tensor: tensor):
+                return original(*args, **kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            return self._run_really(call, args, kwargs, error)
+
+    def _count_saved(self, call: "Call", tensor: Tensor, seen: set[int]) -> None:
+        key = storage_key(tensor)
+        if key not in seen and not self._tracer.is_state(tensor):
+            seen.add(key)
+            call.activation_bytes += tensor.untyped_storage().nbytes()
+
+    def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
+        """Operators without a shape rule, or code that looks at values: run this one unit with made-up input."""
+        unit = self._tracer.patches.units[call.unit]
+        if any(is_placeholder(value) for module in unit.module.modules() for value in vars(module).values()):
+            raise SplitError(f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}") from cause
+        args, kwargs = map_tensors(_made_up, (args, kwargs))
+        counter = FlopCounterMode(display=False)
+        try:
+            with counter:
+                output = self._tracer.patches.originals[call.unit](*args, **kwargs)
+        except Exception as error:
+            raise SplitError(
+                f"unit {unit.name!r} cannot be traced: {type(cause).__name__}: {cause}; nor does it run on made-up "
+                f"input: {type(error).__name__}: {error}"
+            ) from error
+        call.flops = call.cost = float(counter.get_total_flops())
+        return map_tensors(self._tracer.mode.like, output)
+
+    def count(self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Add one operation's work to a call."""
+        flops, cost = operation_cost(func, args, kwargs, result)
+        call.flops += flops
+        call.cost += cost
+
+    def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:
+        """An output cut off from the unit's own graph, as the next stage would get it, and its description."""
+        spec = TensorSpec.of(tensor)
+        leaf = tensor.detach() if is_placeholder(tensor) else self._tracer.mode.like(tensor.detach())
+        if not spec.requires_grad:
+            return leaf, spec
+        with torch.enable_grad():
+            return alias(leaf.requires_grad_()), spec
+
+    def scalar(self) -> Tensor:
+        """A number that is not known yet."""
+        return self._tracer.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+
+def _made_up(tensor: Tensor) -> Tensor:
+    if not is_placeholder(tensor):
+        return tensor
+    options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.randn(tensor.shape, **options).requires_grad_(tensor.requires_grad)
+    return torch.zeros(tensor.shape, **options)

@@ -1,0 +1,80 @@
+"""Where values leave a step (logs, metrics), replaced for the time of a trace or replay."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+_MISSING = object()
+_METRIC_METHODS = ("forward", "update", "compute", "reset")
+
+
+@contextmanager
+def replaced(target: object, attributes: dict[str, Any]) -> Iterator[None]:
+    """Set attributes in the `__dict__` of an object and put back what was there."""
+    own = vars(target)
+    before = {name: own.get(name, _MISSING) for name in attributes}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            own.pop(name, None)
+            if value is not _MISSING:
+                own[name] = value
+
+
+@contextmanager
+def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], None]) -> Iterator[None]:
+    """Let `root.log(...)` and the like only tell what they were given."""
+
+    def sink(*args: Any, **kwargs: Any) -> None:
+        on_value((args, kwargs))
+
+    with replaced(root, dict.fromkeys(names, sink)):
+        yield
+
+
+def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
+    """All torchmetrics objects of a module; members of a collection are left to it."""
+    found: list[Metric | MetricCollection] = []
+    members: set[int] = set()
+    for module in root.modules():
+        if id(module) in members:
+            continue
+        if isinstance(module, Metric | MetricCollection):
+            found.append(module)
+            members.update(id(member) for member in module.modules())
+    return found
+
+
+@contextmanager
+def stub_metrics(root: nn.Module, on_value: Callable[[Any], None], scalar: Callable[[], Any]) -> Iterator[None]:
+    """Let metrics only tell what they were given; a call returns `scalar()`, or one for each member."""
+    metrics = metrics_of(root)
+    before = [{name: vars(metric).get(name, _MISSING) for name in _METRIC_METHODS} for metric in metrics]
+    for metric in metrics:
+        vars(metric).update(_stubs(metric, on_value, scalar))
+    try:
+        yield
+    finally:
+        for metric, saved in zip(metrics, before, strict=True):
+            for name, value in saved.items():
+                vars(metric).pop(name, None)
+                if value is not _MISSING:
+                    vars(metric)[name] = value
+
+
+def _stubs(metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any]) -> dict[str, Any]:
+    names = [str(name) for name in metric.keys()] if isinstance(metric, MetricCollection) else None
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        on_value((args, kwargs))
+        return scalar() if names is None else {name: scalar() for name in names}
+
+    def silent(*args: Any, **kwargs: Any) -> None:
+        on_value((args, kwargs))
+
+    return {"forward": result, "compute": result, "update": silent, "reset": silent}

@@ -1,0 +1,143 @@
+"""Put a module and the random generators back as they were: a trace must leave no mark."""
+
+import functools
+import gc
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.placeholder import is_placeholder
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@contextmanager
+def random_state_kept(root: nn.Module | None = None) -> Iterator[None]:
+    """Restore torch's, numpy's and Python's random state, and the generators that modules hold, on exit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    host, python = numpy.random.get_state(), random.getstate()
+    generators = [(g, g.get_state()) for g in _generators(root)]
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            numpy.random.set_state(host)
+            random.setstate(python)
+            for generator, state in generators:
+                generator.set_state(state)
+
+
+def _generators(root: nn.Module | None) -> list[torch.Generator]:
+    modules = root.modules() if root is not None else ()
+    return [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
+
+
+class ModuleState:
+    """A copy of everything about a module tree that a step may change, apart from parameters' values."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        self._dicts = [dict(vars(module)) for module in self._modules]
+        self._registries = [[_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules]
+        self._containers = [_containers(values) for values in self._dicts]
+        self._buffers = [(buffer, _copy_values(buffer)) for buffer in root.buffers()]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+
+    def restore(self) -> None:
+        """Put it all back in place."""
+        for module, values, registries in zip(self._modules, self._dicts, self._registries, strict=True):
+            current = vars(module)
+            current.clear()
+            current.update(values)
+            for name, saved in zip(_REGISTRIES, registries, strict=True):
+                _refill(current.get(name), saved)
+        for containers in self._containers:
+            for container, saved in containers:
+                _refill(container, saved)
+        for buffer, value in self._buffers:
+            if value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+
+
+def _copy_values(buffer: Tensor) -> Tensor | None:
+    return None if buffer.is_meta or is_placeholder(buffer) else buffer.detach().clone()
+
+
+def _copied(container: Any) -> Any:
+    return container.copy() if container is not None else None
+
+
+def _containers(values: dict[str, Any], depth: int = 3) -> list[tuple[Any, Any]]:
+    found: list[tuple[Any, Any]] = []
+    pending = [(value, depth) for name, value in values.items() if name not in _REGISTRIES]
+    while pending:
+        value, left = pending.pop()
+        if isinstance(value, list | dict | set):
+            found.append((value, value.copy()))
+            if left > 1 and len(value) < 1000:
+                inner = value.values() if isinstance(value, dict) else value
+                pending.extend((item, left - 1) for item in inner)
+    return found
+
+
+def _refill(container: Any, saved: Any) -> None:
+    if container is None or saved is None:
+        return
+    if isinstance(container, list):
+        container[:] = saved
+    else:
+        container.clear()
+        container.update(saved)
+
+
+def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
+    """Remove the trace's placeholders from caches of the user's code (`functools.lru_cache`, dictionaries).
+
+    One left there would turn up in a later, real computation.
+
+    Args:
+        made: Weak references to what the trace made.
+
+    Raises:
+        SplitError: One is held where it cannot be removed.
+    """
+    if not _alive(made):
+        return
+    for cache in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+        if any(is_placeholder(held) for held in _reachable(cache)):
+            cache.cache_clear()
+    for tensor in _alive(made):
+        for holder in gc.get_referrers(tensor):
+            if isinstance(holder, dict) and "__builtins__" not in holder:
+                for key in [key for key, value in holder.items() if value is tensor]:
+                    del holder[key]
+    del tensor  # noqa: F821  the loop's last one would keep itself alive
+    left = _alive(made)
+    if left:
+        raise SplitError(
+            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while the "
+            "step was traced; keep such caches in the module, or clear them in training_step"
+        )
+
+
+def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
+    if any(reference() is not None for reference in made):
+        gc.collect()
+    return [tensor for tensor in (reference() for reference in made) if tensor is not None]
+
+
+def _reachable(holder: Any, depth: int = 4) -> Iterator[Any]:
+    level = [holder]
+    for _ in range(depth):
+        level = [item for item in gc.get_referents(*level) if not isinstance(item, type)] if level else []
+        yield from level

@@ -1,0 +1,168 @@
+"""Take a nested output apart into tensors and a plain description, and put it together again.
+
+What a unit returns may be a tensor, a tuple, a dictionary, a dataclass such as Hugging Face's
+`ModelOutput`, or any nesting of these, with `None`, numbers and strings between. The tensors travel
+between stages; the rest is described once and rebuilt on the other side.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_CONSTANTS = (
+    type(None), bool, int, float, complex, str, bytes, slice, type,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
+)  # fmt: skip
+
+
+class TensorSpec(NamedTuple):
+    """Everything about a tensor but its values. `stride` is None where the memory has gaps or overlaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Describe `tensor`."""
+        stride = tensor.stride() if _is_dense(tensor) else None
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+class Opaque(NamedTuple):
+    """Stands for a value that is neither tensor nor constant and so does not travel."""
+
+    type_name: str
+
+
+class Structure(NamedTuple):
+    """One node of a taken-apart value: how to rebuild it from its children.
+
+    `kind` is "tensor" (`payload`: position among the tensors), "constant" (`payload`: the value) or a
+    container (`payload`: its class and keys).
+    """
+
+    kind: str
+    payload: Any
+    children: tuple["Structure", ...] = ()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() or torch._C._is_non_overlapping_and_dense(tensor)  # type: ignore[attr-defined]
+
+
+def flatten(value: Any) -> tuple[list[Tensor], Structure]:
+    """Take `value` apart into its tensors, in a fixed order, and the structure that holds them."""
+    tensors: list[Tensor] = []
+    if isinstance(value, Tensor):  # the common case, kept short
+        return [value], _LONE_TENSOR
+    return tensors, _describe(value, tensors)
+
+
+def _describe(value: Any, tensors: list[Tensor]) -> Structure:
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return Structure("tensor", len(tensors) - 1)
+    if isinstance(value, dict):
+        children = tuple(_describe(item, tensors) for item in value.values())
+        return Structure("dict", (type(value), tuple(value)), children)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        children = tuple(_describe(item, tensors) for item in value)
+        return Structure("sequence", type(value), children)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        children = tuple(_describe(getattr(value, name), tensors) for name in names)
+        return Structure("dataclass", (type(value), names), children)
+    if isinstance(value, _CONSTANTS):
+        return Structure("constant", value)
+    return Structure("constant", Opaque(f"{type(value).__module__}.{type(value).__qualname__}"))
+
+
+def unflatten(tensors: list[Any], structure: Structure) -> Any:
+    """Put a value together again from its tensors, or from what should stand in their places."""
+    kind, payload, nodes = structure
+    if kind == "tensor":
+        return tensors[payload]
+    if kind == "constant":
+        return payload
+    children = [unflatten(tensors, node) for node in nodes]
+    return _REBUILD[kind](payload, children)
+
+
+def _rebuild_sequence(cls: type, children: list[Any]) -> Any:
+    return cls(*children) if hasattr(cls, "_fields") else cls(children)
+
+
+def _rebuild_dict(payload: tuple[type, tuple[Any, ...]], children: list[Any]) -> Any:
+    cls, keys = payload
+    items = dict(zip(keys, children, strict=True))
+    if dataclasses.is_dataclass(cls):  # Hugging Face's ModelOutput is a dictionary and a dataclass
+        return cls(**items)
+    return items if cls is dict else _rebuild_mapping(cls, items)
+
+
+def _rebuild_mapping(cls: type, items: dict[Any, Any]) -> Any:
+    made = cls()
+    made.update(items)
+    return made
+
+
+def _rebuild_dataclass(payload: tuple[type, tuple[str, ...]], children: list[Any]) -> Any:
+    cls, names = payload
+    made = object.__new__(cls)
+    for name, child in zip(names, children, strict=True):
+        object.__setattr__(made, name, child)
+    return made
+
+
+_LONE_TENSOR = Structure("tensor", 0)
+_REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
+    "sequence": _rebuild_sequence,
+    "dict": _rebuild_dict,
+    "dataclass": _rebuild_dataclass,
+}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None))
+
+
+def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
+    """Rebuild `value` with `function` applied to each of its tensors; other objects are kept as they are."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, dict):
+        children = [map_tensors(function, item) for item in value.values()]
+        return _rebuild_dict((type(value), tuple(value)), children)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return _rebuild_sequence(type(value), [map_tensors(function, item) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        children = [map_tensors(function, getattr(value, name)) for name in names]
+        return _rebuild_dataclass((type(value), names), children)
+    return value

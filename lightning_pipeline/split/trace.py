@@ -1,0 +1,147 @@
+"""Run one micro-batch through the user's step without computing the units, and note what depends on what."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.patches import UnitPatches
+from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
+from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
+from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
+from lightning_pipeline.split.tags import Tag
+from lightning_pipeline.split.units import Unit
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        index: Position among all calls.
+        unit: Number of the unit.
+        nth: Which call of this unit, from 0.
+        reads: What its arguments, and what it read beside them, came from.
+        structure: How its output is put together.
+        specs: Its output tensors.
+        flops: Floating-point operations of the forward.
+        cost: Equivalent FLOPs of the forward, memory traffic counted in.
+        activation_bytes: What autograd keeps for the backward, parameters apart.
+    """
+
+    index: int
+    unit: int
+    nth: int
+    reads: set[Tag] = field(default_factory=set)
+    structure: Structure = Structure("constant", None)
+    specs: list[TensorSpec] = field(default_factory=list)
+    flops: float = 0.0
+    cost: float = 0.0
+    activation_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run of a step showed.
+
+    Attributes:
+        step: Name of the step, such as `training_step`.
+        units: The atoms of a cut.
+        calls: Their calls in order.
+        tail: What the end of the step depends on: loss, logs, metrics, what is returned or kept.
+        everywhere: Parameters and buffers whose values steer the code, needed on every stage.
+        mutated: Values (call, leaf) that code between the units changes in place.
+        together: Groups of units that must share a stage, with the reason.
+        attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
+        state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
+    """
+
+    step: str
+    units: list[Unit]
+    calls: list[Call] = field(default_factory=list)
+    tail: set[Tag] = field(default_factory=set)
+    everywhere: set[str] = field(default_factory=set)
+    mutated: set[tuple[int, int]] = field(default_factory=set)
+    together: list[tuple[frozenset[int], str]] = field(default_factory=list)
+    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    state_units: dict[str, int] = field(default_factory=dict)
+
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+
+def trace_step(
+    root: nn.Module,
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    units: Sequence[Unit],
+    patches: UnitPatches | None = None,
+    mode: PlaceholderMode | None = None,
+    sinks: Sequence[str] = ("log", "log_dict"),
+    forward_context: ContextFactory = nullcontext,
+) -> Trace:
+    """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
+
+    Nothing is left behind: the batch is cloned, and buffers, attributes, random states and caches are
+    restored.
+
+    Args:
+        root: The LightningModule.
+        step: Name of its method.
+        args: Its arguments: the micro-batch, its index, and so on.
+        kwargs: Its keyword arguments.
+        units: The units, from `find_units`.
+        patches: The patched units where the module is split already; None patches them for this call.
+        mode: The placeholders' mode of that split.
+        sinks: Methods of `root` that take values away, such as `log`.
+        forward_context: Makes the precision's context, such as autocast.
+
+    Raises:
+        SplitError: The step does something that no cut allows. The message names module and line.
+    """
+    from lightning_pipeline.split.tracer import Tracer  # the mechanism; this file is the outcome
+
+    own_patches = patches is None
+    patches = patches or UnitPatches(units)
+    mode = mode or PlaceholderMode()
+    clone = map_tensors(lambda tensor: tensor.detach().clone(), (tuple(args), dict(kwargs or {})))
+    saved = ModuleState(root)
+    if own_patches:
+        patches.install()
+    tracer = Tracer(root, step, patches, mode, sinks)
+    try:
+        with random_state_kept(root):
+            trace = tracer.run(clone[0], clone[1], forward_context)
+    finally:
+        tracer.close()
+        saved.restore()
+        if own_patches:
+            patches.remove()
+    made = tracer.made
+    del tracer, clone
+    forget_placeholders(made)
+    return trace
+
+
+def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
+    """The user's method, or our error where there is none."""
+    function = getattr(root, step, None)
+    if not callable(function):
+        raise SplitError(f"{type(root).__name__} has no {step}")
+    return function
+
+
+def refuse(reason: str, root: nn.Module) -> SplitError:
+    """The error for something that the split cannot carry, with the user's line."""
+    return SplitError(f"{reason} [at {user_line(root)}]")
+
+
+def in_function_transform() -> bool:
+    """Whether we are inside `torch.func.vmap`, `grad` and the like."""
+    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]

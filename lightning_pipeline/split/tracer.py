@@ -1,0 +1,459 @@
+"""The mechanism of the trace: who answers unit calls, and how dependence is followed through glue."""
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.fakerun import FakeRun
+from lightning_pipeline.split.patches import UnitPatches
+from lightning_pipeline.split.placeholder import (
+    PlaceholderMode,
+    is_placeholder,
+    storage_key,
+    user_line,
+    written_tensors,
+)
+from lightning_pipeline.split.sinks import stub_metrics, stub_sinks
+from lightning_pipeline.split.structure import flatten, map_tensors, tensors_in, unflatten
+from lightning_pipeline.split.tags import Tag, TagStore
+from lightning_pipeline.split.trace import (
+    Call,
+    ContextFactory,
+    Trace,
+    in_function_transform,
+    refuse,
+    step_function,
+)
+from lightning_pipeline.split.watch import AttributeSnapshot, ReadWatch, holds_tensor
+
+_SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+
+
+class Tracer:
+    """One run of a step under observation."""
+
+    def __init__(
+        self, root: nn.Module, step: str, patches: UnitPatches, mode: PlaceholderMode, sinks: Any
+    ) -> None:
+        self.root, self.patches, self.mode = root, patches, mode
+        self.trace = Trace(step, patches.units)
+        self.tags = TagStore()
+        self._handed = TagStore()  # only the units' own outputs, not what glue makes of them
+        self.inside: Call | None = None
+        self.made: list[weakref.ref[Tensor]] = []
+        self._counts = [0] * len(patches.units)
+        self._values: dict[Tag, weakref.ref[Tensor]] = {}
+        self._unknown_tail = ""  # where the trace stopped knowing what the values are
+        self._written_glue: dict[str, Tensor] = {}
+        self._restores: list[tuple[Tensor, Tensor]] = []
+        self._regions: dict[int, tuple[Any, list[int]]] = {}
+        self._early_reads: set[tuple[int, str]] = set()
+        self._hooks: list[tuple[int, str]] = []
+        self._poisoned: dict[int, Tensor] = {}
+        self._mirrors: dict[int, Tensor] = {}
+        self._states: dict[int, str] = {}
+        self._glue_modules = self._find_glue_modules()
+        self._glue_set = set(self._glue_modules)
+        self._reads = ReadWatch(self._attribute_read)
+        self._sinks = sinks
+        self._fake = FakeRun(self)
+        self._name_states()
+
+    # ---- set-up
+
+    def _find_glue_modules(self) -> list[nn.Module]:
+        inner = {id(module) for unit in self.patches.units for module in unit.module.modules()}
+        return [module for module in self.root.modules() if id(module) not in inner]
+
+    def _name_states(self) -> None:
+        holders = {id(m): n for n, unit in enumerate(self.patches.units) for m in unit.module.modules()}
+        for prefix, module in self.root.named_modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_readable(module)]:
+                if tensor is None:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor.untyped_storage().nbytes() or tensor.is_meta or is_placeholder(tensor):
+                    self._states.setdefault(storage_key(tensor), full)
+                    self.tags.add(tensor, frozenset({Tag("state", name=self._states[storage_key(tensor)])}))
+                if id(module) in holders:
+                    self.trace.state_units.setdefault(full, holders[id(module)])
+
+    def close(self) -> None:
+        """Take every observer away, whatever happened."""
+        self._reads.stop()
+        self.mode.watcher = None
+        self.patches.runner = None
+        with torch.no_grad():
+            for tensor, value in self._restores:
+                tensor.copy_(value)
+
+    # ---- the run
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_context: ContextFactory) -> Trace:
+        """Call the step and return what was seen."""
+        function = step_function(self.root, self.trace.step)
+        before = AttributeSnapshot(self._glue_modules)
+        self._at_call = before
+        with ExitStack() as stack:
+            stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
+            stack.enter_context(stub_metrics(self.root, self.tail_read, self._fake.scalar))
+            for module in self._glue_modules:
+                self._reads.watch(module)
+            self.patches.runner, self.mode.watcher = self, self
+            stack.enter_context(forward_context())
+            stack.enter_context(_GlueFunctions(self))
+            stack.enter_context(_GlueOperations(self))
+            self._call_step(function, args, kwargs)
+        self._reads.stop()
+        self._note_attributes(before)
+        self._close_regions()
+        self._check_hooks()
+        return self.trace
+
+    def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            result = function(*args, **kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            self._end_early(error)
+        else:
+            self.tail_read(result)
+            if self._unknown_tail:
+                self._everything_alive()
+
+    def _end_early(self, error: Exception) -> None:
+        called = {call.unit for call in self.trace.calls}
+        missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in called]
+        if missing:
+            raise SplitError(
+                f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at {_error_line(error)}]; "
+                f"it was raised before {missing[0]!r} was called. Between units only shapes are known while the "
+                "module is traced, not values"
+            ) from error
+        self._everything_alive()
+
+    def _everything_alive(self) -> None:
+        self.trace.tail.update(tag for tag, value in self._values.items() if value() is not None)
+
+    # ---- calls of units
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a unit: run it in fake-tensor mode and hand out its outputs as fresh values."""
+        if self.inside is not None:  # a unit that is called by another is part of that
+            return self.patches.originals[unit](*args, **kwargs)
+        self._before_call(unit)
+        call = Call(len(self.trace.calls), unit, self._counts[unit])
+        self._counts[unit] += 1
+        self.trace.calls.append(call)
+        self._note_region(call)
+        call.reads |= self.tags.union(tensors_in((args, kwargs)))
+        contents = [_contents(container) for container in _containers((args, kwargs))]
+        output = self._fake.run(call, args, kwargs)
+        if contents != [_contents(container) for container in _containers((args, kwargs))]:
+            raise refuse(f"unit {self._name(unit)} changes a list or dictionary that it is given", self.root)
+        tensors, call.structure = flatten(output)
+        result = unflatten([self._value(call, leaf, t) for leaf, t in enumerate(tensors)], call.structure)
+        self._at_call = AttributeSnapshot(self._glue_modules)
+        return result
+
+    def _before_call(self, unit: int) -> None:
+        name = self._name(unit)
+        if self._unknown_tail:
+            raise SplitError(
+                f"a value computed by the model steers the code at {self._unknown_tail}, before unit {name} is "
+                "called: stages other than the one that computes it cannot know it. Keep such code inside a unit, "
+                "or after the last one"
+            )
+        if in_function_transform():
+            raise refuse(f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root)
+
+    def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
+        handed, spec = self._fake.hand_out(tensor)
+        call.specs.append(spec)
+        tag = Tag("value", call.index, leaf)
+        outer = frozenset(t for t in self.tags.of(handed) if t != Tag("effect", call.index))
+        self.tags.replace(handed, outer | {tag})
+        self._handed.add(handed, frozenset({tag}))
+        self._values[tag] = weakref.ref(handed)
+        self.made.append(weakref.ref(handed))
+        return handed
+
+    def _name(self, unit: int) -> str:
+        return repr(self.patches.units[unit].name)
+
+    # ---- operations between units
+
+    def glue_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation of glue; its results, and what it writes, come from all of its operands."""
+        operands = list(_operands(args, kwargs))
+        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
+            raise refuse("a collective of torch.distributed inside a step would be entered by one stage only", self.root)
+        if self._poisoned and any(storage_key(t) in self._poisoned for t in operands):
+            args, kwargs = self.without_poison((args, kwargs))
+        tags = self.tags.union(operands)
+        written = list(written_tensors(func, args, kwargs))
+        faked = any(is_placeholder(tensor) for tensor in operands)
+        self._note_states(func, tags, written)
+        if func._schema.name in _SCALAR_READS:
+            if faked or any(storage_key(t) in self._poisoned for t in operands):
+                return self._scalar(func, operands)
+            self.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
+        result = func(*args, **kwargs)
+        for tensor in _operands((result,), {}):
+            self.tags.add(tensor, tags)
+            if faked:
+                self.made.append(weakref.ref(tensor))
+        for tensor in written:
+            self._note_write(tensor, tags, faked)
+        return result
+
+    def _note_write(self, tensor: Tensor, tags: frozenset[Tag], faked: bool) -> None:
+        self.trace.mutated |= {(tag.call, tag.leaf) for tag in self._handed.of(tensor)}
+        self.tags.add(tensor, tags)
+        if faked and not is_placeholder(tensor):
+            self._poisoned[storage_key(tensor)] = tensor
+
+    def _note_states(self, func: Any, tags: frozenset[Tag], written: list[Tensor]) -> None:
+        for tensor in written:
+            name = self._states.get(storage_key(tensor))
+            if name is not None and name not in self._written_glue:
+                self._written_glue[name] = tensor
+                if not is_placeholder(tensor) and not tensor.is_meta:
+                    self._restores.append((tensor, tensor.detach().clone()))
+
+    def without_poison(self, value: Any) -> Any:
+        """The same with placeholders for real tensors that a placeholder was written into."""
+        if not self._poisoned:
+            return value
+
+        def swap(tensor: Tensor) -> Tensor:
+            if is_placeholder(tensor) or storage_key(tensor) not in self._poisoned:
+                return tensor
+            fake = self.mode.like(tensor.detach())
+            self.tags.add(fake, self.tags.of(tensor))
+            return fake
+
+        return map_tensors(swap, value)
+
+    def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
+        if not self._unknown_tail:
+            self._unknown_tail = user_line(self.root)
+        self.trace.tail |= self.tags.union(operands)
+        dtype = operands[0].dtype
+        if func._schema.name != "aten::_local_scalar_dense" or dtype is torch.bool:
+            return False
+        return 1.0 if dtype.is_floating_point else 1
+
+    # ---- operations inside units
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """See every operation on a placeholder; inside a unit, note what it reads from elsewhere."""
+        call = self.inside
+        if call is None:
+            return run()
+        own = frozenset({Tag("effect", call.index)})
+        operands = list(_operands(args, kwargs))
+        call.reads |= self.tags.union(operands) - own
+        result = run()
+        for tensor in written_tensors(func, args, kwargs):
+            origin = self._mirrors.get(storage_key(tensor), tensor)
+            if self._is_outside(origin, call):
+                self.tags.add(tensor, own)
+                self.tags.add(origin, own)
+        self._note_results(func, operands, list(_operands((result,), {})), own)
+        self._fake.count(call, func, args, kwargs, result)
+        return result
+
+    def _note_results(
+        self, func: Any, operands: list[Tensor], results: list[Tensor], own: frozenset[Tag]
+    ) -> None:
+        self.made.extend(weakref.ref(tensor) for tensor in results)
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            for tensor in results:  # the view of a real tensor has a stand-in for its memory
+                if operands and not is_placeholder(operands[0]):
+                    self._mirrors.setdefault(storage_key(tensor), operands[0])
+            return
+        for tensor in results:
+            if not self.tags.of(tensor):
+                self.tags.add(tensor, own)
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter or buffer of the module."""
+        return storage_key(tensor) in self._states
+
+    def _is_outside(self, tensor: Tensor, call: Call) -> bool:
+        name = self._states.get(storage_key(tensor))
+        if name is not None:
+            return self.trace.state_units.get(name) != call.unit
+        return Tag("effect", call.index) not in self.tags.of(tensor)
+
+    def unit_attributes_changed(self, call: Call, changed: list[tuple[nn.Module, str]]) -> None:
+        """A unit set attributes of its modules: note who reads them outside it."""
+        for module, name in changed:
+            self._reads.watch(module, {name})
+
+    # ---- reads at the end, attributes, hooks, checkpoint segments
+
+    def tail_read(self, value: Any) -> None:
+        """Something that leaves the step (a loss, a logged value) depends on this."""
+        self.trace.tail |= self.tags.union(tensors_in(value))
+        self.trace.tail |= {
+            tag for tensor in tensors_in(value) if storage_key(tensor) in self._poisoned for tag in self.tags.of(tensor)
+        }
+
+    def _attribute_read(self, module: nn.Module, name: str) -> None:
+        if self.inside is not None:
+            return
+        if module in self._glue_set:
+            if self._more_calls_expected():
+                self._early_reads.add((id(module), name))
+            return
+        value = vars(module).get(name)
+        if not holds_tensor(value):
+            raise refuse(
+                f"attribute {name!r} is set by a unit's forward ({type(module).__name__}) and read outside it; on "
+                "another stage it would have an old value. Return it from forward instead",
+                self.root,
+            )
+
+    def _more_calls_expected(self) -> bool:
+        called = {call.unit for call in self.trace.calls}
+        return len(called) < len(self.patches.units)
+
+    def _note_attributes(self, before: AttributeSnapshot) -> None:
+        after_last_call = self._at_call.changed()
+        for module, name in before.changed():
+            value = vars(module).get(name)
+            late = any(module is m and name == n for m, n in after_last_call)
+            if holds_tensor(value):
+                self.tail_read(value)
+                late = True
+            if late:
+                self.trace.attributes.append((module, name))
+                if (id(module), name) in self._early_reads and not isinstance(value, list | dict):
+                    raise SplitError(
+                        f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before the model "
+                        "and set after it: earlier stages would read an old value. Update it in a hook such as "
+                        "on_train_batch_end instead"
+                    )
+        self._check_written_states()
+
+    def _check_written_states(self) -> None:
+        for name in self._written_glue:
+            readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
+            if self.trace.step == "training_step" and readers:
+                units = frozenset(call.unit for call in readers)
+                last = frozenset({self.trace.calls[-1].unit})
+                self.trace.together.append((units | last, f"{name!r} is written by {self.trace.step} between units"))
+            self.trace.tail.add(Tag("state", name=name))
+            self.trace.tail |= self.tags.of(self._written_glue[name])
+
+    def _note_region(self, call: Call) -> None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+                self._regions.setdefault(id(frame), (frame, []))[1].append(call.unit)
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _close_regions(self) -> None:
+        for _, members in self._regions.values():
+            if len(set(members)) > 1:
+                self.trace.together.append((frozenset(members), "they are in one segment of activation checkpointing"))
+        self._regions.clear()
+
+    def hook_registered(self, tensor: Tensor) -> None:
+        """A gradient hook was put on a tensor between units."""
+        derived = self.tags.of(tensor)
+        if any(t.kind == "value" for t in derived) and not any(r() is tensor for r in self._values.values()):
+            self._hooks.append((len(self.trace.calls), user_line(self.root)))
+
+    def _check_hooks(self) -> None:
+        for position, line in self._hooks:
+            if position < len(self.trace.calls):
+                raise SplitError(
+                    f"register_hook at {line} is on a value computed between units, whose gradient may come from "
+                    "several stages: put the hook on the output of a module"
+                )
+
+
+class _GlueOperations(TorchDispatchMode):
+    """Sees every operation that is not inside a unit."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._tracer.inside is not None:
+            return func(*args, **(kwargs or {}))
+        return self._tracer.glue_operation(func, args, kwargs or {})
+
+
+class _GlueFunctions(TorchFunctionMode):
+    """Sees calls that are no operations: gradients taken inside the step, and hooks on tensors."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self._tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tracer = self._tracer
+        if tracer.inside is None:
+            if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+                values = tracer.tags.union(tensors_in((args, kwargs or {})))
+                if any(tag.kind == "value" for tag in values):
+                    raise refuse("a gradient is taken inside the step, through values of several stages", tracer.root)
+            elif func is Tensor.register_hook:
+                tracer.hook_registered(args[0])
+        return func(*args, **(kwargs or {}))
+
+
+def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, Tensor))
+
+
+def _readable(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor) and is_placeholder(value)]
+
+
+def _containers(value: Any) -> list[Any]:
+    found: list[Any] = []
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list | dict):
+            found.append(item)
+        if isinstance(item, list | tuple | dict):
+            pending.extend(item.values() if isinstance(item, dict) else item)
+    return found
+
+
+def _contents(container: Any) -> tuple[int, ...]:
+    return tuple(id(item) for item in (container.values() if isinstance(container, dict) else container))
+
+
+def _error_line(error: BaseException) -> str:
+    place = "code outside the module"
+    trace = error.__traceback__
+    while trace is not None:
+        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "lightning_pipeline", "lightning"):
+            code = trace.tb_frame.f_code
+            place = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place
