@@ -59,18 +59,12 @@ class Agreement:
 
     @cached_property
     def gradients(self) -> Layout:
-        """Where the gradients lie in the message that goes back; contiguous, like their tensors otherwise."""
-        specs = [self.specs[index] for index in self.with_gradient]
-        dense = tuple(spec._replace(stride=_contiguous(spec.shape), requires_grad=False) for spec in specs)
-        return Layout(dense, start=header_bytes(len(dense)))
+        """Where the gradients lie in the message that goes back, each with the strides of its tensor.
 
-
-def _contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
+        Autograd lays gradients out like that as a rule, and sums in an order that depends on it.
+        """
+        specs = tuple(self.specs[index] for index in self.with_gradient)
+        return Layout(specs, start=header_bytes(len(specs)))
 
 
 class Agreements:

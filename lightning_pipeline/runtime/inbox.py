@@ -129,7 +129,7 @@ class Inbox:
             what = str(found) if header.magic == wire.MAGIC else "something that is none of our messages"
             raise MessageError(
                 f"rank {self._link.peer} sent {what} (message {header.sequence}) where {key} (message "
-                f"{sequence}) was expected: run the same plan and the same version of this package on all ranks"
+                f"{sequence}) was expected: run the same plan and version of this package on all ranks"
             )
         return header
 

@@ -1,7 +1,9 @@
 """Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
 
+import random
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -30,11 +32,13 @@ class FakeRun:
         module = tracer.patches.units[call.unit].module
         args, kwargs = tracer.without_poison((args, kwargs))
         before = AttributeSnapshot(module.modules())
+        draws = _host_draws()
         tracer.inside = call
         try:
             output = self._try_fake(call, args, kwargs)
         finally:
             tracer.inside = None
+        tracer.trace.host_random |= draws != _host_draws()
         tracer.unit_attributes_changed(call, before.changed())
         return output
 
@@ -96,6 +100,11 @@ class FakeRun:
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
         return self._tracer.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+
+def _host_draws() -> tuple[int, int]:
+    """Where numpy's and Python's generators stand in their blocks."""
+    return int(numpy.random.get_state(legacy=False)["state"]["pos"]), random.getstate()[1][-1]  # type: ignore[call-overload]
 
 
 def _made_up(tensor: Tensor) -> Tensor:

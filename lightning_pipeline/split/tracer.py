@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.split.fakerun import FakeRun
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import (
@@ -102,7 +103,7 @@ class Tracer:
         function = step_function(self.root, self.trace.step)
         before = AttributeSnapshot(self._glue_modules)
         self._at_call = before
-        with ExitStack() as stack:
+        with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(self.root, self.tail_read, self._fake.scalar))
             for module in self._glue_modules:
@@ -221,6 +222,7 @@ class Tracer:
         self.tags.add(tensor, tags)
         if faked and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
+            self.trace.poisons = True
 
     def _note_states(self, func: Any, tags: frozenset[Tag], written: list[Tensor]) -> None:
         for tensor in written:
@@ -367,6 +369,7 @@ class Tracer:
             frame = frame.f_back  # type: ignore[assignment]
 
     def _close_regions(self) -> None:
+        self.trace.checkpointed = bool(self._regions)
         for _, members in self._regions.values():
             if len(set(members)) > 1:
                 self.trace.together.append((frozenset(members), "they are in one segment of activation checkpointing"))

@@ -1,0 +1,93 @@
+"""Gradients that several ranks share: averaged over replicas, summed over stages, once per step."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import Parameter
+
+_PIECE_BYTES = 32 * 2**20
+
+
+def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Average gradients over the data-parallel replicas.
+
+    A gradient that no replica has stays None; one that some have counts as zero on the others, so all
+    replicas take the same step.
+
+    Args:
+        parameters: This rank's, in the same order on all replicas. Those that need no gradient are skipped.
+        group: The replicas. None or a single one: nothing to do.
+    """
+    if group is not None and group.size() > 1:
+        _reduce([p for p in parameters if p.requires_grad], group, divide_by=group.size())
+
+
+def sum_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | None) -> None:
+    """Sum gradients of parameters that several stages share, before clipping and stepping.
+
+    Args:
+        parameters: This rank's copies, in the same order on all ranks of the group.
+        group: The ranks that hold a copy. None: one rank holds all.
+    """
+    if group is not None and group.size() > 1:
+        _reduce([p for p in parameters if p.requires_grad], group, divide_by=1)
+
+
+def _reduce(parameters: Sequence[Parameter], group: dist.ProcessGroup, *, divide_by: int) -> None:
+    if not parameters:
+        return
+    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
+    works = [_start(_on_device(present, parameters[0]), group)]
+    pieces = [(piece, _flat(piece)) for piece in _pieces(parameters)]
+    works += [_start(flat, group) for _, flat in pieces]
+    for work, _ in works:
+        work.wait()
+    somewhere = dict(zip(parameters, works[0][1].tolist(), strict=True))
+    for piece, flat in pieces:
+        _hand_back(piece, flat.div_(divide_by) if divide_by > 1 else flat, somewhere)
+
+
+def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
+    return tensor.to(like.device)
+
+
+def _start(tensor: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
+    """Start to sum a tensor; it is held with its handle until that is done."""
+    work = dist.all_reduce(tensor, group=group, async_op=True)
+    assert work is not None, "an asynchronous collective returns a handle"
+    return work, tensor
+
+
+def _pieces(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
+    """Runs of parameters of one type and device that are reduced as one tensor."""
+    piece: list[Parameter] = []
+    size = 0
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        if piece and (kind != (piece[0].dtype, piece[0].device) or size >= _PIECE_BYTES):
+            yield piece
+            piece, size = [], 0
+        piece.append(parameter)
+        size += parameter.numel() * parameter.element_size()
+    yield piece
+
+
+def _flat(piece: Sequence[Parameter]) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).reshape(-1) for p in piece])
+
+
+def _hand_back(piece: Sequence[Parameter], flat: Tensor, somewhere: dict[Parameter, int]) -> None:
+    start = 0
+    with torch.no_grad():
+        for parameter in piece:
+            end = start + parameter.numel()
+            if somewhere[parameter]:
+                reduced = flat[start:end].view(parameter.shape)
+                if parameter.grad is None:
+                    parameter.grad = reduced.clone()
+                else:
+                    parameter.grad.copy_(reduced)
+            start = end

@@ -1,0 +1,192 @@
+"""A batch becomes micro-batches, and what they return becomes what one device would have returned."""
+
+import copy
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_pipeline.errors import ConfigurationError
+
+Array = Tensor | np.ndarray[Any, Any]
+_OVERRIDE = "override `split_batch(batch, num_microbatches)` on the LightningModule"
+
+
+def batch_size_of(batch: Any) -> int:
+    """How many samples a batch has: the most common length of its tensors' first dimension.
+
+    Where two lengths are equally common, the one that comes first counts. Without any tensor that has a
+    dimension, the lengths of the lists count. NumPy arrays count as tensors here.
+
+    Raises:
+        ConfigurationError: Nothing in the batch has a length, or everything has another one.
+    """
+    lengths = [array.shape[0] for array in _arrays(batch)] or list(_list_lengths(batch))
+    if not lengths:
+        raise ConfigurationError(
+            f"a batch of type {type(batch).__name__} has no tensor with a dimension and no list to split: "
+            f"{_OVERRIDE}"
+        )
+    counts = Counter(lengths)
+    length, count = counts.most_common(1)[0]
+    if count == 1 and len(counts) > 2:
+        raise ConfigurationError(
+            f"the parts of a batch have lengths {lengths}, no two alike, so the number of samples cannot "
+            f"be told: {_OVERRIDE}"
+        )
+    return length
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
+    """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
+
+    Every tensor whose first dimension is the batch's, and every list of that length, is split. Dicts,
+    tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to all
+    micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings, numbers,
+    other objects. A shared tensor whose length happens to be the batch's is split too: override then.
+
+    Args:
+        batch: What the dataloader gave.
+        num_microbatches: How many to make. At least 1.
+
+    Returns:
+        Pairs of a micro-batch and its number of samples.
+
+    Raises:
+        ConfigurationError: The batch has no length, none left, or a part that can be read in two ways.
+
+    Example:
+        >>> [(part.tolist(), size) for part, size in split_batch(torch.arange(3), 2)]
+        [([0, 1], 2), ([2], 1)]
+    """
+    size = batch_size_of(batch)
+    if size == 0:
+        raise ConfigurationError("the batch is empty, nothing to split: check the dataset's last batch")
+    parts = min(num_microbatches, size)
+    if parts == 1:
+        return [(batch, size)]
+    sizes = [size // parts + (index < size % parts) for index in range(parts)]
+    starts = [sum(sizes[:index]) for index in range(parts)]
+    return [
+        (_take(batch, start, start + length, size, top=True), length)
+        for start, length in zip(starts, sizes, strict=True)
+    ]
+
+
+def _take(value: Any, start: int, end: int, size: int, *, top: bool = False) -> Any:
+    """The samples from `start` to `end` of a value that may be split."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value[start:end] if _is_split(value, size) else value
+    if isinstance(value, list) and _is_samples(value, size, top=top):
+        return value[start:end]
+    if isinstance(value, PackedSequence):
+        raise ConfigurationError(f"a PackedSequence cannot be split by samples: {_OVERRIDE}")
+    return _rebuild(value, lambda item, _: _take(item, start, end, size))
+
+
+def _is_split(array: Array, size: int) -> bool:
+    if array.ndim == 0 or array.shape[0] != size:
+        return False
+    if isinstance(array, Tensor) and (array.layout is not torch.strided or array.is_nested):
+        raise ConfigurationError(f"a tensor with layout {array.layout} cannot be split: {_OVERRIDE}")
+    return True
+
+
+def _is_samples(values: list[Any], size: int, *, top: bool) -> bool:
+    """Whether a list holds one item per sample, and is not `[inputs, targets]` as collating makes it."""
+    if len(values) != size:
+        return False
+    batched = [_has_length(item, size) for item in values]
+    if not top and all(batched) and all(isinstance(item, Tensor) for item in values):
+        raise ConfigurationError(
+            f"a list of {size} tensors of length {size} in a batch of {size} samples can be one tensor per "
+            f"sample or {size} batched tensors: {_OVERRIDE}, or collate it into a tuple"
+        )
+    return not any(batched) and not (top and any(isinstance(item, Tensor) and item.ndim for item in values))
+
+
+def _has_length(value: Any, size: int) -> bool:
+    return any(array.shape[0] == size for array in _arrays(value))
+
+
+def _arrays(value: Any) -> Iterator[Array]:
+    """All tensors and arrays with a dimension, in order."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield value
+        return
+    for item in _items(value):
+        yield from _arrays(item)
+
+
+def _list_lengths(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        yield len(value)
+    for item in _items(value):
+        yield from _list_lengths(item)
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return []
+
+
+def _rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """The same container with changed items; `change` gets each item and its key."""
+    if isinstance(value, Mapping):
+        changed = {key: change(item, key) for key, item in value.items()}
+        return changed if type(value) is dict else _refill(value, changed)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(change(item, index) for index, item in enumerate(value)))
+    if isinstance(value, list | tuple):
+        return type(value)(change(item, index) for index, item in enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(result, field.name, change(getattr(value, field.name), field.name))
+        return result
+    return value
+
+
+def _refill(mapping: Any, changed: dict[Any, Any]) -> Any:
+    """A copy of the user's own mapping type, with other values."""
+    result = copy.copy(mapping)
+    if not hasattr(result, "__setitem__"):
+        return changed
+    for key, item in changed.items():
+        result[key] = item
+    return result
+
+
+def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
+    """What shapes of activations usually depend on: structure, and each leaf's shape, dtype and device type.
+
+    Numbers and strings count by type only (an index of the batch is new each time), None and bools by value.
+    Where more matters, the message says that it is not as agreed.
+    """
+    return _leaf_signature(list(args)), _leaf_signature(dict(kwargs))
+
+
+def _leaf_signature(value: Any) -> Hashable:
+    if isinstance(value, Tensor):
+        return tuple(value.shape), str(value.dtype), value.device.type
+    if isinstance(value, np.ndarray):
+        return tuple(value.shape), str(value.dtype)
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, Mapping):
+        return tuple((str(key), _leaf_signature(item)) for key, item in value.items())
+    items = _items(value)
+    if items and any(True for _ in _arrays(value)):
+        return type(value).__name__, *(_leaf_signature(item) for item in items)
+    return type(value).__name__, len(items)

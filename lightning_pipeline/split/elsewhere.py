@@ -1,0 +1,121 @@
+"""What stands on a stage for something that only another stage has."""
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import PlaceholderError
+
+
+def _refuse(what: str) -> NoReturn:
+    raise PlaceholderError(
+        f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
+        "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
+    )
+
+
+def _reader(name: str) -> Callable[..., Any]:
+    def read(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse(self._what)
+
+    read.__name__ = name
+    return read
+
+
+def _silent(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Writes are dropped: the value lives on the last stage."""
+
+
+_READS = (
+    "__iter__ __len__ __getitem__ __contains__ __bool__ __reversed__ __eq__ __ne__ __lt__ __gt__ __add__ __mul__ "
+    "index count copy get keys values items"
+).split()
+_WRITES = "append extend insert remove clear sort reverse __setitem__ __delitem__ update setdefault".split()
+
+
+class Elsewhere:
+    """Raises on any use, also by torch's functions."""
+
+    def __init__(self, what: str) -> None:
+        object.__setattr__(self, "_what", what)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return _refuse(self._what)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)), None)
+        return _refuse(found._what if found is not None else "a value")
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: on the last stage>"
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+for _name in (*_READS, "__float__", "__int__", "__sub__", "__truediv__", "__radd__", "__rmul__", "__call__"):
+    setattr(Elsewhere, _name, _reader(_name))
+
+
+class ElsewhereList(list[Any]):
+    """A list that takes writes and drops them, and raises when read."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__([Elsewhere(what)])  # torch.stack reads a list's memory, not its methods
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: on the last stage>"
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class ElsewhereDict(dict[Any, Any]):
+    """A dictionary that takes writes and drops them, and raises when read."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: on the last stage>"
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+for _cls in (ElsewhereList, ElsewhereDict):
+    for _name in _READS:
+        setattr(_cls, _name, _reader(_name))
+    for _name in _WRITES:
+        setattr(_cls, _name, _silent)
+
+
+class AttributeGuards:
+    """Puts guards in the place of attributes that a step sets on the last stage, and takes them away."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._names = {id(module): name for name, module in root.named_modules()}
+        self._before: dict[tuple[nn.Module, str], Any] = {}
+
+    def install(self, attributes: list[tuple[nn.Module, str]]) -> None:
+        """Guard these; one that was assigned anew since is guarded again."""
+        for module, name in attributes:
+            own = vars(module)
+            value = own.get(name)
+            if isinstance(value, Elsewhere | ElsewhereList | ElsewhereDict):
+                continue
+            self._before.setdefault((module, name), value)
+            prefix = self._names.get(id(module), "")
+            what = f"attribute '{prefix}.{name}'" if prefix else f"attribute '{name}' of the LightningModule"
+            kind = ElsewhereList if isinstance(value, list) else ElsewhereDict if isinstance(value, dict) else Elsewhere
+            own[name] = kind(what)
+
+    def remove(self) -> None:
+        """Put back what was there."""
+        for (module, name), value in self._before.items():
+            vars(module)[name] = value
+        self._before.clear()

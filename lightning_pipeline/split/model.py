@@ -1,0 +1,251 @@
+"""A LightningModule cut into stages, as one rank holds it."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.runtime.microbatch import signature_of
+from lightning_pipeline.split.elsewhere import AttributeGuards
+from lightning_pipeline.split.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.split.liveness import Liveness, backward_edges, stages_of_states
+from lightning_pipeline.split.partition import Partition
+from lightning_pipeline.split.patches import UnitPatches
+from lightning_pipeline.split.placeholder import PlaceholderMode
+from lightning_pipeline.split.program import StageProgram, Step
+from lightning_pipeline.split.residence import Residence, SharedParameter
+from lightning_pipeline.split.seeds import StepSeeds
+from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.split.trace import Trace, step_function, trace_step
+
+Sink = Callable[..., None]
+MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the last stage has after a batch; empty lists elsewhere.
+
+    Attributes:
+        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        outputs: What the step returned for each micro-batch, detached.
+    """
+
+    losses: list[Tensor | None]
+    outputs: list[Any]
+
+
+class SplitModel:
+    """This rank's stages of a module, with every patch that replay needs.
+
+    Args:
+        root: The LightningModule, whole.
+        cut: Its partition.
+        stages: The stages of this rank.
+        sinks: What `root.log(...)` and the like become on the last stage: called with the micro-batch's
+            index and the user's arguments.
+        forward_context: Makes the precision's context for one forward, such as autocast.
+        seed: Base of all random draws inside steps; the same on every rank.
+    """
+
+    def __init__(
+        self, root: nn.Module, cut: Partition, stages: Sequence[int], *, sinks: Mapping[str, Sink] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.root, self.cut = root, cut
+        self._sinks = dict(sinks or {})
+        self._context, self._seed = forward_context, seed
+        self.mode = PlaceholderMode()
+        self._patches = UnitPatches(cut.trace.units)
+        self._stage_of = cut.stage_of
+        self.num_stages = cut.num_stages
+        self._programs = {stage: self._program(stage) for stage in stages}
+        needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
+        self._residence = Residence(root, needed, set(stages), self.mode)
+        self._guards = AttributeGuards(root)
+        self._parameters = ParameterGuard(root, self._shared_modules())
+        self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
+        self._open: ExitStack | None = None
+        self._step: Step | None = None
+        self._microbatch = 0
+        self.signatures: list[Hashable] = []
+        self._install()
+
+    def _program(self, stage: int) -> StageProgram:
+        last = stage == self.num_stages - 1
+        return StageProgram(stage, self.root, self._stage_of, self._patches, self.mode, is_last=last)
+
+    def _shared_modules(self) -> list[nn.Module]:
+        """Modules with units of several stages inside."""
+        if self.num_stages == 1:
+            return []
+        stages = {id(unit.module): self._stage_of[number] for number, unit in enumerate(self._patches.units)}
+        return [
+            module
+            for module in self.root.modules()
+            if len({stages[id(part)] for part in module.modules() if id(part) in stages}) > 1
+        ]
+
+    def _install(self) -> None:
+        self._residence.drop()
+        self._patches.install()
+        self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
+        self._parameters.install()
+
+    def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
+        """Undo every patch.
+
+        Args:
+            states: Values of parameters and buffers of other stages, by name; those without one keep no
+                values, and using them raises.
+        """
+        self.failed()
+        self._patches.remove()
+        self._parameters.remove()
+        self._guards.remove()
+        self._residence.restore(states or {})
+
+    # ---- what this rank holds
+
+    def stage(self, index: int) -> StageProgram:
+        """A stage of this rank, for the executor."""
+        return self._programs[index]
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether losses, logs and outputs arrive here."""
+        return self.num_stages - 1 in self._programs
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their first names, tied ones once."""
+        return self._residence.parameters()
+
+    def owned_states(self) -> dict[str, Tensor]:
+        """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage."""
+        return self._residence.owned_states(set(self._programs), self.num_stages)
+
+    @property
+    def shared(self) -> list[SharedParameter]:
+        """Parameters that several stages keep a copy of; their gradients must be summed."""
+        return self._residence.shared
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that keep a copy of a parameter or buffer."""
+        return self._residence.needed[name]
+
+    def step_attributes(self, step: str) -> list[tuple[nn.Module, str]]:
+        """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
+        return list(self._known[step][0].attributes) if step in self._known else []
+
+    @contextmanager
+    def user_hook(self) -> Iterator[None]:
+        """For hooks of the user around a step: `parameters()` of the whole module raises there."""
+        with self._parameters.on():
+            yield
+
+    # ---- a batch
+
+    def begin(
+        self,
+        step: str,
+        microbatches: Sequence[MicrobatchArguments],
+        *,
+        weights: Sequence[float] | None,
+        key: Sequence[int],
+        replica: int = 0,
+    ) -> None:
+        """Get ready to run a batch; a kind of step that was not seen yet is traced first.
+
+        Args:
+            step: Name of the user's method.
+            microbatches: Arguments and keyword arguments for each.
+            weights: What each loss is multiplied with for the backward; None where none follows.
+            key: Numbers that name the batch, such as epoch and batch index; the random draws follow from them.
+            replica: Index of the data-parallel replica.
+        """
+        assert self._open is None, "the batch before was not finished"
+        trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
+        if not self.has_last_stage:
+            self._guards.install(trace.attributes)
+        context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
+        self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
+        seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
+        self._step = Step(
+            step, step_function(self.root, step), microbatches, weights, trace, liveness, seeds, self._context, self._at
+        )
+        self._open = ExitStack()
+        self._open.callback(seeds.close)
+        self._open.enter_context(self._parameters.on())
+        self._silence_or_record(self._open)
+        for program in self._programs.values():
+            program.begin(self._step)
+
+    def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
+        with self._parameters.on():
+            trace = trace_step(
+                self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches, mode=self.mode,
+                sinks=tuple(self._sinks) or ("log", "log_dict"), forward_context=self._context,
+            )  # fmt: skip
+        wrong = backward_edges(trace, self._stage_of)
+        if wrong:
+            source, reader = wrong[0]
+            raise SplitError(
+                f"in {step} the output of {source!r} flows into {reader!r}, which is on an earlier stage: choose a "
+                "partition that keeps them together, or in this order"
+            )
+        self._known[step] = (trace, self.cut.liveness(trace))
+        return self._known[step]
+
+    def _at(self, microbatch: int) -> None:
+        self._microbatch = microbatch
+
+    def _silence_or_record(self, stack: ExitStack) -> None:
+        """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
+        stack.enter_context(stub_sinks(self.root, tuple(self._sinks), lambda value: None))
+        if not self.has_last_stage:
+            stack.enter_context(stub_metrics(self.root, lambda value: None, self._no_value))
+            return
+        for name, sink in self._sinks.items():
+            vars(self.root)[name] = self._checked(name, sink)
+
+    def _checked(self, name: str, sink: Sink) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            watcher: Any = self.mode.watcher
+            if watcher is not None and not getattr(watcher, "is_last", True):
+                return
+            if watcher is not None:
+                watcher.check_real((args, kwargs), f"self.{name}")
+            sink(self._microbatch, *args, **kwargs)
+
+        return log
+
+    def _no_value(self) -> Tensor:
+        from lightning_pipeline.split.structure import TensorSpec
+
+        return self.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+    def finish(self) -> StepResult:
+        """End the batch and hand out what the last stage has."""
+        step = self._step
+        assert step is not None, "begin() comes first"
+        self.failed()
+        if not self.has_last_stage:
+            return StepResult([], [])
+        order = range(len(step.microbatches))
+        return StepResult([step.losses[i] for i in order], [step.results[i] for i in order])
+
+    def failed(self) -> None:
+        """Drop the state of a batch, after an error too."""
+        for program in self._programs.values():
+            program.end()
+        if self._open is not None:
+            self._open.close()
+        self._open, self._step = None, None
+
+    def metrics(self) -> list[Any]:
+        """The module's torchmetrics objects."""
+        return list(metrics_of(self.root))

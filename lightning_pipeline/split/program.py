@@ -1,0 +1,243 @@
+"""One stage of a split model, as the executor drives it."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.split.liveness import Liveness, ValueKey
+from lightning_pipeline.split.patches import UnitPatches
+from lightning_pipeline.split.placeholder import PlaceholderMode
+from lightning_pipeline.split.replay import Entry, Replay, Table
+from lightning_pipeline.split.seeds import StepSeeds
+from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors, tensors_in
+from lightning_pipeline.split.trace import Trace
+
+
+@dataclass(slots=True)
+class Step:
+    """One batch on its way through the stages of this rank.
+
+    Attributes:
+        name: The user's method.
+        function: That method, bound.
+        microbatches: Arguments and keyword arguments of each micro-batch.
+        weights: What each loss is multiplied with for the backward; None: no backward follows.
+        trace: What a run of this kind of step showed.
+        liveness: What crosses the cuts in it.
+        seeds: The random state of the batch.
+        context: Makes the precision's context for one forward.
+        on_microbatch: Told the micro-batch that the last stage is about to run.
+        results: What the step returned on the last stage, detached, by micro-batch.
+        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    weights: Sequence[float] | None
+    trace: Trace
+    liveness: Liveness
+    seeds: StepSeeds
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_microbatch: Callable[[int], None] = lambda microbatch: None
+    results: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The autograd graph of one micro-batch: where it begins and ends."""
+
+    leaves: list[Tensor | None]
+    roots: list[Any]
+    handed: dict[int, Any]
+    weight: Tensor | None = None
+
+
+class StageProgram:
+    """Implements the executor's `Stage` by replaying the user's step.
+
+    Args:
+        index: The stage.
+        root: The LightningModule.
+        stage_of: The stage of each unit.
+        patches: The patched units.
+        mode: The placeholders' mode.
+        is_last: Whether this is the last stage.
+    """
+
+    def __init__(
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches, mode: PlaceholderMode,
+        *, is_last: bool,
+    ) -> None:  # fmt: skip
+        self.index, self.root, self.is_last = index, root, is_last
+        self.stage_of, self.mode = list(stage_of), mode
+        self.originals = patches.originals
+        self.current: _Saved | None = None  # whose backward is running
+        self._patches = patches
+        self._saved: dict[int, _Saved] = {}
+        self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
+        self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
+        self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
+        self._step: Step | None = None
+
+    def begin(self, step: Step) -> None:
+        """Take on a batch."""
+        self._step = step
+        self._saved.clear()
+        live = step.liveness
+        self.step = step.name
+        self.incoming = live.messages[self.index] if self.index else []
+        self.outgoing = [] if self.is_last else live.messages[self.index + 1]
+        self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
+        self.has_later_calls = live.has_later_calls[self.index]
+        self.poisons, self.checkpointed = step.trace.poisons, step.trace.checkpointed
+        self.host_random = step.trace.host_random
+
+    def end(self) -> None:
+        """Let go of the batch."""
+        self._step = None
+        self._saved.clear()
+
+    @property
+    def num_saved(self) -> int:
+        """Micro-batches whose activations are held."""
+        return len(self._saved)
+
+    # ---- forward
+
+    def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
+        """Replay the user's step for one micro-batch. See `runtime.stage.Stage`."""
+        step = self._current_step()
+        if incoming is not None and incoming.empty:
+            return self._pass_empty(microbatch, step)
+        args, kwargs = step.microbatches[microbatch]
+        if self.is_last:
+            step.on_microbatch(microbatch)
+        with step.context():
+            replay = Replay(self, incoming, step.seeds.microbatch(microbatch))
+            self._patches.runner, self.mode.watcher = replay, replay
+            try:
+                with reentrant_checkpoint_replaced():
+                    done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
+            finally:
+                self._patches.runner = self.mode.watcher = None
+        if self.is_last:
+            self._finish(microbatch, step, done.result, done.leaves, done.handed)
+        elif step.weights is not None and done.outgoing is not None:
+            roots = [_edge(tensor) for tensor in done.outgoing.tensors]
+            self._saved[microbatch] = _Saved(done.leaves, roots, done.handed)
+        return done.outgoing
+
+    def _fresh(self, value: Any) -> Any:
+        """Containers of our own for each replay: steps pop from their batch, and write into it."""
+        return map_tensors(lambda tensor: tensor, value)
+
+    def _pass_empty(self, microbatch: int, step: Step) -> Values | None:
+        if not self.is_last:
+            return Values([], (), empty=True)
+        step.results[microbatch] = step.losses[microbatch] = None
+        return None
+
+    def _finish(self, microbatch: int, step: Step, result: Any, leaves: list[Tensor | None], handed: Any) -> None:
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if step.weights is None:
+            step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
+            return
+        if loss is not None and not isinstance(loss, Tensor):
+            raise SplitError(f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None")
+        step.results[microbatch] = map_tensors(Tensor.detach, result)
+        step.losses[microbatch] = None if loss is None else loss.detach()
+        root = None if loss is None else _edge(loss)
+        weight = None if loss is None else torch.full_like(loss.detach(), step.weights[microbatch])
+        self._saved[microbatch] = _Saved(leaves, [root], handed, weight)
+
+    # ---- backward
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None
+    ) -> list[Tensor | None] | None:
+        """Run the graph of one micro-batch. See `runtime.stage.Stage`."""
+        saved = self._saved.pop(microbatch, None)
+        if saved is None:  # the step returned None before any unit ran
+            return [None] * len(self.incoming) if self.index else None
+        received = [saved.weight] if gradients is None else list(gradients)
+        pairs = [(r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None]
+        if pairs:
+            self.current = saved
+            try:
+                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
+            finally:
+                self.current = None
+        if not self.index:
+            return None
+        return [None if leaf is None else leaf.grad for leaf in saved.leaves]
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None
+    ) -> list[Tensor | None] | None:
+        """The split backward comes with the zero-bubble schedules."""
+        raise SplitError("schedules that split the backward (I and W) do not run yet: use 1F1B or GPipe")
+
+    def backward_weight(self, microbatch: int) -> None:
+        """The split backward comes with the zero-bubble schedules."""
+        raise SplitError("schedules that split the backward (I and W) do not run yet: use 1F1B or GPipe")
+
+    # ---- what a replay asks
+
+    def _current_step(self) -> Step:
+        assert self._step is not None, "begin() comes before the first action"
+        return self._step
+
+    def unit_name(self, unit: int) -> str:
+        """Name of a unit."""
+        return self._patches.units[unit].name
+
+    def placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
+        """The placeholder for a value, made once; one that glue changes in place is made anew."""
+        if key in self.mutated:
+            return self.mode.make(spec)
+        found = self._placeholders.get((key, spec))
+        if found is None:
+            if len(self._placeholders) > 4096:
+                self._placeholders.clear()
+            found = self._placeholders[key, spec] = self.mode.make(spec)
+        return found
+
+    def traced_output(self, unit: int, nth: int) -> tuple[Structure, list[TensorSpec]]:
+        """What a unit of a later stage returned when the step was traced."""
+        for call in self._current_step().trace.calls:
+            if (call.unit, call.nth) == (unit, nth):
+                return call.structure, call.specs
+        raise SplitError(f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced")
+
+    def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
+        """What earlier units returned for this micro-batch, by call."""
+        if self._read[0] is not table:
+            entries: Any = table
+            self._read = (entries, {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries})
+        return self._read[1]
+
+    def write_table(self, entries: list[Entry]) -> Table:
+        """The table for the next stage: what was read and this stage's own outputs. The same object if equal."""
+        own = tuple(entries)
+        if self._written[0] is not self._read[0] or self._written[1] != own:
+            self._written = (self._read[0], own, (*self._read[0], *own))
+        return self._written[2]
+
+
+def _edge(tensor: Tensor) -> Any:
+    """The place in the graph where a tensor's gradient goes in; holds no values of the tensor itself."""
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
+
+
+def holds_gradient(value: Any) -> bool:
+    """Whether a tensor in it needs a gradient."""
+    return any(tensor.requires_grad for tensor in tensors_in(value))

@@ -1,0 +1,317 @@
+"""Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_pipeline.errors import PlaceholderError, SplitError
+from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.split.liveness import ValueKey
+from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key, user_line, written_tensors
+from lightning_pipeline.split.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds
+from lightning_pipeline.split.structure import Structure, TensorSpec, flatten, map_tensors, tensors_in, unflatten
+
+if TYPE_CHECKING:
+    from lightning_pipeline.split.program import StageProgram
+
+CallKey = tuple[int, int]
+Entry = tuple[int, int, Structure, tuple[TensorSpec, ...]]
+Table = tuple[Entry, ...]
+_LONE = Structure("tensor", 0)
+
+
+class StageDone(BaseException):  # noqa: N818  not an error: it unwinds the step, through any `except Exception`
+    """The stage's last unit has run and one of a later stage was called."""
+
+
+@dataclass(slots=True)
+class Replayed:
+    """What one replay leaves behind.
+
+    Attributes:
+        outgoing: What the next stage is sent; None on the last stage.
+        result: What the step returned, on the last stage.
+        leaves: For each received tensor the leaf that collects its gradient, None where it needs none.
+        handed: What each unit of an earlier stage handed out, for activation checkpointing.
+    """
+
+    outgoing: Values | None
+    result: Any
+    leaves: list[Tensor | None]
+    handed: dict[int, Any] = field(default_factory=dict)
+
+
+class Replay:
+    """One micro-batch on one stage. Answers every call of a unit, and watches every placeholder."""
+
+    def __init__(self, program: "StageProgram", incoming: Values | None, seeds: MicrobatchSeeds) -> None:
+        self._program = program
+        self.is_last = program.is_last
+        self._seeds = seeds
+        self._counts = [0] * len(program.stage_of)
+        self._own_left = len(program.own_calls)
+        self._received: dict[ValueKey, Tensor] = {}
+        self._raw: dict[ValueKey, Tensor] = {}  # what goes out, as it was returned
+        self._entries: list[Entry] = []
+        self.inside = False
+        self._exited = False
+        self._error: SplitError | None = None
+        self._handed_ids: set[int] = set()
+        self._poisoned: dict[int, Tensor] = {}
+        self._specs = program.read_table(incoming.table if incoming is not None else ())
+        self.functions = _GlueFunctions(self)
+        self.replayed = Replayed(None, None, [])
+        if incoming is not None:
+            self._accept(incoming)
+
+    def _accept(self, incoming: Values) -> None:
+        for key, tensor in zip(self._program.incoming, incoming.tensors, strict=True):
+            needs_grad = tensor.requires_grad and torch.is_grad_enabled()
+            leaf = tensor if needs_grad else None
+            self.replayed.leaves.append(leaf)
+            self._raw[key] = tensor
+            self._received[key] = alias(tensor) if needs_grad else tensor
+
+    # ---- running
+
+    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Replayed:
+        """Call the step until this stage's part is done."""
+        result = None
+        try:
+            with self.functions, _PoisonGuard(self) if self._program.poisons else nullcontext():
+                result = function(*args, **kwargs)
+        except StageDone:
+            pass
+        except Exception as error:
+            self._explain(error)
+            raise
+        else:
+            self._check_return(result)
+        if self._error is not None:
+            raise self._error
+        self.replayed.result = result
+        self.replayed.outgoing = None if self._program.is_last else self._outgoing(result)
+        return self.replayed
+
+    def _explain(self, error: Exception) -> None:
+        if self._error is not None and error is not self._error:
+            raise self._error from error
+        if self._exited:
+            raise SplitError(
+                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was done: a "
+                "bare `except:` around the model's call swallowed what ends the step on this stage; catch Exception "
+                "instead"
+            ) from error
+
+    def _check_return(self, result: Any) -> None:
+        if self._exited:
+            raise SplitError(
+                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` around "
+                "the model's call swallowed what ends the step on this stage; catch Exception instead"
+            )
+        if self._program.is_last:
+            self.check_real(result, f"what {self._program.step} returns")
+        elif result is None and not any(self._counts):
+            return
+        elif self._program.has_later_calls or self._own_left:
+            raise SplitError(
+                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage was "
+                f"called, which it was when it was traced; {self._own_left} of the stage's own calls are missing"
+            )
+
+    def _outgoing(self, result: Any) -> Values:
+        program = self._program
+        if result is None and not any(self._counts) and (program.has_later_calls or program.own_calls):
+            return Values([], (), empty=True)
+        missing = [key for key in program.outgoing if key not in self._raw]
+        if missing:
+            unit, nth, _ = missing[0]
+            raise SplitError(
+                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but a later "
+                "stage needs its output: the path through the model may not depend on the data"
+            )
+        tensors = [self._raw[key] for key in program.outgoing]
+        return Values(tensors, program.write_table(self._entries))
+
+    # ---- calls of units
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call: run it, hand out what was received for it, or end the step."""
+        if self.inside:
+            return self._program.originals[unit](*args, **kwargs)
+        nth = self._counts[unit]
+        self._counts[unit] = nth + 1
+        stage = self._program.stage_of[unit]
+        if stage == self._program.index:
+            return self._own(unit, nth, args, kwargs)
+        if stage < self._program.index:
+            return self._earlier(unit, nth)
+        return self._later(unit, nth)
+
+    def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self._program
+        if (unit, nth) not in program.own_calls:
+            raise SplitError(f"unit {program.unit_name(unit)!r} is called more often than when the step was traced")
+        self._own_left -= 1
+        self._seeds.unit(unit, nth)
+        output = self._really(unit, args, kwargs)
+        if program.host_random:
+            self._seeds.host(unit + 1)
+        return self._record(unit, nth, output)
+
+    def _really(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit with our own mode out of the way, where no mode of the user's is above it."""
+        ours = _get_current_function_mode() is self.functions
+        if ours:
+            _pop_mode()
+        self.inside = True
+        try:
+            return self._program.originals[unit](*args, **kwargs)
+        finally:
+            self.inside = False
+            if ours:
+                _push_mode(self.functions)
+
+    def _record(self, unit: int, nth: int, output: Any) -> Any:
+        tensors, structure = flatten(output)
+        self._entries.append((unit, nth, structure, tuple(map(TensorSpec.of, tensors))))
+        mutated = self._program.mutated
+        copied = False
+        for leaf, tensor in enumerate(tensors):
+            if is_placeholder(tensor):
+                raise self._refuse(f"unit {self._program.unit_name(unit)!r} returns a value of another stage")
+            key = (unit, nth, leaf)
+            self._raw[key] = tensor
+            if key in mutated:
+                tensors[leaf], copied = tensor.clone(), True
+        return unflatten(tensors, structure) if copied else output
+
+    def _earlier(self, unit: int, nth: int) -> Any:
+        if self._program.host_random:
+            self._seeds.host(unit + 1)
+        known = self._specs.get((unit, nth))
+        if known is None:
+            raise SplitError(
+                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call {nth}), but was "
+                "not on its own stage: the path through the model may not depend on the data"
+            )
+        structure, specs = known
+        tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        result = tensors[0] if structure == _LONE else unflatten(list(tensors), structure)
+        if self._program.checkpointed:
+            self.replayed.handed[unit] = result
+        return result
+
+    def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
+        tensor = self._received.get(key)
+        if tensor is None:
+            tensor = self._program.placeholder(key, spec)
+        elif key in self._program.mutated:
+            tensor = tensor.clone()
+        self._handed_ids.add(id(tensor))
+        return tensor
+
+    def _later(self, unit: int, nth: int) -> Any:
+        if self._own_left <= 0:
+            self._exited = True
+            raise StageDone
+        structure, specs = self._program.traced_output(unit, nth)
+        tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        return unflatten(list(tensors), structure)
+
+    # ---- placeholders
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Let glue compute shapes on placeholders; raise where a value would be needed."""
+        if self.inside:
+            raise self._refuse("a unit of this stage reads a value of another stage that it was not sent")
+        if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"):
+            raise self._refuse("a value of another stage is used in control flow, or read as a number")
+        for tensor in written_tensors(func, args, kwargs):
+            if not is_placeholder(tensor):
+                self._poison(tensor)
+        return run()
+
+    def _poison(self, tensor: Tensor) -> None:
+        """A write of a placeholder into a real tensor does nothing: from now on that one is a placeholder too."""
+        if not self._program.poisons:
+            raise self._refuse("a value of another stage is written into a tensor of this one")
+        self._poisoned[storage_key(tensor)] = tensor
+
+    def without_poison(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The operands, with a placeholder for each real tensor that one was written into."""
+        if not self._poisoned:
+            return args, kwargs
+        if self.inside and any(storage_key(t) in self._poisoned for t in tensors_in((args, kwargs))):
+            raise self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
+        swapped: tuple[Any, Any] = map_tensors(self._unpoisoned, (args, kwargs))
+        return swapped
+
+    def _unpoisoned(self, tensor: Tensor) -> Tensor:
+        if is_placeholder(tensor) or storage_key(tensor) not in self._poisoned:
+            return tensor
+        return self._program.mode.like(tensor.detach())
+
+    def check_real(self, value: Any, what: str) -> None:
+        """Raise where a placeholder is about to leave the step."""
+        if any(is_placeholder(t) or storage_key(t) in self._poisoned for t in tensors_in(value)):
+            raise self._refuse(f"{what} holds a value of another stage that was not sent here")
+
+    def _refuse(self, reason: str) -> PlaceholderError:
+        program = self._program
+        error = PlaceholderError(f"{reason} (stage {program.index}) [at {user_line(program.root)}]")
+        self._error = self._error or error
+        return error
+
+    def is_handed(self, tensor: Tensor) -> bool:
+        """Whether glue got this very tensor as the output of a unit of an earlier stage."""
+        return id(tensor) in self._handed_ids
+
+    def draw(self, generator: torch.Generator | None) -> None:
+        """A random call between units comes."""
+        self._seeds.draw(generator)
+
+
+class _NoHandle:
+    """What `register_hook` returns where the hook belongs to another stage."""
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+class _GlueFunctions(TorchFunctionMode):
+    """Seeds each random call between units, and leaves hooks on received values to the stage that made them."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self._replay = replay
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._replay.inside:
+            return func(*args, **kwargs)
+        if func in RANDOM_FUNCTIONS:
+            self._replay.draw(kwargs.get("generator"))
+        elif func is Tensor.register_hook and self._replay.is_handed(args[0]):
+            return _NoHandle()
+        return func(*args, **kwargs)
+
+
+class _PoisonGuard(TorchDispatchMode):
+    """Only for steps that write unit outputs into tensors of their own, such as `out[:, i] = layer(x)`."""
+
+    def __init__(self, replay: Replay) -> None:
+        super().__init__()
+        self._replay = replay
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = self._replay.without_poison(func, args, kwargs or {})
+        return func(*args, **kwargs)

@@ -1,0 +1,176 @@
+"""Cutting batches and merging what came back."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from transformers import BatchEncoding
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.runtime.merge import merge_outputs
+from lightning_pipeline.runtime.microbatch import batch_size_of, signature_of, split_batch
+
+Pair = namedtuple("Pair", "inputs targets")
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    name: str
+
+
+def test_sizes_are_as_even_as_possible() -> None:
+    parts = split_batch(torch.arange(10), 4)
+    assert [size for _, size in parts] == [3, 3, 2, 2]
+    assert torch.equal(torch.cat([part for part, _ in parts]), torch.arange(10))
+
+
+def test_a_batch_smaller_than_the_number_of_microbatches_gives_fewer() -> None:
+    assert [size for _, size in split_batch((torch.zeros(3, 2), torch.zeros(3)), 8)] == [1, 1, 1]
+
+
+def test_tensors_and_lists_of_the_batch_are_split_and_the_rest_is_handed_on() -> None:
+    mask = torch.zeros(5, 5)
+    batch = {"x": torch.arange(4), "y": torch.arange(4.0), "names": list("abcd"), "mask": mask,
+             "scale": torch.tensor(2.0), "task": "cloze", "list": [1, 2], "array": np.arange(4)}  # fmt: skip
+    first, second = (part for part, _ in split_batch(batch, 2))
+    assert second["x"].tolist() == [2, 3]
+    assert second["y"].tolist() == [2.0, 3.0]
+    assert first["names"] == ["a", "b"]
+    assert second["array"].tolist() == [2, 3]
+    assert first["mask"] is mask
+    assert first["scale"] == 2.0
+    assert first["task"] == "cloze"
+    assert first["list"] == [1, 2]
+
+
+@pytest.mark.parametrize("length", [2, 3])
+def test_a_collated_list_of_tensors_is_structure_whatever_the_batch_size(length: int) -> None:
+    parts = split_batch([torch.zeros(length, 5), torch.arange(length)], 2)
+    assert [type(part) for part, _ in parts] == [list, list]
+    assert parts[0][0][0].shape == (length - 1, 5)
+    assert parts[1][0][1].tolist() == [length - 1]
+
+
+def test_containers_keep_their_types() -> None:
+    batch = (
+        Pair(torch.zeros(4), torch.ones(4)),
+        BatchEncoding({"ids": torch.arange(4)}),
+        Sample(torch.zeros(4), "a"),
+    )
+    pair, encoding, sample = split_batch(batch, 2)[1][0]
+    assert isinstance(pair, Pair)
+    assert pair.targets.tolist() == [1.0, 1.0]
+    assert isinstance(encoding, BatchEncoding)
+    assert encoding["ids"].tolist() == [2, 3]
+    assert isinstance(sample, Sample)
+    assert sample.image.shape == (2,)
+    assert sample.name == "a"
+    assert batch[1]["ids"].tolist() == [0, 1, 2, 3]
+
+
+def test_lists_of_dicts_are_samples() -> None:
+    batch = ([{"boxes": torch.zeros(n, 4)} for n in (1, 5, 7, 2)], torch.zeros(4, 3), torch.zeros(4))
+    part, size = split_batch(batch, 2)[1]
+    assert size == 2
+    assert [target["boxes"].shape[0] for target in part[0]] == [7, 2]
+
+
+def test_the_most_common_length_is_the_batch_size() -> None:
+    assert batch_size_of({"mask": torch.zeros(7, 7), "x": torch.zeros(4, 7), "y": torch.zeros(4)}) == 4
+    assert batch_size_of(["a", "b"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ("text", "no tensor with a dimension"),
+        (torch.zeros(0, 3), "batch is empty"),
+        ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], no two alike"),
+        ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), "can be one tensor per sample or 2 batched"),
+        ((torch.zeros(2), torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])), "PackedSequence"),
+        (torch.zeros(4, 4).to_sparse(), "layout torch.sparse_coo cannot be split"),
+    ],
+)
+def test_what_cannot_be_split_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        split_batch(batch, 2)
+
+
+def test_signatures_tell_shapes_and_flags_but_not_numbers() -> None:
+    def of(x: Tensor, index: int = 0, **options: Any) -> Any:
+        return signature_of(({"x": x, "names": ["a"]}, index), options)
+
+    assert of(torch.zeros(2, 3), 0) == of(torch.ones(2, 3), 7)
+    others = [of(torch.zeros(2, 4)), of(torch.zeros(2, 3).double()), of(torch.zeros(2, 3), flag=True)]
+    assert len({of(torch.zeros(2, 3)), *others}) == 4
+    assert of(torch.zeros(1), flag=True) != of(torch.zeros(1), flag=False)
+
+
+def test_outputs_are_merged_to_what_one_device_returns() -> None:
+    outputs = [
+        {"loss": torch.tensor(1.0), "logits": torch.zeros(2, 3), "correct": torch.tensor(2), "names": [*"ab"],
+         "batch_idx": 5, "count": 2, "acc": 0.5, "none": None, "task": "x", "pair": (torch.ones(2), 1.0)},
+        {"loss": torch.tensor(4.0), "logits": torch.ones(1, 3), "correct": torch.tensor(2), "names": ["c"],
+         "batch_idx": 5, "count": 1, "acc": 1, "none": None, "task": "x", "pair": (torch.zeros(1), 4.0)},
+    ]  # fmt: skip
+    merged = merge_outputs(outputs, [2, 1])
+    assert merged["loss"] == 2.0
+    assert merged["logits"].shape == (3, 3)
+    assert merged["correct"] == 4
+    assert merged["names"] == ["a", "b", "c"]
+    assert merged["batch_idx"] == 5
+    assert merged["count"] == 3
+    assert merged["acc"] == pytest.approx(2 / 3)
+    assert merged["none"] is None
+    assert merged["task"] == "x"
+    assert merged["pair"][0].tolist() == [1.0, 1.0, 0.0]
+    assert merged["pair"][1] == 2.0
+
+
+def test_a_model_output_stays_one() -> None:
+    outputs = [
+        SequenceClassifierOutput(loss=torch.tensor(float(n)), logits=torch.zeros(n, 2)) for n in (1, 3)
+    ]
+    merged = merge_outputs(outputs, [1, 3])
+    assert isinstance(merged, SequenceClassifierOutput)
+    assert merged.loss == 2.5
+    assert merged.logits is not None
+    assert merged.logits.shape == (4, 2)
+    assert outputs[0].logits.shape == (1, 2)
+
+
+def test_numpy_arrays_and_a_list_of_two_tensors_are_merged_item_by_item() -> None:
+    merged = merge_outputs([[np.zeros((2, 3)), torch.zeros(2)], [np.ones((2, 3)), torch.ones(2)]], [2, 2])
+    assert merged[0].shape == (4, 3)
+    assert merged[1].tolist() == [0, 0, 1, 1]
+
+
+def test_one_microbatch_is_handed_on() -> None:
+    output = object()
+    assert merge_outputs([output], [3]) is output
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        (
+            [{"a": torch.zeros(3)}, {"a": torch.ones(3)}],
+            r"output\['a'\].*shapes \(3,\), \(3,\) do not begin with",
+        ),
+        ([None, torch.tensor(1.0)], "its types differ: NoneType, Tensor"),
+        ([("a",), ("b",)], r"output\[0\]: its values of type str differ"),
+        ([{"a": 1.0}, {"b": 1.0}], "its keys or lengths differ"),
+        ([object(), object()], "override `merge_outputs"),
+        ([torch.tensor(True), torch.tensor(False)], "truth values differ"),
+    ],
+)
+def test_what_cannot_be_merged_is_refused(outputs: list[Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        merge_outputs(outputs, [2, 2])

@@ -1,0 +1,173 @@
+"""Run the stages of a split model one after another in this process, and one process for comparison."""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.runtime.microbatch import split_batch
+from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.split import SplitModel, find_units, partition, trace_step
+
+
+class Module(nn.Module):
+    """What the split needs of a LightningModule: `log`, and the user's steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[tuple[str, Any]] = []
+
+    def log(self, name: str, value: Any, **options: Any) -> None:
+        self.logged.append((name, value.detach().clone() if isinstance(value, Tensor) else value))
+
+
+@dataclass
+class Outcome:
+    """What a run left: compare two of them."""
+
+    losses: list[Tensor | None] = field(default_factory=list)
+    outputs: list[Any] = field(default_factory=list)
+    gradients: dict[str, Tensor | None] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    logged: list[tuple[int, str, Any]] = field(default_factory=list)
+    splits: list[SplitModel] = field(default_factory=list)
+
+
+def split_arguments(batch: Any, num_microbatches: int) -> tuple[list[Any], list[float]]:
+    """Arguments of each micro-batch and the weights of their losses."""
+    parts = split_batch(batch, num_microbatches)
+    total = sum(size for _, size in parts)
+    return [((part, 0), {}) for part, _ in parts], [size / total for _, size in parts]
+
+
+def alone(module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step") -> Outcome:
+    """One process that runs the same micro-batches with gradient accumulation."""
+    module = copy.deepcopy(module)
+    outcome = Outcome()
+    training = step == "training_step"
+    with torch.set_grad_enabled(training):
+        for _ in range(steps):
+            microbatches, weights = split_arguments(batch, num_microbatches)
+            for index, ((args, kwargs), weight) in enumerate(zip(microbatches, weights, strict=True)):
+                module.logged = []
+                result = getattr(module, step)(*_copied(args), **kwargs)
+                outcome.logged.extend((index, name, value) for name, value in module.logged)
+                loss = result["loss"] if isinstance(result, dict) and training else result
+                if training and loss is not None:
+                    (loss * weight).backward()
+                outcome.losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
+                outcome.outputs.append(result)
+    outcome.gradients = {n: p.grad for n, p in module.named_parameters()}
+    outcome.buffers = dict(module.named_buffers())
+    return outcome
+
+
+def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, a) for a in args)
+
+
+def piped(
+    module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1, step: str = "training_step",
+    how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None, seed: int = 0, split_by: str | None = None,
+) -> Outcome:  # fmt: skip
+    """The same through `stages` stages, each with a copy of the module, in this process."""
+    logged: list[tuple[int, str, Any]] = []
+    splits = []
+    microbatches, weights = split_arguments(batch, num_microbatches)
+    for stage in range(stages):
+        mine = copy.deepcopy(module)
+        found = find_units(mine, at_least=stages, keep_whole=units)
+        with torch.set_grad_enabled((split_by or step) == "training_step"):
+            trace = trace_step(mine, split_by or step, *microbatches[0], units=found)
+        cut = partition(trace, stages, how=how)
+
+        def log(microbatch: int, name: str, value: Any, **options: Any) -> None:
+            logged.append((microbatch, name, value.detach().clone() if isinstance(value, Tensor) else value))
+
+        splits.append(SplitModel(mine, cut, [stage], sinks={"log": log}, seed=seed))
+    outcome = Outcome(splits=splits)
+    for count in range(steps):
+        microbatches, weights = split_arguments(batch, num_microbatches)
+        _run_batch(splits, microbatches, weights, step, count, outcome)
+    outcome.logged = logged
+    _collect(splits, outcome)
+    return outcome
+
+
+def _run_batch(splits: Any, microbatches: Any, weights: Any, step: str, count: int, outcome: Outcome) -> None:
+    training = step == "training_step"
+    with torch.set_grad_enabled(training):
+        for split in splits:
+            split.begin(step, microbatches, weights=weights if training else None, key=(0, count))
+        sent: list[list[Values | None]] = []
+        for index in range(len(microbatches)):
+            values: Values | None = None
+            row = []
+            for stage, split in enumerate(splits):
+                values = split.stage(stage).forward(index, _received(values))
+                row.append(values)
+            sent.append(row)
+        if training:
+            for index in range(len(microbatches)):
+                _run_backward(splits, index, sent[index])
+        results = [split.finish() for split in splits]
+    outcome.losses.extend(results[-1].losses)
+    outcome.outputs.extend(results[-1].outputs)
+
+
+def _run_backward(splits: Any, index: int, sent: list[Values | None]) -> None:
+    gradients = None
+    for stage in reversed(range(len(splits))):
+        values = sent[stage]
+        if values is not None and values.empty:
+            gradients = None
+            continue
+        if values is not None:
+            gradients = [g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)]
+        gradients = splits[stage].stage(stage).backward(index, gradients)
+        if gradients is not None:
+            gradients = [g if g is None else g.detach().clone() for g in gradients]
+
+
+def _received(values: Values | None) -> Values | None:
+    if values is None:
+        return None
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
+    return Values(tensors, values.table, values.empty)
+
+
+def _collect(splits: list[SplitModel], outcome: Outcome) -> None:
+    for split in splits:
+        for name, parameter in split.owned_parameters():
+            gradient = parameter.grad
+            known = outcome.gradients.get(name)
+            if known is not None and gradient is not None:
+                gradient = known + gradient
+            outcome.gradients[name] = gradient if gradient is not None else known
+        for name, tensor in split.owned_states().items():
+            if not isinstance(tensor, nn.Parameter):
+                outcome.buffers[name] = tensor
+
+
+def assert_same(piped_outcome: Outcome, alone_outcome: Outcome, exact: bool = False) -> None:
+    """Losses, every gradient, buffers and logged values are those of one process."""
+    rtol = 0.0 if exact else 1e-10
+    assert len(piped_outcome.losses) == len(alone_outcome.losses)
+    for mine, theirs in zip(piped_outcome.losses, alone_outcome.losses, strict=True):
+        assert (mine is None) == (theirs is None)
+        if theirs is not None:
+            torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol)
+    assert set(piped_outcome.gradients) == set(alone_outcome.gradients)
+    for name, gradient in alone_outcome.gradients.items():
+        mine = piped_outcome.gradients[name]
+        assert (mine is None) == (gradient is None), f"{name}: {mine is None} for {gradient is None}"
+        if gradient is not None:
+            torch.testing.assert_close(mine, gradient, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+    for name, buffer in piped_outcome.buffers.items():
+        torch.testing.assert_close(buffer, alone_outcome.buffers[name], rtol=rtol, atol=rtol)
+    assert [(i, n) for i, n, _ in piped_outcome.logged] == [(i, n) for i, n, _ in alone_outcome.logged]
+    for (_, name, mine), (_, _, theirs) in zip(piped_outcome.logged, alone_outcome.logged, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
