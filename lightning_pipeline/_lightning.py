@@ -3,6 +3,7 @@
 An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -19,16 +20,17 @@ from lightning.fabric.utilities.distributed import (
     _sync_ddp_if_available,
 )
 
-# Resets the seed that `seed_everything` put into the environment. Since 1.9.
-from lightning.fabric.utilities.seed import reset_seed
-
-# Re-runs the script once per device. Since 1.6.
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-
 # Moves an optimizer's state to the device of the stage. Since 1.9.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+
+# Resets the seed that `seed_everything` put into the environment. Since 1.9.
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
+
+# Re-runs the script once per device. Since 1.6.
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -55,6 +57,7 @@ __all__ = [
     "reset_seed",
     "set_device_mesh",
     "set_rank_zero",
+    "silence_sync_dist_advice",
     "takes",
     "time_based_validation",
 ]
@@ -87,7 +90,8 @@ def gather_over(value: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tens
 
 def set_rank_zero(global_rank: int) -> None:
     """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
-    rank_zero_only.rank = fabric_rank_zero_only.rank = global_rank
+    for guard in (rank_zero_only, fabric_rank_zero_only):
+        vars(guard)["rank"] = global_rank
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
@@ -97,6 +101,13 @@ def evaluation_loop(trainer: Trainer) -> Any:
     if trainer.state.fn == TrainerFn.VALIDATING:
         return trainer.validate_loop
     return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
+
+
+def silence_sync_dist_advice() -> None:
+    """With one replica there is nothing to sync, but Lightning sees a group and advises it. Since 1.6."""
+    warnings.filterwarnings(
+        "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", PossibleUserWarning
+    )
 
 
 def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
@@ -127,7 +138,7 @@ def forget_loaders(loop: Any) -> None:
 
 
 def loader_ran_ahead(loop: Any) -> list[Any]:
-    """What the loop fetched in `setup_data` to learn the length of its data: (batch, index, loader). Since 2.0."""
+    """What the loop fetched ahead in `setup_data`: (batch, index, loader). Since 2.0."""
     fetcher = loop._data_fetcher
     return list(getattr(fetcher, "batches", []) or [])
 

@@ -1,7 +1,7 @@
-"""Checkpoints of a split module: a folder that every rank writes its part of, under the names of the whole module.
+"""Checkpoints of a split module: a folder, every rank writes its part, with the names of the whole module.
 
-`model` and `optimizer_0` hold the tensors, by name, so that any number of stages can read them, and Lightning's
-own `consolidate_checkpoint` the weights. `meta.pt` holds the rest.
+`model` and `optimizer_0` hold the tensors, by name, so that any number of stages can read them, and
+Lightning's own `consolidate_checkpoint` the weights. `meta.pt` holds the rest.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +24,12 @@ Gather = Callable[[Any], list[Any]]
 
 
 def save_folder(
-    path: Path, checkpoint: dict[str, Any], own_optimizers: Sequence[Mapping[str, Any]], gather: Gather, *, first: bool
+    path: Path,
+    checkpoint: dict[str, Any],
+    own_optimizers: Sequence[Mapping[str, Any]],
+    gather: Gather,
+    *,
+    first: bool,
 ) -> None:
     """Write a checkpoint. Every rank of the world calls this.
 
@@ -60,7 +65,8 @@ def read_meta(path: Path, rank: int, num_ranks: int, *, weights_only: bool | Non
         path: The folder.
         rank: This rank's position on the pipeline axis.
         num_ranks: Ranks of the pipeline axis; where it is not what it was, rank 0's schedulers stand for all.
-        weights_only: As for `torch.load`. Default: `False`, for callbacks and loops keep plain Python objects.
+        weights_only: As for `torch.load`. Default: `False`, for callbacks and loops keep plain Python
+            objects.
     """
     meta: dict[str, Any] = torch.load(path / META, map_location="cpu", weights_only=bool(weights_only))
     schedulers = meta.pop(_PER_RANK, {}).get("lr_schedulers") or []
@@ -95,8 +101,9 @@ def check_names(stored: set[str], expected: set[str], path: str, *, strict: bool
     missing, unexpected = sorted(expected - stored), sorted(stored - expected)
     if strict and (missing or unexpected):
         raise CheckpointError(
-            f"checkpoint {path} does not fit this module: missing {_some(missing)}; unexpected {_some(unexpected)}. "
-            "Load the module it was saved from, or set strict_loading=False on the LightningModule"
+            f"checkpoint {path} does not fit this module: missing {_some(missing)}; "
+            f"unexpected {_some(unexpected)}. Load the module it was "
+            "saved from, or set strict_loading=False on the LightningModule"
         )
 
 
@@ -143,8 +150,8 @@ def _names_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """An optimizer's state by parameter name, flat: no two stages write the same key.
 
-    The layout is that of `StateDictOptions(flatten_optimizer_state_dict=True)`, which itself raises on a stage
-    without trainable parameters.
+    The layout is that of `StateDictOptions(flatten_optimizer_state_dict=True)`, which itself raises on a
+    stage without trainable parameters.
 
     Args:
         optimizer: Whose parameters are this rank's.
@@ -177,7 +184,9 @@ def fill(optimizer: Optimizer, names: Mapping[int, str], flat: Mapping[str, Any]
             name = names[id(parameter)]
             state = _under(flat, f"state.{name}.")
             if state:
-                optimizer.state[parameter] = {key: _beside(key, value, parameter) for key, value in state.items()}
+                optimizer.state[parameter] = {
+                    key: _beside(key, value, parameter) for key, value in state.items()
+                }
             group.update(_under(flat, f"param_groups.{name}."))
 
 
@@ -192,7 +201,10 @@ def _beside(key: str, value: Any, parameter: Tensor) -> Any:
 
 
 def _stored(path: Path) -> dict[str, Any]:
-    return _guarded(path, lambda: dict(FileSystemReader(path).read_metadata().state_dict_metadata))
+    stored: dict[str, Any] = _guarded(
+        path, lambda: dict(FileSystemReader(path).read_metadata().state_dict_metadata)
+    )
+    return stored
 
 
 def _load(state: dict[str, Any], path: Path) -> None:
@@ -208,7 +220,9 @@ def _guarded(path: Path, read: Callable[[], Any]) -> Any:
         raise CheckpointError(f"checkpoint {path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def load_file(path: Path, own: Mapping[str, Tensor], gather: Gather, *, strict: bool, weights_only: bool | None) -> dict[str, Any]:
+def load_file(
+    path: Path, own: Mapping[str, Tensor], gather: Gather, *, strict: bool, weights_only: bool | None
+) -> dict[str, Any]:
     """Read weights from a one-file checkpoint, such as a run on one device writes.
 
     Args:
@@ -224,7 +238,9 @@ def load_file(path: Path, own: Mapping[str, Tensor], gather: Gather, *, strict: 
     Raises:
         CheckpointError: The names do not fit.
     """
-    checkpoint: dict[str, Any] = torch.load(path, map_location="cpu", mmap=True, weights_only=bool(weights_only))
+    checkpoint: dict[str, Any] = torch.load(
+        path, map_location="cpu", mmap=True, weights_only=bool(weights_only)
+    )
     stored: dict[str, Tensor] = checkpoint.pop("state_dict")
     check_names(set(stored), set().union(*gather(set(own))), str(path), strict=strict)
     with torch.no_grad():

@@ -5,6 +5,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -27,7 +28,11 @@ STEPS = {
 }
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
     (WeightAveraging, "averages the whole model's parameters by position, and a rank holds one stage"),
-    (StochasticWeightAveraging, "averages the whole model's parameters by position, and a rank holds one stage"),
+    (
+        StochasticWeightAveraging,
+        "averages the whole model's parameters by position, and a rank holds one stage",
+    ),
+    (BatchSizeFinder, "tries sizes until one rank is out of memory, and the others wait for it"),
     (ModelPruning, "ranks the parameters of the whole model, and a rank holds one stage"),
 )
 
@@ -58,8 +63,8 @@ def _training(module: LightningModule) -> Iterator[str]:
         yield "it has no configure_optimizers: write one that returns an optimizer"
     if not module.automatic_optimization:
         yield (
-            "automatic_optimization=False: manual optimization runs backward inside training_step, where the other "
-            "stages are not there to take part: use automatic optimization"
+            "automatic_optimization=False: manual optimization runs backward inside training_step, where the "
+            "other stages are not there to take part: use automatic optimization"
         )
     if is_overridden("backward", module):
         yield "it overrides backward, but each stage runs its own part of backward per micro-batch: remove it"
@@ -75,12 +80,12 @@ def _steps(module: LightningModule) -> Iterator[str]:
 def _trainer(trainer: Trainer) -> Iterator[str]:
     if time_based_validation(trainer) is not None:
         yield (
-            "val_check_interval is a time, which every rank reads off its own clock: give a number of batches or "
-            "a share of the epoch"
+            "val_check_interval is a time, which every rank reads off its own clock: give a number of "
+            "batches or a share of the epoch"
         )
     for logger in trainer.loggers:
         if configured_to_log_graph(logger):
-            yield f"{type(logger).__name__}(log_graph=True) runs the whole model on rank 0, which holds one stage"
+            yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"
 
 
 def _callbacks(trainer: Trainer) -> Iterator[str]:

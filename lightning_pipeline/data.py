@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy
 import torch
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
-from lightning.pytorch.utilities.seed import pl_worker_init_function
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader
@@ -151,6 +151,24 @@ def _generators_kept(*holders: Any) -> Iterator[None]:
             generator.set_state(state)
 
 
+def random_states() -> tuple[Any, ...]:
+    """The states that code outside a step draws from: torch's on the CPU, numpy's and Python's."""
+    return torch.get_rng_state().numpy().tobytes(), _bare(numpy.random.get_state()), random.getstate()
+
+
+def _bare(state: Any) -> tuple[Any, ...]:
+    name, keys, *rest = state
+    return (name, keys.tobytes(), *rest)
+
+
+def set_random_states(states: tuple[Any, ...]) -> None:
+    """Continue from what `random_states` gave."""
+    torch_state, (name, keys, *rest), python = states
+    torch.set_rng_state(torch.frombuffer(bytearray(torch_state), dtype=torch.uint8))
+    numpy.random.set_state((name, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+    random.setstate(python)
+
+
 @contextmanager
 def seeded(*key: int) -> Iterator[None]:
     """Draw from a state that the key decides, and leave all random states as they were."""
@@ -214,8 +232,8 @@ def check_same_batch(batch: Any, gather: Gather, ranks: Sequence[int], where: st
         seen = ", ".join(f"rank {rank}: {value:08x}" for rank, value in zip(ranks, prints, strict=True))
         raise BatchMismatchError(
             f"the stages of one replica were given different batches in {where} ({seen}). Make loading "
-            "repeatable (seed_everything(..., workers=True), no random numbers that depend on the rank, or on the "
-            'time), or let one rank load for all: PipelineStrategy(data="broadcast")'
+            "repeatable (seed_everything(..., workers=True), no random numbers that depend on the rank or "
+            'the time), or let one rank load for all: PipelineStrategy(data="broadcast")'
         )
 
 
@@ -230,6 +248,6 @@ def check_same_length(loader: Any, gather: Gather, ranks: Sequence[int]) -> None
     if len(set(lengths)) > 1:
         seen = ", ".join(f"rank {rank}: {n}" for rank, n in zip(ranks, lengths, strict=True))
         raise BatchMismatchError(
-            f"the stages of one replica have dataloaders of different lengths ({seen}; -1: unknown). Give each "
-            'the same data, or let one rank load for all: PipelineStrategy(data="broadcast")'
+            f"the stages of one replica have dataloaders of different lengths ({seen}; -1: unknown). Give "
+            'each the same data, or let one rank load for all: PipelineStrategy(data="broadcast")'
         )

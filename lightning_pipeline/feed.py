@@ -25,7 +25,8 @@ class Feed:
         replica: Of this rank.
         ranks: Global ranks of the replica, by pipeline rank.
         gather: Collects a number from each of them.
-        outlet: From the rank that loads to the others with `data="broadcast"`, `None` with `data="replicate"`.
+        outlet: From the rank that loads to the others with `data="broadcast"`, `None` with
+            `data="replicate"`.
     """
 
     def __init__(self, replica: int, ranks: list[int], gather: Gather, outlet: Outlet | None) -> None:

@@ -1,4 +1,4 @@
-"""The batch that a module is traced with, looked at before the run, without changing what the run will see."""
+"""The batch that a module is traced with: looked at before the run, which sees the same data as ever."""
 
 from typing import Any
 
@@ -6,7 +6,13 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_pipeline._lightning import combined_loader_of, evaluation_loop, loader_ran_ahead, prepared_batch, takes
+from lightning_pipeline._lightning import (
+    combined_loader_of,
+    evaluation_loop,
+    loader_ran_ahead,
+    prepared_batch,
+    takes,
+)
 from lightning_pipeline.checks import STEPS
 from lightning_pipeline.data import first_of, seeded
 

@@ -1,4 +1,4 @@
-"""Gradients made inside `training_step` survive Lightning's closure, which zeroes them before it calls backward."""
+"""Gradients made in `training_step` survive Lightning's closure, which zeroes them before backward."""
 
 from collections.abc import Iterable
 
@@ -8,9 +8,9 @@ from torch import Tensor
 class SetAside:
     """Fresh gradients, kept out of `.grad` from the end of a step until `backward`.
 
-    Lightning runs training_step, then zero_grad, then backward. The schedule has run all backwards by the time
-    training_step returns. So what a step adds is taken out of `.grad`, zero_grad does to the rest what it wants, and
-    backward puts it back, on top of what accumulation left.
+    Lightning runs training_step, then zero_grad, then backward. The schedule has run all backwards by the
+    time training_step returns. So what a step adds is taken out of `.grad`, zero_grad does to the rest what
+    it wants, and backward puts it back, on top of what accumulation left.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,9 @@ class SetAside:
 
     def end(self) -> None:
         """Take the step's gradients out and put back what was there before it."""
-        self._fresh = [(parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None]
+        self._fresh = [
+            (parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None
+        ]
         self.cancel()
 
     def cancel(self) -> None:

@@ -29,21 +29,22 @@ def fit_to_devices(
     if stages * replicas != world:
         problems.append(_misfit(settings, devices, num_nodes, device_type))
     try:
-        placement = ForwardOnly(like=settings.schedule).plan(stages, 1)
+        placement: Plan | None = ForwardOnly(like=settings.schedule).plan(stages, 1)
     except ScheduleError as error:
+        placement = None
         problems.append(str(error))
     problems.refuse("PipelineStrategy does not fit the Trainer")
+    assert placement is not None, "a problem was raised"
     return placement, Numbering.of(placement, replicas=replicas)
 
 
 def _sizes(settings: Settings, world: int) -> tuple[int, int]:
-    stages, replicas = settings.stages, settings.data_parallel_size
-    if stages == "auto":
-        replicas = 1 if replicas == "auto" else replicas
-        stages = max(1, world // replicas)
-    if replicas == "auto":
-        replicas = max(1, world // stages)
-    return stages, replicas
+    asked_replicas = settings.data_parallel_size
+    if settings.stages == "auto":
+        replicas = 1 if asked_replicas == "auto" else asked_replicas
+        return max(1, world // replicas), replicas
+    stages = settings.stages
+    return stages, max(1, world // stages) if asked_replicas == "auto" else asked_replicas
 
 
 def _misfit(settings: Settings, devices: int, num_nodes: int, device_type: str) -> str:

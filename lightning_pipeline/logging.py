@@ -1,4 +1,4 @@
-"""What the last stage logs reaches `self.log` on every rank: recorded, averaged, sent as one tensor, replayed."""
+"""What the last stage logs reaches `self.log` on every rank: recorded, averaged, sent, replayed."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -101,7 +101,9 @@ class LogRecorder:
         metric = self._path_of(value, given.get("metric_attribute")) if isinstance(value, Metric) else None
         call = self._calls.setdefault((name, occurrence), _Call(options, metric))
         if call.options != options:
-            raise ConfigurationError(f"self.log({name!r}, ...) was called twice in a step with different arguments")
+            raise ConfigurationError(
+                f"self.log({name!r}, ...) was called twice in a step with different arguments"
+            )
         self._add(call, name, value, given.get("batch_size"), self._sizes[microbatch])
 
     def log_dict(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
@@ -128,8 +130,8 @@ class LogRecorder:
         path = self._paths.get(id(metric))
         if path is None:
             raise ConfigurationError(
-                f"a {type(metric).__name__} that is no attribute of the LightningModule was logged: assign it in "
-                "__init__, or pass metric_attribute=<its name>"
+                f"a {type(metric).__name__} that is no attribute of the LightningModule was logged: assign "
+                "it in __init__, or pass metric_attribute=<its name>"
             )
         return path
 
@@ -153,8 +155,8 @@ class LogRecorder:
 def _options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     if given.get("sync_dist_group") is not None:
         raise ConfigurationError(
-            "self.log(..., sync_dist_group=...) names ranks of one stage only: leave it out, sync_dist=True means "
-            "the data-parallel replicas"
+            "self.log(..., sync_dist_group=...) names ranks of one stage only: leave it out, sync_dist=True "
+            "means the data-parallel replicas"
         )
     options = {name: value for name, value in given.items() if name not in (*_SET_BY_REPLAY, "self")}
     reduce_fx = options.get("reduce_fx")
@@ -185,7 +187,8 @@ def _scalar(name: str, value: Any) -> Tensor | None:
             f"self.log({name!r}, ...) was called with a tensor of {value.numel()} elements; it must have one"
         )
     dtype = _wide(value.dtype if value.is_floating_point() else torch.get_default_dtype())
-    return value.detach().to(dtype).reshape(()).clone()
+    scalar: Tensor = value.detach().to(dtype).reshape(()).clone()
+    return scalar
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

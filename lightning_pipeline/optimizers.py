@@ -58,8 +58,8 @@ def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:
     for optimizer in optimizers:
         if isinstance(optimizer, LBFGS):
             raise ConfigurationError(
-                "LBFGS runs the step several times per batch and decides from one stage's parameters how often: "
-                "with PipelineStrategy use an optimizer that runs it once, such as torch.optim.AdamW"
+                "LBFGS runs the step several times per batch and decides from one stage's parameters how "
+                "often: with PipelineStrategy use an optimizer that runs it once, such as torch.optim.AdamW"
             )
 
 
@@ -76,8 +76,8 @@ def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]
         calls += 1
         if calls > 1:
             raise ConfigurationError(
-                f"{type(optimizer).__name__} runs the step more than once per batch; the stages of a pipeline "
-                "cannot: use an optimizer that calls its closure once"
+                f"{type(optimizer).__name__} runs the step more than once per batch; the stages of a "
+                "pipeline cannot: use an optimizer that calls its closure once"
             )
         return closure()
 

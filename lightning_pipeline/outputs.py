@@ -13,7 +13,8 @@ Merge = Callable[[list[Any], list[int]], Any]
 class StepLists:
     """Merges what the micro-batches of one batch appended to the lists of a module.
 
-    Only lists that this stage really fills; those that the end of the step fills are guarded on the other stages.
+    Only lists that this stage really fills; those that the end of the step fills are guarded on the other
+    stages.
 
     Args:
         module: The LightningModule, before the step.

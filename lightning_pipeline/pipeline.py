@@ -6,14 +6,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning, checkpoint
-from lightning_pipeline.errors import ConfigurationError, StageFailedError
+from lightning_pipeline.errors import StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
@@ -37,8 +37,8 @@ from lightning_pipeline.splitting import (
     split_module,
 )
 from lightning_pipeline.step import Plans, StepRunner, split_arguments
-from lightning_pipeline.stopping import StopTogether
 from lightning_pipeline.summary import summarize_before_split
+from lightning_pipeline.together import KeepTogether
 
 
 class Pipeline:
@@ -91,9 +91,12 @@ class Pipeline:
         self._trainer, self._module = trainer, trainer.lightning_module
         seed = seed_of_run(self._from_zero)
         self.feed.seed = seed
+        together = KeepTogether(self, self._from_last)
+        together.equal_random_states()
         first = first_arguments(trainer)
         if trainer.training:
-            self._prepare_callbacks(trainer)
+            self._undo.append(summarize_before_split(trainer))
+            self._add_callback(trainer, together)
         if first is None:
             return
         step, args = first
@@ -109,15 +112,14 @@ class Pipeline:
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
         )
         self._is_split = True
+        if self.groups.numbering.replicas == 1:
+            _lightning.silence_sync_dist_advice()
         self._connect(recorder, number)
-        rank_zero_info(f"{self._cut.table}\n{number} micro-batches per batch, {self._settings.schedule!r}")
 
-    def _prepare_callbacks(self, trainer: Trainer) -> None:
-        self._undo.append(summarize_before_split(trainer))
-        stop = StopTogether(lambda flag: self.decide(flag, all_of=False))
-        callbacks: list[Any] = getattr(trainer, "callbacks")  # noqa: B009  it has no type
-        callbacks.append(stop)
-        self._undo.append(lambda: callbacks.remove(stop))
+    def _add_callback(self, trainer: Trainer, callback: Callback) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks.append(callback)
+        self._undo.append(lambda: callbacks.remove(callback))
 
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":
@@ -126,7 +128,9 @@ class Pipeline:
         def choose() -> int:
             size = split_arguments(self._module, args, 1).batch_size
             number = self._plans.choose_number(size)
-            rank_zero_info(f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}")
+            rank_zero_info(
+                f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
+            )
             return number
 
         return int(self._from_zero.share(choose))
@@ -145,7 +149,14 @@ class Pipeline:
         self._undo.append(metrics.restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
-            self._module, self.split, self.executor, self._plans, reports, recorder, metrics, self.groups.replica
+            self._module,
+            self.split,
+            self.executor,
+            self._plans,
+            reports,
+            recorder,
+            metrics,
+            self.groups.replica,
         )
         self._runner.num_microbatches = number
 
@@ -193,11 +204,10 @@ class Pipeline:
 
     # What it holds
 
-    def describe(self) -> StageTable:
-        """The table of stages."""
-        if not self._is_split:
-            raise ConfigurationError("there is no data, so the module was not split")
-        return self._cut.table
+    @property
+    def table(self) -> StageTable | None:
+        """The stages; `None` when there was no data to split the module with."""
+        return self._cut.table if self._is_split else None
 
     def parameters(self) -> list[Tensor]:
         """This rank's parameters, tied ones once."""

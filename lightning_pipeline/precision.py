@@ -67,12 +67,14 @@ def _refuse_unserved(plugin: Precision) -> None:
     kind = next(own, Precision)
     if kind not in _SERVED and not issubclass(kind, _GlobalNorm):
         raise ConfigurationError(
-            f"precision plugin {type(plugin).__name__} replaces layers or needs its own strategy, and does not "
-            f"work with PipelineStrategy: use one of {', '.join(k.__name__ for k in _SERVED)}"
+            f"precision plugin {type(plugin).__name__} replaces layers or needs its own strategy, and does "
+            f"not work with PipelineStrategy: use one of {', '.join(k.__name__ for k in _SERVED)}"
         )
 
 
-def global_norm(gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device) -> Tensor:
+def global_norm(
+    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> Tensor:
     """The 2-norm of gradients that are spread over ranks.
 
     Args:
@@ -111,7 +113,9 @@ def clip_to_norm(
         RuntimeError: As `torch.nn.utils.clip_grad_norm_` does.
     """
     if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped")
+        raise RuntimeError(
+            f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))

@@ -11,8 +11,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipeline.logging import LogRecorder
-from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.split import Partition, SplitModel, StageTable, find_units, partition, trace_step
 
 
@@ -39,7 +39,7 @@ def choose_cut(
     from_rank_zero: Outlet,
     agreed: Callable[[Callable[[], Any]], Any],
 ) -> Cut:
-    """Trace a step and choose the stages. Rank 0 chooses, for its batch may have other sizes than the others'.
+    """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than the others'.
 
     Args:
         module: Whole, on CPU.

@@ -1,4 +1,4 @@
-"""One step of the user's module, run as a schedule: split the batch, run the plan, put the results together."""
+"""One step of the user's module, run as a schedule: split the batch, run the plan, merge the results."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ from lightning_pipeline.logging import LogRecorder, Report, ReportChannel, loss_
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.outputs import StepLists
 from lightning_pipeline.runtime.executor import Executor
-from lightning_pipeline.runtime.microbatch import batch_size_of, merge_outputs, split_batch
+from lightning_pipeline.runtime.merge import merge_outputs
+from lightning_pipeline.runtime.microbatch import batch_size_of, split_batch
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
 from lightning_pipeline.split import SplitModel
 
@@ -57,7 +58,7 @@ class Plans:
         """
         if batch_size is None or self.num_ranks == 1:
             return 1
-        most = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
+        most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
         divisors = [m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)]
         for number in [*divisors, *range(most, 0, -1)]:
             if self._serves(number):

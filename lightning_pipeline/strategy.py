@@ -1,6 +1,6 @@
 """The strategy: the only place that knows Lightning's strategy hooks."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -12,42 +12,40 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline.answers import Answers
 from lightning_pipeline.checks import check_run
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.layout import fit_to_devices
 from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.precision import with_global_norm
-from lightning_pipeline.runtime.groups import Numbering
-from lightning_pipeline.runtime.timeline import Timeline
-from lightning_pipeline.schedules import Plan, Schedule
+from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
-from lightning_pipeline.split import StageTable
 
 
-class PipelineStrategy(ParallelStrategy):
+class PipelineStrategy(Answers, ParallelStrategy):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
         stages: Ranks that the model is spread over, or "auto": all devices. The model is cut into
             `stages * stages_per_rank` stages; `devices * num_nodes` must be `stages * data_parallel_size`.
-        num_microbatches: Parts that each batch of a replica is cut into. "auto" picks a number from the schedule
-            and the first batch, and says which.
+        num_microbatches: Parts that each batch of a replica is cut into. "auto" picks a number from the
+            schedule and the first batch, and says which.
         schedule: The order of work: a name such as "1F1B" or "GPipe", an instance, or a class path.
         stages_per_rank: Stages that each rank holds, for schedules that serve several. A schedule's own wins.
         partition: Where to cut: "auto" (equal cost), "uniform" (equal numbers of units), "parameters" (equal
             parameters), or a list with the name of the first unit of each later stage.
         units: Name patterns (`fnmatch`) of modules to keep whole. Default: found by walking the module.
         data_parallel_size: Replicas of the pipeline. "auto": as many as the devices allow.
-        data: "replicate": every rank loads, and the first batches of each epoch are compared. "broadcast": one
-            rank per replica loads and sends.
+        data: "replicate": every rank loads, and the first batches of each epoch are compared. "broadcast":
+            one rank per replica loads and sends.
         process_group_backend: For collectives. Default: Lightning's choice for the device.
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
@@ -57,7 +55,6 @@ class PipelineStrategy(ParallelStrategy):
         ConfigurationError: Settings that cannot work; all of them are named.
     """
 
-    is_distributed = True  # without it Lightning injects no sampler, and the stages see different data
     strategy_name = "pipeline"
 
     def __init__(
@@ -79,11 +76,9 @@ class PipelineStrategy(ParallelStrategy):
             stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
             process_group_backend, init_timeout, step_timeout,
         )  # fmt: skip
-        self._pipeline: Pipeline | None = None
-        self._placement: Plan | None = None
-        self._numbering: Numbering | None = None
         self._device_mesh: DeviceMesh | None = None
         self._accumulating = False
+        self._printed = ""
         self._names: dict[int, str] = {}
         self.num_nodes = 1
         super().__init__()
@@ -110,6 +105,15 @@ class PipelineStrategy(ParallelStrategy):
         return self.parallel_devices[self.local_rank]
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning gives loaders a distributed sampler: with several replicas.
+
+        With one, every stage keeps the user's own sampler, so that batches come in the order of one device;
+        the random states that samplers draw from are kept equal.
+        """
+        return self._numbering is None or self.num_replicas > 1
+
+    @property
     def num_processes(self) -> int:
         """Ranks on this node."""
         return len(self.parallel_devices or ())
@@ -118,84 +122,15 @@ class PipelineStrategy(ParallelStrategy):
     def device_mesh(self) -> DeviceMesh:
         """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
         if self._device_mesh is None:
-            raise ConfigurationError("the device mesh exists once the processes have joined: ask for it in `setup`")
+            raise ConfigurationError(
+                "the device mesh exists once the processes have joined: ask for it in `setup`"
+            )
         return self._device_mesh
-
-    def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
-        """The stage that a rank holds.
-
-        Args:
-            global_rank: Of the rank. Default: this one.
-            position: Which of its stages, where ranks hold several.
-        """
-        return self._stages_of(self.global_rank if global_rank is None else global_rank)[position]
-
-    def _stages_of(self, global_rank: int) -> tuple[int, ...]:
-        assert self._numbering is not None and self._placement is not None, "the Trainer makes the layout"
-        return self._placement.stages_of(self._numbering.coordinates(global_rank)[0])
-
-    @property
-    def stages_here(self) -> tuple[int, ...]:
-        """The stages that this rank holds."""
-        return self._stages_of(self.global_rank)
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank holds the stage with the loss."""
-        assert self._placement is not None, "the Trainer makes the layout"
-        return self._placement.num_stages - 1 in self.stages_here
-
-    @property
-    def replica_index(self) -> int:
-        """This rank's position among the data-parallel replicas."""
-        assert self._numbering is not None, "the Trainer makes the layout"
-        return self._numbering.coordinates(self.global_rank)[1]
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        assert self._numbering is not None, "the Trainer makes the layout"
-        return {"num_replicas": self._numbering.replicas, "rank": self.replica_index}
-
-    # What the user may ask
-
-    def describe(self) -> StageTable:
-        """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""
-        return self._running.describe()
-
-    @property
-    def timeline(self) -> Timeline:
-        """What happened in the last step on this rank."""
-        return self._running.executor.timeline
-
-    def own_parameters(self) -> Iterator[Tensor]:
-        """This rank's parameters, tied ones once."""
-        return (parameter for _, parameter in self._running.split.owned_parameters())
-
-    def gather_from_pipeline(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank of this replica, by pipeline rank; all of them must call."""
-        return self._running.gather(list(values))
-
-    def clip_grad_norm_(
-        self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False
-    ) -> Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, by the 2-norm of the gradients of all stages.
-
-        Args:
-            parameters: This rank's part of the parameters to clip.
-            max_norm: The largest norm allowed.
-            error_if_nonfinite: Raise, on every rank, when the norm is inf or nan.
-
-        Returns:
-            The norm before clipping, the same on every rank.
-        """
-        return self._running.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
-
-    @property
-    def _running(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
-        return self._pipeline
+        return {"num_replicas": self.num_replicas, "rank": self.replica_index}
 
     # Processes
 
@@ -226,20 +161,20 @@ class PipelineStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        assert self.cluster_environment is not None and self._placement is not None and self._numbering is not None
+        assert self.cluster_environment is not None
+        placement, numbering = self._layout()
         _lightning.reset_seed()
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
-        if dist.get_world_size() != self._numbering.world_size:
+        if dist.get_world_size() != numbering.world_size:
             raise ConfigurationError(
                 f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
-                f"{self._numbering.world_size}: start as many processes"
+                f"{numbering.world_size}: start as many processes"
             )
-        self._pipeline = Pipeline(self._settings, self._placement, backend, self.root_device)
-        mesh = [[self._numbering.global_rank(rank, replica) for replica in range(self._numbering.replicas)]
-                for rank in range(self._numbering.num_ranks)]  # fmt: skip
-        self._device_mesh = DeviceMesh(self.root_device.type, mesh, mesh_dim_names=("pp", "dp"))
+        self._pipeline = Pipeline(self._settings, placement, backend, self.root_device)
+        by_rank = list(zip(*numbering.pipelines(), strict=True))
+        self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
 
@@ -247,17 +182,25 @@ class PipelineStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._running.split_module(trainer, self.precision_plugin)
         self._names = self._running.names()
+        self._print_stages()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _lightning.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _print_stages(self) -> None:
+        table = str(self._running.table or "")
+        if table not in ("", self._printed):
+            rank_zero_info(table)
+            self._printed = table
 
     @override
     def model_to_device(self) -> None:
@@ -285,7 +228,10 @@ class PipelineStrategy(ParallelStrategy):
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     # Data
@@ -319,7 +265,7 @@ class PipelineStrategy(ParallelStrategy):
 
     @contextmanager
     @override
-    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]  # Lightning's hint lacks the type
+    def block_backward_sync(self) -> Iterator[None]:
         self._accumulating = True
         try:
             yield
@@ -327,7 +273,9 @@ class PipelineStrategy(ParallelStrategy):
             self._accumulating = False
 
     @override
-    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
@@ -363,7 +311,7 @@ class PipelineStrategy(ParallelStrategy):
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel replicas, unless another group is given."""
-        return self._running.reduce(tensor, group, reduce_op)
+        return self._pipeline.reduce(tensor, group, reduce_op) if self._pipeline else tensor
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
@@ -399,12 +347,16 @@ class PipelineStrategy(ParallelStrategy):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise CheckpointError("storage_options reach only one-file checkpoints, and stages write a folder")
+            raise CheckpointError(
+                "storage_options reach only one-file checkpoints, and stages write a folder"
+            )
         self._save(Path(self.broadcast(filepath)), checkpoint)
 
     def _save(self, path: Path, dumped: dict[str, Any]) -> None:
         gather = self._pipeline.gather if self._pipeline else _alone
-        checkpoint.save_folder(path, dumped, dumped.get("optimizer_states", []), gather, first=self.is_global_zero)
+        checkpoint.save_folder(
+            path, dumped, dumped.get("optimizer_states", []), gather, first=self.is_global_zero
+        )
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:

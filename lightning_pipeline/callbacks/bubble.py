@@ -8,7 +8,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names, table
 from lightning_pipeline.runtime.timeline import Timeline
 
 
@@ -40,10 +40,11 @@ class _Times:
 class BubbleMonitor(Callback):
     """Measures, per stage, the time in forward and backward and the time that is neither.
 
-    Logged under the same keys on every rank: `pipeline/bubble_fraction`, the share of all rank-time in which a
-    rank ran neither forward nor backward; `pipeline/step_time_s`, the schedule's makespan; and per stage
-    `pipeline/stage_0/forward_s`, `backward_s` and `idle_s`: means per step over the steps since the last time.
-    The schedule alone is measured: loading, optimizer and hooks are outside. A table closes `fit`.
+    Logged under the same keys on every rank: `pipeline/bubble_fraction`, the share of all rank-time in
+    which a rank ran neither forward nor backward; `pipeline/step_time_s`, the schedule's makespan; and per
+    stage `pipeline/stage_0/forward_s`, `backward_s` and `idle_s`: means per step over the steps since the
+    last time. The schedule alone is measured: loading, optimizer and hooks are outside. A table closes
+    `fit`.
 
     The clock is the processor's. On a GPU it sees when work was started, not when it ended.
 
@@ -71,15 +72,15 @@ class BubbleMonitor(Callback):
         run = run_of(trainer, self)
         self._since.add(run.timeline)
         self._total.add(run.timeline)
-        every = self.every_n_steps or trainer.log_every_n_steps or 1
+        every = self.every_n_steps or logged_every(trainer)
         if self._since.steps < every:
             return
         measured = _measure(run.gather_from_pipeline(self._since.values()), self._names)
         self._since = _Times()
         if not trainer.barebones:
             for key, value in measured.items():
-                self.log(f"pipeline/{key}", value, on_step=True, on_epoch=False, batch_size=1)
-            self.log("bubble", measured["bubble_fraction"], prog_bar=True, logger=False, batch_size=1)
+                pl_module.log(f"pipeline/{key}", value, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log("bubble", measured["bubble_fraction"], prog_bar=True, logger=False, batch_size=1)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

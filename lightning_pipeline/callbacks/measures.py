@@ -43,10 +43,15 @@ def run_of(trainer: Trainer, callback: object) -> PipelineRun:
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "gather_from_pipeline"):
         raise ConfigurationError(
-            f"{type(callback).__name__} measures pipelines: use it with Trainer(strategy=PipelineStrategy(...)), "
-            f"not with {type(strategy).__name__}"
+            f"{type(callback).__name__} measures pipelines: use it with PipelineStrategy, not "
+            f"with {type(strategy).__name__}"
         )
     return cast(PipelineRun, strategy)
+
+
+def logged_every(trainer: Trainer) -> int:
+    """Batches between two that Lightning logs, at least 1."""
+    return max(1, int(getattr(trainer, "log_every_n_steps", 1)))
 
 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
@@ -57,5 +62,8 @@ def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Columns of text, numbers to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in [header, *rows]]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import PipelineRun, run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import PipelineRun, logged_every, run_of, stage_names, table
 
 _GIB = 2.0**30
 
@@ -45,19 +45,23 @@ class StageMemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        if self._batches % (self.every_n_steps or trainer.log_every_n_steps or 1) or trainer.barebones:
+        if self._batches % (self.every_n_steps or logged_every(trainer)) or trainer.barebones:
             return
         run = run_of(trainer, self)
         for name, (count, _, peak) in zip(self._names, run.gather_from_pipeline(_measure(run)), strict=True):
-            self.log(f"pipeline/{name}/parameters", count, on_step=True, on_epoch=False, batch_size=1)
-            self.log(f"pipeline/{name}/peak_memory_gib", peak / _GIB, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log(f"pipeline/{name}/parameters", count, on_step=True, on_epoch=False, batch_size=1)
+            pl_module.log(
+                f"pipeline/{name}/peak_memory_gib", peak / _GIB, on_step=True, on_epoch=False, batch_size=1
+            )
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
         rows = [
             [name, f"{int(count):,}", f"{size / _GIB:.3f}", f"{peak / _GIB:.3f}"]
-            for name, (count, size, peak) in zip(self._names, run.gather_from_pipeline(_measure(run)), strict=True)
+            for name, (count, size, peak) in zip(
+                self._names, run.gather_from_pipeline(_measure(run)), strict=True
+            )
         ]
         rank_zero_info("Memory\n" + table(["stage", "parameters", "parameters GiB", "peak GiB"], rows))
 
