@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 2 benchmarks/overhead.py
     torchrun --nproc-per-node 4 benchmarks/overhead.py --forward_ms 10 --backward_ms 20 --rounds 5
 
-All sides run the same stage (one multiplication, and the sleep) under 1F1B in the same processes, in turns, in
-another order each round. Medians over the rounds are printed; wall seconds are those of the slowest rank.
+All sides run the same stage (one multiplication, and the sleep) under 1F1B in the same processes, in turns,
+in another order each round. Medians over the rounds; wall seconds are those of the slowest rank.
 """
 
 import statistics
