@@ -1,10 +1,10 @@
-"""What the executor itself costs: stages without work, and stages that sleep, against torch and a loop by hand.
+"""What the executor costs: stages without work, and stages that sleep, against torch and a loop by hand.
 
     torchrun --nproc-per-node 2 benchmarks/overhead.py
     torchrun --nproc-per-node 4 benchmarks/overhead.py --forward_ms 10 --backward_ms 20 --rounds 5
 
-All sides run the same stage (one multiplication, and the sleep) under 1F1B in the same processes, in turns, in another
-order each round. Medians over the rounds are printed; wall seconds are those of the slowest rank.
+All sides run the same stage (one multiplication, and the sleep) under 1F1B in the same processes, in turns,
+in another order each round. Medians over the rounds; wall seconds are those of the slowest rank.
 """
 
 import statistics
@@ -224,13 +224,15 @@ def main(
             which = (index + turn) % len(sides)
             results[which].append(timed(sides[which], steps))
     if dist.get_rank() == 0:
-        size = dist.get_world_size()
-        print(f"{size} ranks, {num_microbatches} micro-batches, {elements} floats per cut, sleep {forward_ms:g} and ")
-        print(f"{backward_ms:g} ms, torch {torch.__version__}, median of {rounds} rounds of {steps} steps")
+        sleeps = f"sleep {forward_ms:g} and {backward_ms:g} ms"
+        print(
+            f"{dist.get_world_size()} ranks, {num_microbatches} micro-batches, {elements} floats, {sleeps},"
+        )
+        print(f"torch {torch.__version__}, median of {rounds} rounds of {steps} steps")
         for name, seconds in zip(("executor", "torch", "by hand"), results, strict=True):
-            wall, cpu = (statistics.median(column) for column in zip(*seconds, strict=True))
-            per_action = wall / (2 * num_microbatches) * 1e6
-            print(f"{name:10s} {wall * 1e3:8.2f} ms per step {per_action:8.1f} us per action {cpu * 1e3:8.2f} CPU ms")
+            wall, cpu = (statistics.median(column) * 1e3 for column in zip(*seconds, strict=True))
+            action = wall / (2 * num_microbatches) * 1e3
+            print(f"{name:9s} {wall:8.2f} ms per step {action:8.1f} us per action {cpu:8.2f} CPU ms")
     sides[0].groups.close()  # type: ignore[attr-defined]
     dist.destroy_process_group()
 

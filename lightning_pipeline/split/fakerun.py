@@ -1,6 +1,9 @@
 """Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
 
+import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -12,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.costs import operation_cost
 from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key
+from lightning_pipeline.split.state import ObjectState
 from lightning_pipeline.split.structure import TensorSpec, map_tensors
 from lightning_pipeline.split.watch import AttributeSnapshot
 
@@ -45,17 +49,19 @@ class FakeRun:
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._tracer.patches.originals[call.unit]
         seen: set[int] = set()
+        objects = ObjectState((args, kwargs))
 
         def keep(tensor: Tensor) -> Tensor:
             self._count_saved(call, tensor, seen)
             return tensor.detach()  # itself would close a circle: an output saved by its own graph
 
         try:
-            with self._tracer.mode, saved_tensors_hooks(keep, lambda tensor: tensor):
+            with _quiet(), self._tracer.mode, saved_tensors_hooks(keep, lambda tensor: tensor):
                 return original(*args, **kwargs)
         except SplitError:
             raise
         except Exception as error:
+            objects.restore()
             return self._run_really(call, args, kwargs, error)
 
     def _count_saved(self, call: "Call", tensor: Tensor, seen: set[int]) -> None:
@@ -100,6 +106,17 @@ class FakeRun:
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
         return self._tracer.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Operators that cannot run fake are run really; torch need not log each as an error."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def _host_draws() -> tuple[int, int]:

@@ -77,16 +77,21 @@ def _copied(container: Any) -> Any:
     return container.copy() if container is not None else None
 
 
-def _containers(values: dict[str, Any], depth: int = 3) -> list[tuple[Any, Any]]:
+def _containers(values: dict[str, Any], depth: int = 3, objects: bool = False) -> list[tuple[Any, Any]]:
     found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
     pending = [(value, depth) for name, value in values.items() if name not in _REGISTRIES]
     while pending:
         value, left = pending.pop()
-        if isinstance(value, list | dict | set):
+        if objects and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
+            value = vars(value)
+        if not isinstance(value, list | dict | set | tuple) or id(value) in seen or left == 0 or len(value) > 1000:
+            continue
+        seen.add(id(value))
+        if not isinstance(value, tuple):
             found.append((value, value.copy()))
-            if left > 1 and len(value) < 1000:
-                inner = value.values() if isinstance(value, dict) else value
-                pending.extend((item, left - 1) for item in inner)
+        inner = value.values() if isinstance(value, dict) else value
+        pending.extend((item, left - 1) for item in inner)
     return found
 
 
@@ -98,6 +103,18 @@ def _refill(container: Any, saved: Any) -> None:
     else:
         container.clear()
         container.update(saved)
+
+
+class ObjectState:
+    """The containers and attributes of objects that are handed to a unit, such as a cache of keys and values."""
+
+    def __init__(self, values: Any) -> None:
+        self._containers = _containers({"": values}, depth=8, objects=True)
+
+    def restore(self) -> None:
+        """Put them back in place."""
+        for container, saved in self._containers:
+            _refill(container, saved)
 
 
 def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:

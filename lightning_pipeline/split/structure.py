@@ -62,7 +62,15 @@ class Structure(NamedTuple):
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    return tensor.is_contiguous() or torch._C._is_non_overlapping_and_dense(tensor)  # type: ignore[attr-defined]
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
