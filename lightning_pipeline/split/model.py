@@ -157,6 +157,7 @@ class SplitModel:
         weights: Sequence[float] | None,
         key: Sequence[int],
         replica: int = 0,
+        split_backward: bool = False,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -166,6 +167,7 @@ class SplitModel:
             weights: What each loss is multiplied with for the backward; None where none follows.
             key: Numbers that name the batch, such as epoch and batch index; the random draws follow from them.
             replica: Index of the data-parallel replica.
+            split_backward: Whether the plan has I and W actions.
         """
         assert self._open is None, "the batch before was not finished"
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
@@ -175,7 +177,8 @@ class SplitModel:
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
         self._step = Step(
-            step, step_function(self.root, step), microbatches, weights, trace, liveness, seeds, self._context, self._at
+            step, step_function(self.root, step), microbatches, weights, trace, liveness, seeds, self._context, self._at,
+            split_backward,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
