@@ -130,7 +130,7 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     """
     if not _alive(made):
         return
-    for cache in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+    for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
     for tensor in _alive(made):
