@@ -20,7 +20,9 @@ _OWN_FORMULAS: dict[Any, Any] = {
 }
 
 
-def operation_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[float, float]:
+def operation_cost(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[float, float]:
     """FLOPs of one operation, and its cost in equivalent FLOPs, memory traffic counted in.
 
     A view costs nothing; an operation without a formula costs the bytes it reads and writes.

@@ -74,7 +74,9 @@ class FakeRun:
         """Operators without a shape rule, or code that looks at values: run this one unit with made-up input."""
         unit = self._tracer.patches.units[call.unit]
         if any(is_placeholder(value) for module in unit.module.modules() for value in vars(module).values()):
-            raise SplitError(f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}") from cause
+            raise SplitError(
+                f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}"
+            ) from cause
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         counter = FlopCounterMode(display=False)
         try:
@@ -88,7 +90,9 @@ class FakeRun:
         call.flops = call.cost = float(counter.get_total_flops())
         return map_tensors(self._tracer.mode.like, output)
 
-    def count(self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def count(
+        self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Add one operation's work to a call."""
         flops, cost = operation_cost(func, args, kwargs, result)
         call.flops += flops

@@ -175,7 +175,15 @@ class SplitModel:
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
         self._step = Step(
-            step, step_function(self.root, step), microbatches, weights, trace, liveness, seeds, self._context, self._at
+            step,
+            step_function(self.root, step),
+            microbatches,
+            weights,
+            trace,
+            liveness,
+            seeds,
+            self._context,
+            self._at,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)

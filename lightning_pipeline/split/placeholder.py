@@ -15,7 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_pipeline.split.structure import TensorSpec
 
-_LIBRARIES = ("torch", "lightning", "lightning_pipeline", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+_LIBRARIES = (
+    "torch",
+    "lightning",
+    "lightning_pipeline",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torchmetrics",
+)
 Operation = Any
 
 
@@ -53,7 +60,9 @@ class PlaceholderMode(FakeTensorMode):
                 shape = spec.shape
                 options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
                 made = (
-                    torch.empty(shape, **options) if stride is None else torch.empty_strided(shape, stride, **options)
+                    torch.empty(shape, **options)
+                    if stride is None
+                    else torch.empty_strided(shape, stride, **options)
                 )
                 if spec.requires_grad:
                     with torch.enable_grad():

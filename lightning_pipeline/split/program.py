@@ -146,13 +146,17 @@ class StageProgram:
         step.results[microbatch] = step.losses[microbatch] = None
         return None
 
-    def _finish(self, microbatch: int, step: Step, result: Any, leaves: list[Tensor | None], handed: Any) -> None:
+    def _finish(
+        self, microbatch: int, step: Step, result: Any, leaves: list[Tensor | None], handed: Any
+    ) -> None:
         loss = result.get("loss") if isinstance(result, dict) else result
         if step.weights is None:
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
         if loss is not None and not isinstance(loss, Tensor):
-            raise SplitError(f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None")
+            raise SplitError(
+                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None"
+            )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
         root = None if loss is None else _edge(loss)
@@ -169,7 +173,9 @@ class StageProgram:
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None
         received = [saved.weight] if gradients is None else list(gradients)
-        pairs = [(r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None]
+        pairs = [
+            (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
+        ]
         if pairs:
             self.current = saved
             try:
@@ -216,13 +222,18 @@ class StageProgram:
         for call in self._current_step().trace.calls:
             if (call.unit, call.nth) == (unit, nth):
                 return call.structure, call.specs
-        raise SplitError(f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced")
+        raise SplitError(
+            f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced"
+        )
 
     def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
         """What earlier units returned for this micro-batch, by call."""
         if self._read[0] is not table:
             entries: Any = table
-            self._read = (entries, {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries})
+            self._read = (
+                entries,
+                {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries},
+            )
         return self._read[1]
 
     def write_table(self, entries: list[Entry]) -> Table:

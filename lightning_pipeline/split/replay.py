@@ -13,9 +13,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.split.liveness import ValueKey
-from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key, user_line, written_tensors
+from lightning_pipeline.split.placeholder import (
+    alias,
+    is_placeholder,
+    storage_key,
+    user_line,
+    written_tensors,
+)
 from lightning_pipeline.split.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds
-from lightning_pipeline.split.structure import Structure, TensorSpec, flatten, map_tensors, tensors_in, unflatten
+from lightning_pipeline.split.structure import (
+    Structure,
+    TensorSpec,
+    flatten,
+    map_tensors,
+    tensors_in,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeline.split.program import StageProgram
@@ -26,7 +39,7 @@ Table = tuple[Entry, ...]
 _LONE = Structure("tensor", 0)
 
 
-class StageDone(BaseException):  # noqa: N818  not an error: it unwinds the step, through any `except Exception`
+class StageDone(BaseException):
     """The stage's last unit has run and one of a later stage was called."""
 
 
@@ -157,7 +170,9 @@ class Replay:
     def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         if (unit, nth) not in program.own_calls:
-            raise SplitError(f"unit {program.unit_name(unit)!r} is called more often than when the step was traced")
+            raise SplitError(
+                f"unit {program.unit_name(unit)!r} is called more often than when the step was traced"
+            )
         self._own_left -= 1
         self._seeds.unit(unit, nth)
         output = self._really(unit, args, kwargs)

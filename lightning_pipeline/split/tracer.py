@@ -175,7 +175,9 @@ class Tracer:
                 "or after the last one"
             )
         if in_function_transform():
-            raise refuse(f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root)
+            raise refuse(
+                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root
+            )
 
     def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
         handed, spec = self._fake.hand_out(tensor)
@@ -197,7 +199,10 @@ class Tracer:
         """Run one operation of glue; its results, and what it writes, come from all of its operands."""
         operands = list(_operands(args, kwargs))
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            raise refuse("a collective of torch.distributed inside a step would be entered by one stage only", self.root)
+            raise refuse(
+                "a collective of torch.distributed inside a step would be entered by one stage only",
+                self.root,
+            )
         if self._poisoned and any(storage_key(t) in self._poisoned for t in operands):
             args, kwargs = self.without_poison((args, kwargs))
         tags = self.tags.union(operands)
@@ -311,7 +316,10 @@ class Tracer:
         """Something that leaves the step (a loss, a logged value) depends on this."""
         self.trace.tail |= self.tags.union(tensors_in(value))
         self.trace.tail |= {
-            tag for tensor in tensors_in(value) if storage_key(tensor) in self._poisoned for tag in self.tags.of(tensor)
+            tag
+            for tensor in tensors_in(value)
+            if storage_key(tensor) in self._poisoned
+            for tag in self.tags.of(tensor)
         }
 
     def _attribute_read(self, module: nn.Module, name: str) -> None:
@@ -357,7 +365,9 @@ class Tracer:
             if self.trace.step == "training_step" and readers:
                 units = frozenset(call.unit for call in readers)
                 last = frozenset({self.trace.calls[-1].unit})
-                self.trace.together.append((units | last, f"{name!r} is written by {self.trace.step} between units"))
+                self.trace.together.append(
+                    (units | last, f"{name!r} is written by {self.trace.step} between units")
+                )
             self.trace.tail.add(Tag("state", name=name))
             self.trace.tail |= self.tags.of(self._written_glue[name])
 
@@ -372,7 +382,9 @@ class Tracer:
         self.trace.checkpointed = bool(self._regions)
         for _, members in self._regions.values():
             if len(set(members)) > 1:
-                self.trace.together.append((frozenset(members), "they are in one segment of activation checkpointing"))
+                self.trace.together.append(
+                    (frozenset(members), "they are in one segment of activation checkpointing")
+                )
         self._regions.clear()
 
     def hook_registered(self, tensor: Tensor) -> None:
@@ -416,7 +428,9 @@ class _GlueFunctions(TorchFunctionMode):
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
                 values = tracer.tags.union(tensors_in((args, kwargs or {})))
                 if any(tag.kind == "value" for tag in values):
-                    raise refuse("a gradient is taken inside the step, through values of several stages", tracer.root)
+                    raise refuse(
+                        "a gradient is taken inside the step, through values of several stages", tracer.root
+                    )
             elif func is Tensor.register_hook:
                 tracer.hook_registered(args[0])
         return func(*args, **(kwargs or {}))
@@ -431,7 +445,11 @@ def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _readable(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor) and is_placeholder(value)]
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and is_placeholder(value)
+    ]
 
 
 def _containers(value: Any) -> list[Any]:

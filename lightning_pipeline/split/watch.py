@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from lightning_pipeline.split.structure import tensors_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size)
-_IGNORED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward", "__dict__", "__class__")
+_IGNORED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "training",
+    "forward",
+    "__dict__",
+    "__class__",
+)
 
 
 def _print_of(value: Any, depth: int = 3) -> Any:
