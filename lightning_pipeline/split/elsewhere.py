@@ -102,7 +102,7 @@ class ElsewhereList(list[Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class ElsewhereDict(dict[Any, Any]):
@@ -115,7 +115,7 @@ class ElsewhereDict(dict[Any, Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 for _cls in (ElsewhereList, ElsewhereDict):

@@ -144,8 +144,8 @@ def _too_few(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> str:
 def _named_bounds(trace: Trace, atoms: Sequence[Atom], names: list[str], num_stages: int) -> tuple[int, ...]:
     if len(names) != num_stages - 1:
         raise PartitionError(
-            f"partition names {len(names)} units, but {num_stages} stages have {num_stages - 1} boundaries: name "
-            "the first unit of each stage but the first"
+            f"partition names {len(names)} units, but {num_stages} stages have {num_stages - 1} boundaries: "
+            "name the first unit of each stage but the first"
         )
     positions = [_position(trace, atoms, name) for name in names]
     bounds = (0, *positions, len(atoms))

@@ -74,8 +74,8 @@ class StageProgram:
     """
 
     def __init__(
-        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches, mode: PlaceholderMode,
-        *, is_last: bool,
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
+        mode: PlaceholderMode, *, is_last: bool,
     ) -> None:  # fmt: skip
         self.index, self.root, self.is_last = index, root, is_last
         self.stage_of, self.mode = list(stage_of), mode
@@ -155,7 +155,8 @@ class StageProgram:
             return
         if loss is not None and not isinstance(loss, Tensor):
             raise SplitError(
-                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None"
+                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', "
+                "or None"
             )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
@@ -237,7 +238,7 @@ class StageProgram:
         return self._read[1]
 
     def write_table(self, entries: list[Entry]) -> Table:
-        """The table for the next stage: what was read and this stage's own outputs. The same object if equal."""
+        """The table for the next stage: what was read and the own outputs. The same object if equal."""
         own = tuple(entries)
         if self._written[0] is not self._read[0] or self._written[1] != own:
             self._written = (self._read[0], own, (*self._read[0], *own))

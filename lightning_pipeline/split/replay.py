@@ -117,16 +117,16 @@ class Replay:
             raise self._error from error
         if self._exited:
             raise SplitError(
-                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was done: a "
-                "bare `except:` around the model's call swallowed what ends the step on this stage; catch Exception "
-                "instead"
+                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was "
+                "done: a bare `except:` around the model's call swallowed what ends the step on this stage; "
+                "catch Exception instead"
             ) from error
 
     def _check_return(self, result: Any) -> None:
         if self._exited:
             raise SplitError(
-                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` around "
-                "the model's call swallowed what ends the step on this stage; catch Exception instead"
+                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` "
+                "around the model's call swallowed what ends the step on this stage; catch Exception instead"
             )
         if self._program.is_last:
             self.check_real(result, f"what {self._program.step} returns")
@@ -134,8 +134,9 @@ class Replay:
             return
         elif self._program.has_later_calls or self._own_left:
             raise SplitError(
-                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage was "
-                f"called, which it was when it was traced; {self._own_left} of the stage's own calls are missing"
+                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage "
+                f"was called, which it was when it was traced; {self._own_left} of the stage's own calls are "
+                "missing"
             )
 
     def _outgoing(self, result: Any) -> Values:
@@ -146,8 +147,8 @@ class Replay:
         if missing:
             unit, nth, _ = missing[0]
             raise SplitError(
-                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but a later "
-                "stage needs its output: the path through the model may not depend on the data"
+                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but "
+                "a later stage needs its output: the path through the model may not depend on the data"
             )
         tensors = [self._raw[key] for key in program.outgoing]
         return Values(tensors, program.write_table(self._entries))
@@ -213,8 +214,8 @@ class Replay:
         known = self._specs.get((unit, nth))
         if known is None:
             raise SplitError(
-                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call {nth}), but was "
-                "not on its own stage: the path through the model may not depend on the data"
+                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call "
+                f"{nth}), but was not on its own stage: the path through the model may not depend on the data"
             )
         structure, specs = known
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
@@ -256,7 +257,7 @@ class Replay:
         return run()
 
     def _poison(self, tensor: Tensor) -> None:
-        """A write of a placeholder into a real tensor does nothing: from now on that one is a placeholder too."""
+        """A placeholder written into a real tensor does nothing: from now on that is a placeholder too."""
         if not self._program.poisons:
             raise self._refuse("a value of another stage is written into a tensor of this one")
         self._poisoned[storage_key(tensor)] = tensor
@@ -303,7 +304,7 @@ class _NoHandle:
 
 
 class _GlueFunctions(TorchFunctionMode):
-    """Seeds each random call between units, and leaves hooks on received values to the stage that made them."""
+    """Seeds each random call between units; leaves hooks on received values to the stage of the unit."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__()
@@ -324,7 +325,7 @@ class _PoisonGuard(TorchDispatchMode):
     """Only for steps that write unit outputs into tensors of their own, such as `out[:, i] = layer(x)`."""
 
     def __init__(self, replay: Replay) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._replay = replay
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -72,7 +72,7 @@ def stub_metrics(
 def _stubs(
     metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any]
 ) -> dict[str, Any]:
-    names = [str(name) for name in metric.keys()] if isinstance(metric, MetricCollection) else None
+    names = [str(name) for name in metric] if isinstance(metric, MetricCollection) else None
 
     def result(*args: Any, **kwargs: Any) -> Any:
         on_value((args, kwargs))

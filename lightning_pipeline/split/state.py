@@ -115,7 +115,7 @@ def _refill(container: Any, saved: Any) -> None:
 
 
 class ObjectState:
-    """The containers and attributes of objects that are handed to a unit, such as a cache of keys and values."""
+    """The containers and attributes of objects handed to a unit, such as a cache of keys and values."""
 
     def __init__(self, values: Any) -> None:
         self._containers = _containers({"": values}, depth=8, objects=True)
@@ -151,8 +151,8 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     left = _alive(made)
     if left:
         raise SplitError(
-            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while the "
-            "step was traced; keep such caches in the module, or clear them in training_step"
+            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while "
+            "the step was traced; keep such caches in the module, or clear them in training_step"
         )
 
 

@@ -12,7 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
 from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
-from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
+from lightning_pipeline.split.structure import NOTHING, Structure, TensorSpec, map_tensors
 from lightning_pipeline.split.tags import Tag
 from lightning_pipeline.split.units import Unit
 
@@ -37,7 +37,7 @@ class Call:
     unit: int
     nth: int
     reads: set[Tag] = field(default_factory=set)
-    structure: Structure = Structure("constant", None)
+    structure: Structure = NOTHING
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
     cost: float = 0.0
@@ -140,7 +140,8 @@ def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
     function = getattr(root, step, None)
     if not callable(function):
         raise SplitError(f"{type(root).__name__} has no {step}")
-    return function
+    result: Callable[..., Any] = function
+    return result
 
 
 def refuse(reason: str, root: nn.Module) -> SplitError:
@@ -150,4 +151,4 @@ def refuse(reason: str, root: nn.Module) -> SplitError:
 
 def in_function_transform() -> bool:
     """Whether we are inside `torch.func.vmap`, `grad` and the like."""
-    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+    return torch._C._functorch.maybe_current_level() is not None

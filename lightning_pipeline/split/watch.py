@@ -45,7 +45,7 @@ class AttributeSnapshot:
 
     def changed(self) -> list[tuple[nn.Module, str]]:
         """Attributes that are new, gone, replaced, or whose container was changed since."""
-        found = []
+        found: list[tuple[nn.Module, str]] = []
         for module, before in zip(self._modules, self._prints, strict=True):
             after = self._read(module)
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
