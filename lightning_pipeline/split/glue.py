@@ -76,7 +76,6 @@ class Glue:
         self._tracer.tags.add(tensor, tags)
         if faked and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
-            self._tracer.trace.poisons = True
 
     def _note_states(self, func: Any, tags: frozenset[Tag], written: list[Tensor]) -> None:
         for tensor in written:

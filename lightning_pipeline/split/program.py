@@ -98,7 +98,7 @@ class StageProgram:
         self.outgoing = [] if self.is_last else live.messages[self.index + 1]
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
-        self.poisons, self.checkpointed = step.trace.poisons, step.trace.checkpointed
+        self.checkpointed = step.trace.checkpointed
         self.host_random = step.trace.host_random
 
     def end(self) -> None:

@@ -1,14 +1,12 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.runtime.stage import Values
@@ -16,16 +14,15 @@ from lightning_pipeline.split.liveness import ValueKey
 from lightning_pipeline.split.placeholder import (
     alias,
     is_placeholder,
-    storage_key,
     user_line,
     written_tensors,
 )
+from lightning_pipeline.split.poison import Poison
 from lightning_pipeline.split.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds
 from lightning_pipeline.split.structure import (
     Structure,
     TensorSpec,
     flatten,
-    map_tensors,
     tensors_in,
     unflatten,
 )
@@ -76,7 +73,7 @@ class Replay:
         self._exited = False
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
-        self._poisoned: dict[int, Tensor] = {}
+        self._poison = Poison(program.mode, self._poisoned_read)
         self._specs = program.read_table(incoming.table if incoming is not None else ())
         self.functions = _GlueFunctions(self)
         self.replayed = Replayed(None, None, [])
@@ -97,7 +94,7 @@ class Replay:
         """Call the step until this stage's part is done."""
         result = None
         try:
-            with self.functions, _PoisonGuard(self) if self._program.poisons else nullcontext():
+            with self.functions, self._poison:
                 result = function(*args, **kwargs)
         except StageDone:
             pass
@@ -151,6 +148,7 @@ class Replay:
                 "a later stage needs its output: the path through the model may not depend on the data"
             )
         tensors = [self._raw[key] for key in program.outgoing]
+        self.check_real(tensors, f"what stage {program.index} sends")
         return Values(tensors, program.write_table(self._entries))
 
     # ---- calls of units
@@ -253,32 +251,22 @@ class Replay:
             raise self._refuse("a value of another stage is used in control flow, or read as a number")
         for tensor in written_tensors(func, args, kwargs):
             if not is_placeholder(tensor):
-                self._poison(tensor)
+                self._poison.add(tensor)
         return run()
 
-    def _poison(self, tensor: Tensor) -> None:
-        """A placeholder written into a real tensor does nothing: from now on that is a placeholder too."""
-        if not self._program.poisons:
-            raise self._refuse("a value of another stage is written into a tensor of this one")
-        self._poisoned[storage_key(tensor)] = tensor
+    def guard(self) -> None:
+        """After a placeholder was written into a real tensor: look at every operation from now on."""
+        if self._poison.unguarded and not self._poison.enter():
+            raise self._refuse("a value of another stage is written into a tensor of this one, under a mode")
 
-    def without_poison(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands, with a placeholder for each real tensor that one was written into."""
-        if not self._poisoned:
-            return args, kwargs
-        if self.inside and any(storage_key(t) in self._poisoned for t in tensors_in((args, kwargs))):
-            raise self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
-        swapped: tuple[Any, Any] = map_tensors(self._unpoisoned, (args, kwargs))
-        return swapped
-
-    def _unpoisoned(self, tensor: Tensor) -> Tensor:
-        if is_placeholder(tensor) or storage_key(tensor) not in self._poisoned:
-            return tensor
-        return self._program.mode.like(tensor.detach())
+    def _poisoned_read(self) -> Exception | None:
+        if not self.inside:
+            return None
+        return self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
 
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
-        if any(is_placeholder(t) or storage_key(t) in self._poisoned for t in tensors_in(value)):
+        if any(is_placeholder(t) for t in tensors_in(value)) or self._poison.holds(value):
             raise self._refuse(f"{what} holds a value of another stage that was not sent here")
 
     def _refuse(self, reason: str) -> PlaceholderError:
@@ -318,16 +306,6 @@ class _GlueFunctions(TorchFunctionMode):
             self._replay.draw(kwargs.get("generator"))
         elif func is Tensor.register_hook and self._replay.is_handed(args[0]):
             return _NoHandle()
-        return func(*args, **kwargs)
-
-
-class _PoisonGuard(TorchDispatchMode):
-    """Only for steps that write unit outputs into tensors of their own, such as `out[:, i] = layer(x)`."""
-
-    def __init__(self, replay: Replay) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._replay = replay
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._replay.without_poison(func, args, kwargs or {})
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._replay.guard()
+        return result

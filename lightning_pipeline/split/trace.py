@@ -58,7 +58,6 @@ class Trace:
         together: Groups of units that must share a stage, with the reason.
         attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
-        poisons: Whether the step writes unit outputs into tensors of its own.
         checkpointed: Whether it uses activation checkpointing around units.
         host_random: Whether a unit draws from numpy's or Python's random state.
     """
@@ -72,7 +71,6 @@ class Trace:
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
-    poisons: bool = False
     checkpointed: bool = False
     host_random: bool = False
 

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.models import WIDTH, Block, Net, assert_works, same_or_refused
+from tests.unit.split.nets import WIDTH, Block, Net, assert_works, same_or_refused
 
 
 class AddedPosition(Net):

@@ -66,7 +66,10 @@ def seeded(kind: Callable[[], Any], seed: int = 0) -> Any:
 
 
 def assert_works(
-    kind: Callable[[], Any], batch: Any = None, cuts: Sequence[Sequence[str] | int] = (*CUTS, *DEEP_CUTS), **options: Any
+    kind: Callable[[], Any],
+    batch: Any = None,
+    cuts: Sequence[Sequence[str] | int] = (*CUTS, *DEEP_CUTS),
+    **options: Any,
 ) -> None:
     """Every one of these cuts (names of first units, or a number of stages) equals one process."""
     module = seeded(kind)
