@@ -74,7 +74,9 @@ class _Linear(torch.autograd.Function):
     """`F.linear`. Backward formulas and their layouts are those of torch's addmm."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: Any
+    ) -> Tensor:
         ctx.parameters, ctx.queue = (weight, bias), queue
         cast = weight if dtype is None else weight.to(dtype)
         ctx.save_for_backward(x, weight if dtype is None else cast)
@@ -147,7 +149,9 @@ class _Embedding(torch.autograd.Function):
     """`F.embedding`: its whole backward is a weight gradient."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding: int, by_frequency: bool, queue: WeightQueue) -> Tensor:
+    def forward(
+        ctx: Any, weight: Tensor, indices: Tensor, padding: int, by_frequency: bool, queue: WeightQueue
+    ) -> Tensor:
         ctx.parameter, ctx.queue, ctx.options = weight, queue, (padding, by_frequency)
         ctx.save_for_backward(indices)
         return torch.embedding(weight, indices, padding, by_frequency, False)
@@ -238,12 +242,18 @@ class Deferral:
     ) -> Tensor:  # fmt: skip
         if max_norm is not None or sparse or type(input) is not Tensor or not self._takes(weight):
             return _EMBEDDING(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        padding = -1 if padding_idx is None else padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+        padding = (
+            -1 if padding_idx is None else padding_idx if padding_idx >= 0 else weight.shape[0] + padding_idx
+        )
         result: Tensor = _Embedding.apply(weight, input, padding, scale_grad_by_freq, self.queue)  # type: ignore[no-untyped-call]
         return result
 
-    def _convolution(self, original: Callable[..., Tensor], dims: int, transposed: bool) -> Callable[..., Tensor]:
-        def convolution(input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any) -> Tensor:
+    def _convolution(
+        self, original: Callable[..., Tensor], dims: int, transposed: bool
+    ) -> Callable[..., Tensor]:
+        def convolution(
+            input: Tensor, weight: Tensor, bias: Tensor | None = None, *args: Any, **kwargs: Any
+        ) -> Tensor:
             options = _convolution_options(dims, transposed, args, kwargs)
             batched = type(input) is Tensor and input.dim() == dims + 2
             if options is None or not batched or not self._takes(weight, bias):

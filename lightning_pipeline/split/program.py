@@ -78,8 +78,8 @@ class StageProgram:
     """
 
     def __init__(
-        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches, mode: PlaceholderMode,
-        *, is_last: bool,
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
+        mode: PlaceholderMode, *, is_last: bool,
     ) -> None:  # fmt: skip
         self.index, self.root, self.is_last = index, root, is_last
         self.stage_of, self.mode = list(stage_of), mode
@@ -105,7 +105,7 @@ class StageProgram:
         self.outgoing = [] if self.is_last else live.messages[self.index + 1]
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
-        self.poisons, self.checkpointed = step.trace.poisons, step.trace.checkpointed
+        self.checkpointed = step.trace.checkpointed
         self.host_random = step.trace.host_random
 
     def end(self) -> None:
@@ -170,7 +170,10 @@ class StageProgram:
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
         if loss is not None and not isinstance(loss, Tensor):
-            raise SplitError(f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None")
+            raise SplitError(
+                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', "
+                "or None"
+            )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
         root = None if loss is None else _edge(loss)
@@ -195,7 +198,9 @@ class StageProgram:
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None
         received = [saved.weight] if gradients is None else list(gradients)
-        pairs = [(r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None]
+        pairs = [
+            (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
+        ]
         if pairs:
             self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
         if saved.queue is not None:
@@ -247,17 +252,22 @@ class StageProgram:
         for call in self._current_step().trace.calls:
             if (call.unit, call.nth) == (unit, nth):
                 return call.structure, call.specs
-        raise SplitError(f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced")
+        raise SplitError(
+            f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced"
+        )
 
     def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
         """What earlier units returned for this micro-batch, by call."""
         if self._read[0] is not table:
             entries: Any = table
-            self._read = (entries, {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries})
+            self._read = (
+                entries,
+                {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries},
+            )
         return self._read[1]
 
     def write_table(self, entries: list[Entry]) -> Table:
-        """The table for the next stage: what was read and this stage's own outputs. The same object if equal."""
+        """The table for the next stage: what was read and the own outputs. The same object if equal."""
         own = tuple(entries)
         if self._written[0] is not self._read[0] or self._written[1] != own:
             self._written = (self._read[0], own, (*self._read[0], *own))

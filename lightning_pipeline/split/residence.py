@@ -136,7 +136,10 @@ def _first_names(root: nn.Module) -> dict[str, str]:
     """The first name of each tensor, by every name it has."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    for full, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+    for full, tensor in [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]:
         names[full] = first.setdefault(id(tensor), full)
     return names
 
@@ -146,7 +149,9 @@ def _reorder(root: nn.Module, order: dict[str, str]) -> None:
     rank = {full: position for position, full in enumerate(order)}
     for prefix, module in root.named_modules():
         for registry in (module._parameters, module._buffers):
-            names = sorted(registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank)))
+            names = sorted(
+                registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank))
+            )
             items = [(name, registry[name]) for name in names]
             registry.clear()
             registry.update(items)

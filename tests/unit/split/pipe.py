@@ -43,7 +43,9 @@ def split_arguments(batch: Any, num_microbatches: int) -> tuple[list[Any], list[
     return [((part, 0), {}) for part, _ in parts], [size / total for _, size in parts]
 
 
-def alone(module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step") -> Outcome:
+def alone(
+    module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step"
+) -> Outcome:
     """One process that runs the same micro-batches with gradient accumulation."""
     module = copy.deepcopy(module)
     outcome = Outcome()
@@ -66,7 +68,9 @@ def alone(module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, st
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, a) for a in args)
+    return tuple(
+        torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, a) for a in args
+    )
 
 
 def piped(
@@ -99,7 +103,13 @@ def piped(
 
 
 def _run_batch(
-    splits: Any, microbatches: Any, weights: Any, step: str, count: int, outcome: Outcome, split_backward: bool
+    splits: Any,
+    microbatches: Any,
+    weights: Any,
+    step: str,
+    count: int,
+    outcome: Outcome,
+    split_backward: bool,
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
@@ -130,7 +140,9 @@ def _run_backward(splits: Any, index: int, sent: list[Values | None], split_back
             gradients = None
             continue
         if values is not None:
-            gradients = [g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)]
+            gradients = [
+                g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)
+            ]
         program = splits[stage].stage(stage)
         if split_backward:
             gradients = program.backward_input(index, gradients)
@@ -174,7 +186,9 @@ def assert_same(piped_outcome: Outcome, alone_outcome: Outcome, exact: bool = Fa
         mine = piped_outcome.gradients[name]
         assert (mine is None) == (gradient is None), f"{name}: {mine is None} for {gradient is None}"
         if gradient is not None:
-            torch.testing.assert_close(mine, gradient, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine, gradient, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for name, buffer in piped_outcome.buffers.items():
         torch.testing.assert_close(buffer, alone_outcome.buffers[name], rtol=rtol, atol=rtol)
     assert [(i, n) for i, n, _ in piped_outcome.logged] == [(i, n) for i, n, _ in alone_outcome.logged]

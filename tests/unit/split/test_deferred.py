@@ -59,7 +59,9 @@ class Checkpointed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32))
+        self.layers = nn.Sequential(
+            nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 32)
+        )
         self.runs = 0
 
     def _segment(self, x: Tensor) -> Tensor:
@@ -72,12 +74,19 @@ class Checkpointed(nn.Module):
 
 def convolutions() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, stride=2, groups=2), nn.ConvTranspose2d(8, 4, 2)
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, stride=2, groups=2),
+        nn.ConvTranspose2d(8, 4, 2),
     )
 
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], int]] = {
-    "linear": (lambda: nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8, bias=False)), lambda: torch.randn(4, 7, 32), 3),
+    "linear": (
+        lambda: nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 8, bias=False)),
+        lambda: torch.randn(4, 7, 32),
+        3,
+    ),
     "twice": (Twice, lambda: torch.randn(4, 7, 32), 2),
     "mixed": (Mixed, lambda: torch.randn(4, 7, 32), 2),
     "tied": (Tied, lambda: torch.randint(0, 50, (4, 9)), 1),
@@ -96,7 +105,9 @@ def fused(module: nn.Module, x: Tensor, passes: int = 2) -> dict[str, Tensor | N
     return {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
-def split(module: nn.Module, x: Tensor, passes: int = 2) -> tuple[dict[str, Tensor | None], WeightQueue, nn.Module]:
+def split(
+    module: nn.Module, x: Tensor, passes: int = 2
+) -> tuple[dict[str, Tensor | None], WeightQueue, nn.Module]:
     module, deferral = copy.deepcopy(module), Deferral()
     for _ in range(passes):
         queue = WeightQueue()

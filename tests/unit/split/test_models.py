@@ -57,4 +57,6 @@ def test_a_split_backward_gives_the_same_bits(name: str) -> None:
     fused = piped(module, batch, stages=2, num_microbatches=3)
     split = piped(module, batch, stages=2, num_microbatches=3, split_backward=True)
     for key, gradient in fused.gradients.items():
-        assert (gradient is None and split.gradients[key] is None) or torch.equal(gradient, split.gradients[key]), key
+        assert (gradient is None and split.gradients[key] is None) or torch.equal(
+            gradient, split.gradients[key]
+        ), key
