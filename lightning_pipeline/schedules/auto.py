@@ -1,9 +1,10 @@
 """The planner: the best plan it can find for given costs and memory."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
-from lightning_pipeline.schedules.costs import Costs, StageCosts
+from lightning_pipeline.schedules.costs import Costs
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.planner.candidates import loop, zigzag
 from lightning_pipeline.schedules.planner.problem import Problem
@@ -64,13 +65,14 @@ class Auto(Schedule):
         """
         require_sizes(num_ranks, num_microbatches)
         costs = self.costs or Costs(1, 1, 1)
+        placements = self._placements(num_ranks)
         found = [
             best
-            for placement in self._placements(num_ranks)
+            for placement in placements
             if (best := self._search(placement, num_ranks, num_microbatches, costs)) is not None
         ]
         if not found:
-            raise ScheduleError(self._too_little(costs, num_ranks))
+            raise ScheduleError(self._too_little(costs, placements[0]))
         plan = min(found, key=lambda f: f.length).plan
         self.stages_per_rank = plan.num_stages // num_ranks
         return plan
@@ -89,7 +91,7 @@ class Auto(Schedule):
         num_ranks = max(placement) + 1
         best = self._search(tuple(placement), num_ranks, num_microbatches, costs)
         if best is None:
-            raise ScheduleError(self._too_little(costs, num_ranks))
+            raise ScheduleError(self._too_little(costs, tuple(placement)))
         return best.plan
 
     def _placements(self, num_ranks: int) -> list[tuple[int, ...]]:
@@ -112,33 +114,26 @@ class Auto(Schedule):
         self, placement: tuple[int, ...], num_ranks: int, num_microbatches: int, costs: Costs
     ) -> Found | None:
         stage_costs = costs.per_stage([placement.count(rank) for rank in placement])
-        caps = self._caps(placement, num_ranks, stage_costs)
-        problem = Problem(placement, num_microbatches, stage_costs, caps, self.objective)
-        return best_plan(problem, costs)
+        free = Problem(placement, num_microbatches, stage_costs, (0.0,) * num_ranks, self.objective)
+        return best_plan(replace(free, caps=self._caps(free.shares)), costs)
 
-    def _caps(self, placement: tuple[int, ...], num_ranks: int, costs: StageCosts) -> tuple[float, ...]:
+    def _caps(self, shares: list[float]) -> tuple[float, ...]:
+        """By rank, what it may hold, given what one micro-batch takes on all stages of each rank."""
+        num_ranks = len(shares)
         if isinstance(self.memory, Sequence):
             if len(self.memory) != num_ranks:
                 raise ScheduleError(f"memory is given for {len(self.memory)} ranks, not for {num_ranks}")
             return tuple(self.memory)
         if self.memory is not None:
             return (self.memory,) * num_ranks
-        shares = _shares(placement, num_ranks, costs)
         return (max((num_ranks - rank) * share for rank, share in enumerate(shares)),) * num_ranks
 
-    def _too_little(self, costs: Costs, num_ranks: int) -> str:
-        placement = loop(num_ranks, (costs.num_stages or num_ranks) // num_ranks)
-        stage_costs = costs.per_stage([placement.count(rank) for rank in placement])
-        shares = [round(share, 6) for share in _shares(placement, num_ranks, stage_costs)]
+    def _too_little(self, costs: Costs, placement: tuple[int, ...]) -> str:
+        held = costs.per_stage([placement.count(rank) for rank in placement]).activation
+        needs = [
+            sum(a for a, at in zip(held, placement, strict=True) if at == rank) for rank in set(placement)
+        ]
         return (
-            f"memory={self.memory} holds no plan: one micro-batch alone takes {max(shares)} on the rank "
-            f"that needs most"
+            f"memory={self.memory} holds no plan: one micro-batch alone takes {round(max(needs), 6)} on the "
+            f"rank that needs most"
         )
-
-
-def _shares(placement: tuple[int, ...], num_ranks: int, costs: StageCosts) -> list[float]:
-    """By rank, the activations of one micro-batch on all its stages."""
-    shares = [0.0] * num_ranks
-    for stage, rank in enumerate(placement):
-        shares[rank] += costs.activation[stage]
-    return shares

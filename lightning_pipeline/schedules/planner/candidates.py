@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.schedules.dualpipe_v import DualPipeV
 from lightning_pipeline.schedules.gpipe import GPipe
 from lightning_pipeline.schedules.interleaved import Interleaved1F1B, InterleavedZeroBubble
@@ -17,8 +16,8 @@ from lightning_pipeline.schedules.v_shape import VHalf, VMin
 from lightning_pipeline.schedules.zbv import ZBV
 from lightning_pipeline.schedules.zero_bubble import ZBH1, ZBH2
 
-_MANY = 12_000
-"""Forwards of all stages from which on the slower searches try less."""
+_EFFORT = 6_000
+"""List scheduling costs about ten times as much as timing an order: larger problems get fewer tastes."""
 
 
 def loop(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -33,7 +32,7 @@ def zigzag(num_ranks: int, stages_per_rank: int) -> tuple[int, ...]:
 
 
 def named_plans(placement: tuple[int, ...], num_ranks: int, microbatches: int) -> list[Plan]:
-    """The plans of all named schedules that have this placement and serve this size."""
+    """The plans of all named schedules that have this placement."""
     stages_per_rank = len(placement) // num_ranks
     schedules: list[Schedule] = []
     if placement == loop(num_ranks, 1):
@@ -43,13 +42,7 @@ def named_plans(placement: tuple[int, ...], num_ranks: int, microbatches: int) -
         schedules += [schedule(stages_per_rank) for schedule in loops]
     if placement == zigzag(num_ranks, 2):
         schedules += [ZBV(), VHalf(), VMin(), DualPipeV()]
-    plans = []
-    for schedule in schedules:
-        try:
-            plans.append(schedule.plan(num_ranks, microbatches))
-        except ScheduleError:
-            continue  # this one does not serve the size; the others do
-    return plans
+    return [schedule.plan(num_ranks, microbatches) for schedule in schedules]
 
 
 def orders_to_fill(problem: Problem, named: list[Plan]) -> Iterator[Orders]:
@@ -61,32 +54,41 @@ def orders_to_fill(problem: Problem, named: list[Plan]) -> Iterator[Orders]:
         yield problem.without_weights(plan)
     if stages_per_rank == 1:
         for orders in zero_bubble_orders(problem):
-            yield [[code for code in codes if code < 2 * problem.size] for codes in orders]
-    tastes = TASTES if problem.size < _MANY else TASTES[:: len(TASTES) // 3]
-    for taste in tastes:
+            yield forwards_and_inputs(problem, orders)
+    for taste in TASTES[: max(2, _EFFORT // problem.size)]:
         listed = list_order(problem, taste)
         if listed is not None:
             yield listed
 
 
+def forwards_and_inputs(problem: Problem, orders: Orders) -> Orders:
+    """Orders without their W's."""
+    return [[code for code in codes if code < 2 * problem.size] for codes in orders]
+
+
 def _loop_orders(problem: Problem, stages_per_rank: int) -> Iterator[Orders]:
-    """Interleaved orders with rounds of p and fewer micro-batches, and warm-ups of several depths."""
+    """Interleaved orders with rounds of p micro-batches, or fewer, and warm-ups of several depths."""
     p = problem.num_ranks
-    rounds = sorted({max(1, p * eighths // 8) for eighths in ((2, 4, 6, 8) if stages_per_rank > 1 else (8,))})
-    for size in reversed(rounds):
-        for slope in (1, 2):
-            for more in (0, 1):
-                warm_up = [
-                    (stages_per_rank - 1) * size + slope * (p - 1 - rank) + more for rank in range(p)
-                ]
-                yield interleaved_order(problem, size, _within_memory(problem, warm_up))
+    for size in _round_sizes(problem, stages_per_rank):
+        for slope, more in ((1, 0), (2, 0), (2, 1)):
+            warm_up = [(stages_per_rank - 1) * size + slope * (p - 1 - rank) + more for rank in range(p)]
+            yield interleaved_order(problem, size, _within_memory(problem, warm_up))
+
+
+def _round_sizes(problem: Problem, stages_per_rank: int) -> list[int]:
+    """p, and less where p does not fit in the memory or trying costs little."""
+    p = problem.num_ranks
+    fits = all(cap >= p * share for cap, share in zip(problem.caps, problem.shares, strict=True))
+    if stages_per_rank == 1 or (fits and problem.size > _EFFORT // 10):
+        return [p]
+    return sorted({max(1, p * eighths // 8) for eighths in (2, 4, 6, 8)}, reverse=True)
 
 
 def _within_memory(problem: Problem, warm_up: list[int]) -> list[int]:
     """Warm-ups that leave room for one forward more, given stages of about the same size."""
     most = []
-    for stages, cap in zip(problem.local, problem.caps, strict=True):
-        share = sum(problem.costs.activation[stage] for stage in stages) / len(stages)
+    for stages, cap, all_stages in zip(problem.local, problem.caps, problem.shares, strict=True):
+        share = all_stages / len(stages)
         most.append(int((cap + 1e-9) / share) - 1 if share > 0 else len(stages) * problem.microbatches)
     return [max(0, min(pair)) for pair in zip(warm_up, most, strict=True)]
 

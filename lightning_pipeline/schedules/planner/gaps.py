@@ -92,8 +92,7 @@ class _Clock:
             held += growth[code]
             if held > cap:
                 return False
-            if arrival > now:
-                now = arrival
+            now = max(now, arrival)
             if position == 0:
                 self.begin[rank] = now
             now += duration[code]

@@ -37,7 +37,13 @@ class Taste:
     first: str
 
 
-TASTES = tuple(Taste(f, b, first) for f in FORWARD_KEYS for b in BACKWARD_KEYS for first in ("I", "F", "turns"))
+TASTES = tuple(
+    Taste(forward, backward, first)
+    for first in ("turns", "I", "F")
+    for forward in ("late stages", "rounds")
+    for backward in ("rounds", "early stages", "late stages")
+)
+"""All of them, those first that did best on random costs."""
 
 
 def list_order(problem: Problem, taste: Taste) -> Orders | None:

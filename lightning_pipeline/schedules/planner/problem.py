@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from lightning_pipeline.schedules.action import Action
 from lightning_pipeline.schedules.costs import StageCosts
@@ -54,15 +55,18 @@ class Problem:
     def local(self) -> tuple[tuple[int, ...], ...]:
         """By rank, its stages, ascending."""
         stages = range(self.num_stages)
-        return tuple(
-            tuple(s for s in stages if self.placement[s] == rank) for rank in range(self.num_ranks)
-        )
+        return tuple(tuple(s for s in stages if self.placement[s] == rank) for rank in range(self.num_ranks))
+
+    @cached_property
+    def shares(self) -> list[float]:
+        """By rank, the activations of one micro-batch on all its stages."""
+        return [sum(self.costs.activation[stage] for stage in stages) for stages in self.local]
 
     @cached_property
     def hop(self) -> list[float]:
         """By stage, the latency of the hop to the next stage."""
         places = (*self.placement, self.placement[-1])
-        return [self.costs.send if a != b else 0.0 for a, b in zip(places, places[1:], strict=False)]
+        return [self.costs.send if a != b else 0.0 for a, b in pairwise(places)]
 
     @cached_property
     def duration(self) -> list[float]:

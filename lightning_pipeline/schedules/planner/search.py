@@ -7,9 +7,12 @@ from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.planner.candidates import named_plans, orders_to_fill
 from lightning_pipeline.schedules.planner.gaps import Filled, fill_gaps
 from lightning_pipeline.schedules.planner.problem import Orders, Problem
-from lightning_pipeline.schedules.simulate import simulate
+from lightning_pipeline.schedules.planner.zero_bubble_heuristic import zero_bubble_orders
+from lightning_pipeline.schedules.simulate import peak_memory, simulate
 
-_PATIENCE = (1.0, 0.75, 0.5, 0.25, 0.0)
+_PATIENCE = (0.75, 1.0, 0.5, 0.25, 0.0)
+_HOPELESS = 1.15
+"""An order that is this many times as long as the best one is not tried with another patience."""
 
 
 class Found(NamedTuple):
@@ -30,26 +33,33 @@ def best_plan(problem: Problem, costs: Costs) -> Found | None:
     found = [f for f in (_judged(problem, plan, costs) for plan in named) if f is not None]
     best: Filled | None = None
     for orders in orders_to_fill(problem, named):
-        best = _better(problem, best, _filled(problem, orders))
+        best = _filled(problem, orders, best)
     if best is not None:
         found.append(Found(best.length(problem), problem.plan(best.orders)))
+    if problem.num_stages == problem.num_ranks:
+        heuristic = [problem.plan(orders) for orders in zero_bubble_orders(problem)]
+        found += [f for f in (_judged(problem, plan, costs) for plan in heuristic) if f is not None]
     return min(found, key=lambda f: f.length, default=None)
 
 
 def _judged(problem: Problem, plan: Plan, costs: Costs) -> Found | None:
-    simulation = simulate(plan, costs)
-    if any(peak > cap + 1e-9 for peak, cap in zip(simulation.peak_memory, problem.caps, strict=True)):
+    peaks = peak_memory(plan, problem.costs)
+    if any(peak > cap + 1e-9 for peak, cap in zip(peaks, problem.caps, strict=True)):
         return None
+    simulation = simulate(plan, costs)
     return Found(simulation.makespan if problem.objective == "makespan" else simulation.span, plan)
 
 
-def _filled(problem: Problem, orders: Orders) -> Filled | None:
-    best: Filled | None = None
+def _filled(problem: Problem, orders: Orders, best: Filled | None) -> Filled | None:
+    """The better of `best` and what an order gives with the patience that suits it."""
     for patience in _PATIENCE:
         filled = fill_gaps(problem, orders, [patience] * problem.num_ranks)
         if filled is None:
-            return None
+            break
+        hopeless = best is not None and filled.length(problem) > _HOPELESS * best.length(problem)
         best = _better(problem, best, filled)
+        if hopeless:
+            break
     return best
 
 

@@ -172,4 +172,3 @@ class _Heuristic:
         if gap > _SMALL and self._waiting(rank) and (self.choices.greedy or gap > allowed + _SMALL):
             self._put(rank, 2)
         self._put(rank, kind)
-
