@@ -114,8 +114,9 @@ class Executor:
 
     def _note_empty(self, stage: int, microbatch: int, incoming: Values | None) -> None:
         """Remember that no backward follows, and how many tensors the stage before waits for gradients of."""
-        nobody_waits = incoming is None or incoming.empty
-        self._empty[stage, microbatch] = None if nobody_waits else len(incoming.tensors)
+        self._empty[stage, microbatch] = None
+        if incoming is not None and not incoming.empty:
+            self._empty[stage, microbatch] = len(incoming.tensors)
 
     def _receive_values(self, stage: int, microbatch: int) -> Values | None:
         if stage == 0:
