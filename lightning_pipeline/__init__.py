@@ -1,1 +1,66 @@
 """Pipeline parallelism for the LightningModule you already have."""
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from lightning_pipeline.strategy import PipelineStrategy
+
+__all__ = ["PipelineStrategy"]
+
+_LIGHTNING = "lightning.pytorch"
+
+
+def __getattr__(name: str) -> Any:
+    # Late, so that `import lightning_pipeline.schedules` stays free of torch.
+    if name == "PipelineStrategy":
+        return _make_known()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _make_known() -> type["PipelineStrategy"]:
+    """Import the strategy, and put `strategy="pipeline"` into Lightning's registry."""
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    from lightning_pipeline.strategy import PipelineStrategy
+
+    PipelineStrategy.register_strategies(StrategyRegistry)
+    globals()["PipelineStrategy"] = PipelineStrategy
+    return PipelineStrategy
+
+
+class _AfterLightning(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the strategy known as soon as Lightning has been imported, where that comes later."""
+
+    _loader: importlib.abc.Loader
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _LIGHTNING:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            self._loader, spec.loader = spec.loader, self
+        return spec
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        assert module.__spec__ is not None, "a module that is imported has a spec"
+        module.__loader__ = module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        _make_known()
+
+
+if hasattr(sys.modules.get(_LIGHTNING), "Trainer"):
+    _make_known()
+else:
+    sys.meta_path.insert(0, _AfterLightning())

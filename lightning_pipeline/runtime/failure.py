@@ -5,7 +5,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 from torch.distributed.distributed_c10d import Store
@@ -49,6 +49,7 @@ class Cause:
         summary: Type and text of the exception.
         detail: Traceback, or last actions.
         timed_out: Whether a wait took longer than `step_timeout`.
+        silent: Whether that rank cannot tell anything itself any more.
     """
 
     rank: int
@@ -57,6 +58,7 @@ class Cause:
     summary: str
     detail: str
     timed_out: bool = False
+    silent: bool = False
 
 
 class Failure:
@@ -100,7 +102,7 @@ class Failure:
         own = self._describe(error, where)
         self.cause = self._first(own)
         self._groups.abort()
-        self._linger()
+        self._linger(self.cause)
         if self.cause == own and not isinstance(error, LinkError):
             error.add_note(f"This was rank {own.rank} in {own.where}; all other ranks were told.")
             return
@@ -116,21 +118,25 @@ class Failure:
 
     def _describe_lost(self, error: LinkError, where: Where) -> Cause:
         groups = self._groups
-        detail = f"Last actions of rank {groups.rank}:\n  " + "\n  ".join(self._recent())
-        if not error.timed_out:
-            number = groups.numbering.global_rank(error.peer, groups.replica)
-            summary = f"its process ended without saying why (killed, or out of memory?): {error}"
-            return Cause(
-                error.peer, number, f"unknown action; rank {groups.rank} was in {where}", summary, detail
+        culprit = self._culprit(error.peer) if error.timed_out else error.peer
+        if error.timed_out:
+            doing = "an action that takes too long"
+            summary = (
+                f"rank {groups.rank} waited {groups.step_timeout.total_seconds():g} s in {where} for rank "
+                f"{error.peer}; rank {culprit} is the one that waits for nobody"
             )
-        culprit = self._culprit(error.peer)
-        number = groups.numbering.global_rank(culprit, groups.replica)
-        seconds = groups.step_timeout.total_seconds()
-        summary = (
-            f"rank {groups.rank} waited {seconds:g} s in {where} for rank {error.peer}; "
-            f"rank {culprit} is the one that waits for nobody"
+        else:
+            doing = f"an unknown action; rank {groups.rank} was in {where}"
+            summary = f"its process ended without saying why (killed, or out of memory?): {error}"
+        return Cause(
+            rank=culprit,
+            global_rank=groups.numbering.global_rank(culprit, groups.replica),
+            where=doing,
+            summary=summary,
+            detail=f"Last actions of rank {groups.rank}:\n  " + "\n  ".join(self._recent()),
+            timed_out=error.timed_out,
+            silent=True,
         )
-        return Cause(culprit, number, "an action that takes too long", summary, detail, timed_out=True)
 
     def _culprit(self, peer: int) -> int:
         """Follow who waits for whom to the rank that does not wait: it is stopped or at work."""
@@ -151,7 +157,13 @@ class Failure:
         """Write our cause unless there is one; either way return the one that stands."""
         text = json.dumps(asdict(own))
         stored = self._ask_store(lambda store: store.compare_set(CAUSE, "", text))
-        return Cause(**json.loads(stored)) if stored else own
+        if stored:
+            return Cause(**json.loads(stored))
+        if not own.silent or self._groups.global_rank == 0:
+            return own
+        rank, *_ = self._groups.numbering.coordinates(0)
+        summary = f"it hosts the store, which is gone; see its own output. Seen from here: {own.summary}"
+        return replace(own, rank=rank, global_rank=0, summary=summary)
 
     def _ask_store(self, ask: Callable[[Store], object]) -> str:
         """Ask the store; an empty answer when its host is gone."""
@@ -161,13 +173,14 @@ class Failure:
             return ""
         return answer.decode() if isinstance(answer, bytes) else str(answer or "")
 
-    def _linger(self) -> None:
+    def _linger(self, cause: Cause) -> None:
         """Let the others read the cause before the process that may host the store ends."""
         read = int(self._ask_store(lambda store: store.add("read", 1)) or 0)
         if self._groups.global_rank != 0:
             return
         deadline = time.monotonic() + _LINGER_SECONDS
-        while 0 < read < self._groups.numbering.world_size and time.monotonic() < deadline:
+        readers = self._groups.numbering.world_size - cause.silent
+        while 0 < read < readers and time.monotonic() < deadline:
             time.sleep(0.005)
             read = int(self._ask_store(lambda store: store.add("read", 0)) or 0)
 

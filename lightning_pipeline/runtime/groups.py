@@ -140,7 +140,8 @@ class Groups:
         self.control = _required(self._make(everyone, "control", "gloo", init_timeout))
         self._backend = backend
         self.pipeline = _required(self._make(self.numbering.pipelines(), "pipeline", backend, step_timeout))
-        self.data_parallel = self._make(self.numbering.replicated(), "data", backend, step_timeout)
+        replicated = self.numbering.replicated() if replicas > 1 else []
+        self.data_parallel = self._make(replicated, "data", backend, step_timeout)
         self.store = self._own_store()
         self.links = self._make_links(placement)
 

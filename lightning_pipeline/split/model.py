@@ -158,6 +158,7 @@ class SplitModel:
         weights: Sequence[float] | None,
         key: Sequence[int],
         replica: int = 0,
+        split_backward: bool = False,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -167,6 +168,7 @@ class SplitModel:
             weights: What each loss is multiplied with for the backward; None where none follows.
             key: Numbers that name the batch, such as epoch and batch index; random draws follow from them.
             replica: Index of the data-parallel replica.
+            split_backward: Whether the plan has I and W actions.
         """
         assert self._open is None, "the batch before was not finished"
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
@@ -185,6 +187,7 @@ class SplitModel:
             seeds,
             self._context,
             self._at,
+            split_backward,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)

@@ -76,6 +76,7 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 def piped(
     module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1, step: str = "training_step",
     how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None, seed: int = 0, split_by: str | None = None,
+    split_backward: bool = False,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process."""
     logged: list[tuple[int, str, Any]] = []
@@ -95,17 +96,26 @@ def piped(
     outcome = Outcome(splits=splits)
     for count in range(steps):
         microbatches, weights = split_arguments(batch, num_microbatches)
-        _run_batch(splits, microbatches, weights, step, count, outcome)
+        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward)
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
 
 
-def _run_batch(splits: Any, microbatches: Any, weights: Any, step: str, count: int, outcome: Outcome) -> None:
+def _run_batch(
+    splits: Any,
+    microbatches: Any,
+    weights: Any,
+    step: str,
+    count: int,
+    outcome: Outcome,
+    split_backward: bool,
+) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for split in splits:
-            split.begin(step, microbatches, weights=weights if training else None, key=(0, count))
+            weighted = weights if training else None
+            split.begin(step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward)
         sent: list[list[Values | None]] = []
         for index in range(len(microbatches)):
             values: Values | None = None
@@ -116,13 +126,13 @@ def _run_batch(splits: Any, microbatches: Any, weights: Any, step: str, count: i
             sent.append(row)
         if training:
             for index in range(len(microbatches)):
-                _run_backward(splits, index, sent[index])
+                _run_backward(splits, index, sent[index], split_backward)
         results = [split.finish() for split in splits]
     outcome.losses.extend(results[-1].losses)
     outcome.outputs.extend(results[-1].outputs)
 
 
-def _run_backward(splits: Any, index: int, sent: list[Values | None]) -> None:
+def _run_backward(splits: Any, index: int, sent: list[Values | None], split_backward: bool) -> None:
     gradients = None
     for stage in reversed(range(len(splits))):
         values = sent[stage]
@@ -133,7 +143,12 @@ def _run_backward(splits: Any, index: int, sent: list[Values | None]) -> None:
             gradients = [
                 g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)
             ]
-        gradients = splits[stage].stage(stage).backward(index, gradients)
+        program = splits[stage].stage(stage)
+        if split_backward:
+            gradients = program.backward_input(index, gradients)
+            program.backward_weight(index)
+        else:
+            gradients = program.backward(index, gradients)
         if gradients is not None:
             gradients = [g if g is None else g.detach().clone() for g in gradients]
 

@@ -1,0 +1,170 @@
+"""Every private name of Lightning that this package uses, one function or line each: why, and since when.
+
+An upgrade of Lightning means reading this file. Checked against lightning 2.6.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+
+# Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+
+# Moves an optimizer's state to the device of the stage. Since 1.9.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+
+# Resets the seed that `seed_everything` put into the environment. Since 1.9.
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import LightningModule, Trainer
+
+# Re-runs the script once per device. Since 1.6.
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+# Which arguments a step takes. Since 2.0.
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+__all__ = [
+    "backend_of",
+    "combined_loader_of",
+    "configured_to_log_graph",
+    "evaluation_loop",
+    "forget_loaders",
+    "gather_over",
+    "hook_name",
+    "is_overridden",
+    "join_group",
+    "loader_ran_ahead",
+    "make_launcher",
+    "optimizers_to_device",
+    "prepared_batch",
+    "reduce_over",
+    "reset_seed",
+    "set_device_mesh",
+    "set_rank_zero",
+    "silence_sync_dist_advice",
+    "takes",
+    "time_based_validation",
+]
+
+
+def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
+    """The launcher of Lightning's own multi-process strategies. It has no public name. Since 1.6."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
+    """Join the default process group unless this process is in it already. Since 1.9."""
+    _init_dist_connection(environment, backend, timeout=timeout)
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that Lightning would choose for a device. Since 2.0."""
+    return _get_default_process_group_backend_for_device(device)
+
+
+def reduce_over(value: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
+    """Reduce with Lightning's reading of `reduce_op` ("mean", "avg", `ReduceOp`). Since 1.9."""
+    return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
+
+
+def gather_over(value: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+    """Gather, with gradients on demand, as `LightningModule.all_gather` does. Since 1.9."""
+    return _all_gather_ddp_if_available(value, group=group, sync_grads=sync_grads)
+
+
+def set_rank_zero(global_rank: int) -> None:
+    """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
+    for guard in (rank_zero_only, fabric_rank_zero_only):
+        vars(guard)["rank"] = global_rank
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """The loop whose batches are being evaluated; validation inside `fit` has its own. Since 2.0."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    if trainer.state.fn == TrainerFn.VALIDATING:
+        return trainer.validate_loop
+    return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
+
+
+def silence_sync_dist_advice() -> None:
+    """With one replica there is nothing to sync, but Lightning sees a group and advises it. Since 1.6."""
+    warnings.filterwarnings(
+        "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", PossibleUserWarning
+    )
+
+
+def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move the optimizers' state. Since 1.9."""
+    _optimizers_to_device(optimizers, device)
+
+
+def takes(function: Any, parameter: str, *, explicit: bool = False, min_args: int | None = None) -> bool:
+    """Whether a hook or step takes a parameter, decided as Lightning's loops decide it. Since 2.0."""
+    return bool(is_param_in_hook_signature(function, parameter, explicit=explicit, min_args=min_args))
+
+
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """What `LightningModule.device_mesh` returns has no setter. Since 2.3."""
+    module._device_mesh = mesh
+
+
+def combined_loader_of(loop: Any) -> CombinedLoader | None:
+    """The processed loaders of a loop: `loop.setup_data()` is public, what it makes is not. Since 2.0."""
+    loader = loop._combined_loader
+    assert loader is None or isinstance(loader, CombinedLoader)
+    return loader
+
+
+def forget_loaders(loop: Any) -> None:
+    """Make the loop set its data up again, as a resumed run must once its state is loaded. Since 2.0."""
+    loop._combined_loader = None
+
+
+def loader_ran_ahead(loop: Any) -> list[Any]:
+    """What the loop fetched ahead in `setup_data`: (batch, index, loader). Since 2.0."""
+    fetcher = loop._data_fetcher
+    return list(getattr(fetcher, "batches", []) or [])
+
+
+def prepared_batch(trainer: Trainer, batch: Any) -> Any:
+    """A batch as the loops prepare it before the strategy moves it to the device. Since 1.6."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+@contextmanager
+def hook_name(module: LightningModule, name: str) -> Iterator[None]:
+    """`self.log` asks in which hook it is called. Since 1.5."""
+    previous = module._current_fx_name
+    module._current_fx_name = name
+    try:
+        yield
+    finally:
+        module._current_fx_name = previous
+
+
+def time_based_validation(trainer: Trainer) -> Any:
+    """`Trainer(val_check_interval=<time>)`: each rank reads its own clock. Since 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None)
+
+
+def configured_to_log_graph(logger: Any) -> bool:
+    """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
+    return bool(getattr(logger, "_log_graph", False))

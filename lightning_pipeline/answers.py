@@ -1,0 +1,111 @@
+"""What the user, and the callbacks, may ask of the strategy."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.split import StageTable
+
+
+class Places:
+    """Which rank holds what. The strategy inherits these answers.
+
+    Attributes:
+        global_rank: This rank's.
+    """
+
+    global_rank: int
+    _placement: Plan | None = None
+    _numbering: Numbering | None = None
+
+    def _layout(self) -> tuple[Plan, Numbering]:
+        if self._placement is None or self._numbering is None:
+            raise ConfigurationError(
+                "which rank holds which stage is known once the Trainer has the strategy"
+            )
+        return self._placement, self._numbering
+
+    def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
+        """The stage that a rank holds. Never read it off a `DeviceMesh`, which sorts its ranks.
+
+        Args:
+            global_rank: Of the rank. Default: this one.
+            position: Which of its stages, where ranks hold several.
+        """
+        return self._stages_of(self.global_rank if global_rank is None else global_rank)[position]
+
+    def _stages_of(self, global_rank: int) -> tuple[int, ...]:
+        placement, numbering = self._layout()
+        return placement.stages_of(numbering.coordinates(global_rank)[0])
+
+    @property
+    def stages_here(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        return self._stages_of(self.global_rank)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the stage with the loss."""
+        return self._layout()[0].num_stages - 1 in self.stages_here
+
+    @property
+    def replica_index(self) -> int:
+        """This rank's position among the data-parallel replicas."""
+        return self._layout()[1].coordinates(self.global_rank)[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the pipeline."""
+        return self._layout()[1].replicas
+
+
+class Answers(Places):
+    """What is known while the module is split. The strategy inherits these answers."""
+
+    _pipeline: Pipeline | None = None
+
+    def describe(self) -> StageTable:
+        """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""
+        if self._running.table is None:
+            raise ConfigurationError("this run has no data, so the module was not split")
+        return self._running.table
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened in the last step on this rank."""
+        return self._running.executor.timeline
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters, tied ones once."""
+        return (parameter for _, parameter in self._running.split.owned_parameters())
+
+    def gather_from_pipeline(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank of this replica, by pipeline rank; all of them must call."""
+        return self._running.gather(list(values))
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, by the 2-norm of the gradients of all stages.
+
+        Args:
+            parameters: This rank's part of the parameters to clip.
+            max_norm: The largest norm allowed.
+            error_if_nonfinite: Raise, on every rank, when the norm is inf or nan.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        return self._running.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    @property
+    def _running(self) -> Pipeline:
+        if self._pipeline is None:
+            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
+        return self._pipeline

@@ -1,0 +1,69 @@
+"""Numbers of all ranks of a pipeline, by stage, for the callbacks."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.runtime.timeline import Timeline
+
+
+class PipelineRun(Protocol):
+    """What the callbacks ask of the strategy."""
+
+    timeline: Timeline
+
+    @property
+    def stages_here(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        ...
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of this rank."""
+        ...
+
+    def own_parameters(self) -> Iterable[torch.Tensor]:
+        """This rank's parameters, tied ones once."""
+        ...
+
+    def gather_from_pipeline(self, values: Sequence[float]) -> list[list[float]]:
+        """The values of every rank of the replica, by pipeline rank; all its ranks must call."""
+        ...
+
+
+def run_of(trainer: Trainer, callback: object) -> PipelineRun:
+    """The strategy of a Trainer, as the callbacks see it.
+
+    Raises:
+        ConfigurationError: It is not a PipelineStrategy.
+    """
+    strategy: Any = trainer.strategy
+    if not hasattr(strategy, "gather_from_pipeline"):
+        raise ConfigurationError(
+            f"{type(callback).__name__} measures pipelines: use it with PipelineStrategy, not "
+            f"with {type(strategy).__name__}"
+        )
+    return cast(PipelineRun, strategy)
+
+
+def logged_every(trainer: Trainer) -> int:
+    """Batches between two that Lightning logs, at least 1."""
+    return max(1, int(getattr(trainer, "log_every_n_steps", 1)))
+
+
+def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
+    """A key for each rank of the pipeline: `stage_0`, or `stages_0_2` where a rank holds several."""
+    return [f"{'stage' if len(held) == 1 else 'stages'}_{'_'.join(map(str, held))}" for held in per_rank]
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Columns of text, numbers to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+    lines = [
+        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in [header, *rows]
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

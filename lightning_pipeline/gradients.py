@@ -1,0 +1,52 @@
+"""Gradients made in `training_step` survive Lightning's closure, which zeroes them before backward."""
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+class SetAside:
+    """Fresh gradients, kept out of `.grad` from the end of a step until `backward`.
+
+    Lightning runs training_step, then zero_grad, then backward. The schedule has run all backwards by the
+    time training_step returns. So what a step adds is taken out of `.grad`, zero_grad does to the rest what
+    it wants, and backward puts it back, on top of what accumulation left.
+    """
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Tensor, Tensor | None]] = []
+        self._fresh: list[tuple[Tensor, Tensor]] = []
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Clear `.grad` for a step and remember what was there.
+
+        Args:
+            parameters: All that the step may give a gradient.
+        """
+        assert not self._before, "the step before was ended or cancelled"
+        self._fresh = []
+        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        for parameter, _ in self._before:
+            parameter.grad = None
+
+    def end(self) -> None:
+        """Take the step's gradients out and put back what was there before it."""
+        self._fresh = [
+            (parameter, parameter.grad) for parameter, _ in self._before if parameter.grad is not None
+        ]
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Put back what was there before the step, and drop what it made."""
+        for parameter, gradient in self._before:
+            parameter.grad = gradient
+        self._before = []
+
+    def put_back(self) -> None:
+        """Add the step's gradients to `.grad`."""
+        for parameter, gradient in self._fresh:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)
+        self._fresh = []

@@ -1,0 +1,60 @@
+"""torchmetrics objects of a module: updated on the last stage, their value the same on every rank."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_pipeline.sharing import Outlet
+
+
+class SharedMetrics:
+    """Makes `compute()` of every metric mean: work it out on the last stage, give it to all ranks.
+
+    Every rank must call `compute()` of the same metrics in the same order, which the hooks of a
+    LightningModule and Lightning's own epoch end do.
+
+    Args:
+        module: The LightningModule.
+        outlet: From the last stage's rank of this replica to the others.
+        replicas: The data-parallel group of this rank's stage; on the last stage metrics gather over it.
+    """
+
+    def __init__(self, module: nn.Module, outlet: Outlet, replicas: dist.ProcessGroup | None) -> None:
+        self._outlet, self._inside = outlet, False
+        self._saved: list[tuple[Metric, Any, Any]] = []
+        for metric in {id(m): m for m in module.modules() if isinstance(m, Metric)}.values():
+            self._saved.append((metric, metric.compute, metric.process_group))
+            _set(metric, "compute", partial(self._compute, metric.compute))
+            if outlet.is_source and replicas is not None:
+                _set(metric, "process_group", replicas)
+
+    def _compute(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a step on the last stage, or a metric that computes others
+            return compute(*args, **kwargs)
+        with self.local():
+            return self._outlet.share(partial(compute, *args, **kwargs))
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Inside, `compute()` stays on this rank: the other stages are not there to take part."""
+        before, self._inside = self._inside, True
+        try:
+            yield
+        finally:
+            self._inside = before
+
+    def restore(self) -> None:
+        """Give the metrics their own `compute` and group back."""
+        for metric, compute, group in self._saved:
+            _set(metric, "compute", compute)
+            _set(metric, "process_group", group)
+        self._saved = []
+
+
+def _set(metric: Metric, name: str, value: Any) -> None:
+    object.__setattr__(metric, name, value)

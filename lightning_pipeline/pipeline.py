@@ -1,0 +1,348 @@
+"""What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline.errors import StageFailedError
+from lightning_pipeline.feed import Feed
+from lightning_pipeline.firstbatch import first_arguments
+from lightning_pipeline.gradients import SetAside
+from lightning_pipeline.logging import LogRecorder, ReportChannel
+from lightning_pipeline.metrics import SharedMetrics
+from lightning_pipeline.precision import clip_to_norm, global_norm
+from lightning_pipeline.runtime.executor import Executor
+from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
+from lightning_pipeline.runtime.groups import Groups
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.settings import Settings
+from lightning_pipeline.sharing import Outlet
+from lightning_pipeline.split import SplitModel, StageTable
+from lightning_pipeline.splitting import (
+    Cut,
+    choose_cut,
+    gather_whole,
+    held_states,
+    move,
+    seed_of_run,
+    split_module,
+)
+from lightning_pipeline.step import Plans, StepRunner, split_arguments
+from lightning_pipeline.summary import summarize_before_split
+from lightning_pipeline.together import KeepTogether
+
+
+class Pipeline:
+    """One run's groups, data, stages and executor. All ranks make and use one together.
+
+    Args:
+        settings: Of the strategy.
+        placement: Which pipeline rank holds which stage.
+        backend: Of the collectives.
+        device: Of this rank.
+    """
+
+    executor: Executor
+    split: SplitModel
+    _runner: StepRunner
+    _cut: Cut
+
+    def __init__(self, settings: Settings, placement: Plan, backend: str, device: torch.device) -> None:
+        self._settings, self._placement, self._device = settings, placement, device
+        numbering_replicas = dist.get_world_size() // placement.num_ranks
+        self.groups = Groups(
+            placement, replicas=numbering_replicas, backend=backend,
+            init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
+        )  # fmt: skip
+        groups = self.groups
+        self._ranks = groups.numbering.pipelines()[groups.replica]
+        self._stages = placement.stages_of(groups.rank)
+        self._plans = Plans(settings.schedule, placement.num_ranks)
+        self._from_zero = Outlet(groups.control, 0, groups.global_rank == 0)
+        self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
+        shared_data = self._from_last if settings.data == "broadcast" else None
+        self.feed = Feed(groups.replica, self._ranks, self.gather, shared_data)
+        self._set_aside = SetAside()
+        self._undo: list[Any] = []
+        self._failed = self._is_split = False
+
+    def _outlet(self, rank: int) -> Outlet:
+        group = self.groups.pipeline if len(self._ranks) > 1 else None
+        return Outlet(group, self._ranks[rank], rank == self.groups.rank)
+
+    # Setting up
+
+    def split_module(self, trainer: Trainer, plugin: Precision) -> None:
+        """Look at a first batch, cut the module, and keep this rank's stages.
+
+        Args:
+            trainer: In its setup; with no data the module stays whole, for nothing will run.
+            plugin: Whose context the forwards run in.
+        """
+        self._trainer, self._module = trainer, trainer.lightning_module
+        seed = seed_of_run(self._from_zero)
+        self.feed.seed = seed
+        together = KeepTogether(self, self._from_last)
+        together.equal_random_states()
+        first = first_arguments(trainer)
+        if trainer.training:
+            self._undo.append(summarize_before_split(trainer))
+            self._add_callback(trainer, together)
+        if first is None:
+            return
+        step, args = first
+        number = self._choose_number(args)
+        parts = split_arguments(self._module, args, number)
+        context = plugin.forward_context
+        self._cut = choose_cut(
+            self._module, step, parts.args[0], self._placement.num_stages, self._settings, context,
+            self._from_zero, self.agreed,
+        )  # fmt: skip
+        recorder = LogRecorder(self._module)
+        self.split = self.agreed(
+            lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
+        )
+        self._is_split = True
+        if self.groups.numbering.replicas == 1:
+            _lightning.silence_sync_dist_advice()
+        self._connect(recorder, number)
+
+    def _add_callback(self, trainer: Trainer, callback: Callback) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks.append(callback)
+        self._undo.append(lambda: callbacks.remove(callback))
+
+    def _choose_number(self, args: Sequence[Any]) -> int:
+        if self._settings.num_microbatches != "auto":
+            return self._settings.num_microbatches
+
+        def choose() -> int:
+            size = split_arguments(self._module, args, 1).batch_size
+            number = self._plans.choose_number(size)
+            rank_zero_info(
+                f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
+            )
+            return number
+
+        return int(self._from_zero.share(choose))
+
+    def _connect(self, recorder: LogRecorder, number: int) -> None:
+        stages = {index: self.split.stage(index) for index in self._stages}
+        self.executor = Executor(stages, self.groups, device=self._device)
+        self._parameters = [parameter for _, parameter in self.split.owned_parameters()]
+        self.groups.share((shared.stages for shared in self.split.shared), self._placement)
+        self._not_counted = {
+            id(shared.parameter) for shared in self.split.shared
+            if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
+        }  # fmt: skip
+        self._start_equal()
+        metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
+        self._undo.append(metrics.restore)
+        reports = ReportChannel(self._from_last, self._from_last.group, self._device)
+        self._runner = StepRunner(
+            self._module,
+            self.split,
+            self.executor,
+            self._plans,
+            reports,
+            recorder,
+            metrics,
+            self.groups.replica,
+        )
+        self._runner.num_microbatches = number
+
+    def _start_equal(self) -> None:
+        """Give replicas, and stages that share a parameter, the same values, seeded or not."""
+        groups = self.groups
+        if groups.data_parallel is not None and groups.data_parallel.size() > 1:
+            source = groups.numbering.global_rank(groups.rank, 0)
+            for tensor in held_states(self._module).values():
+                dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
+        for shared in self.split.shared:
+            group = groups.shared(shared.stages, self._placement)
+            if shared.parameter is not None and group is not None:
+                source = self._ranks[self._placement.rank_of(shared.stages[0])]
+                dist.broadcast(shared.parameter.detach(), src=source, group=group)
+
+    def agreed(self, work: Any) -> Any:
+        """Do local work on every rank; when one fails, all raise.
+
+        Args:
+            work: Without arguments and without communication.
+
+        Raises:
+            StageFailedError: Where the work went well but not on another rank.
+        """
+        result, failure = None, None
+        try:
+            result = work()
+        except Exception as error:  # told to the others first, raised below
+            failure = error
+        texts: list[str | None] = [None] * self.groups.numbering.world_size
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        dist.all_gather_object(texts, own, group=self.groups.control)
+        if failure is not None:
+            raise failure
+        for rank, text in enumerate(texts):
+            if text is not None:
+                raise StageFailedError(f"rank {rank} failed while the module was split: {text}")
+        return result
+
+    def to_device(self, device: torch.device) -> None:
+        """Move this rank's parameters, buffers and metrics."""
+        if device.type != "cpu" and self._is_split:
+            move(self._module, device)
+
+    # What it holds
+
+    @property
+    def table(self) -> StageTable | None:
+        """The stages; `None` when there was no data to split the module with."""
+        return self._cut.table if self._is_split else None
+
+    def parameters(self) -> list[Tensor]:
+        """This rank's parameters, tied ones once."""
+        return list(self._parameters) if self._is_split else list(self._module.parameters())
+
+    def names(self) -> dict[int, str]:
+        """Names of this rank's parameters in the whole module, by `id`."""
+        named = self.split.owned_parameters() if self._is_split else self._module.named_parameters()
+        return checkpoint.names_by_identity(named)
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank writes into a checkpoint: each name is owned by one stage."""
+        return self.split.owned_states() if self._is_split else held_states(self._module)
+
+    # Steps
+
+    def train(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Run a training step; its gradients are set aside."""
+        epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+        self.feed.check(args[0], batch_idx, "training_step")
+        self._set_aside.begin(self._parameters)
+        try:
+            outputs = self._runner.train(args, (epoch, batch_idx), self._trainer.accumulate_grad_batches)
+        except BaseException:
+            self._set_aside.cancel()
+            raise
+        self._set_aside.end()
+        return outputs
+
+    def evaluate(self, step: str, args: Sequence[Any]) -> Any:
+        """Run a step of validation, test or predict."""
+        batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
+        self.feed.check(args[0], batch_idx, step)
+        return self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
+
+    def put_gradients_back(self, *, stepping: bool) -> None:
+        """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
+
+        Args:
+            stepping: Whether the optimizer steps on this batch.
+        """
+        self._set_aside.put_back()
+        if stepping:
+            with self.executor.failure.watch("averaging gradients"):
+                average_gradients(self._parameters, self.groups.data_parallel)
+                for stages in sorted({tuple(shared.stages) for shared in self.split.shared}):
+                    copies = [s.parameter for s in self.split.shared if tuple(s.stages) == stages]
+                    group = self.groups.shared(stages, self._placement)
+                    sum_gradients([copy for copy in copies if copy is not None], group)
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip gradients by their norm over all stages; tied parameters count once."""
+        with_gradient = [p for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in with_gradient if p.grad is not None]
+        counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
+        with self.executor.failure.watch("clipping gradients"):
+            norm = global_norm(counted, [self.groups.pipeline], self._device)
+        clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return norm
+
+    # Collectives
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank of this replica, by pipeline rank."""
+        found: list[Any] = [None] * len(self._ranks)
+        dist.all_gather_object(found, value, group=self.groups.pipeline)
+        by_rank = dict(zip(sorted(self._ranks), found, strict=True))
+        return [by_rank[rank] for rank in self._ranks]
+
+    def reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce a tensor over the replicas, or the group that was asked for."""
+        group = self.groups.data_parallel if group is None else group
+        if not isinstance(value, Tensor) or group is None:
+            return value
+        return _lightning.reduce_over(value, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        """Gather over the replicas; with one replica the tensor as it is, as on one device."""
+        if group is None or group is dist.group.WORLD:
+            group = self.groups.data_parallel
+        if group is None or group.size() == 1:
+            return tensor
+        return _lightning.gather_over(tensor, group, sync_grads)
+
+    def decide(self, decision: bool, *, all_of: bool) -> bool:
+        """Whether all, or any, ranks of the world say so."""
+        vote = torch.tensor(int(decision), dtype=torch.int32)
+        dist.all_reduce(vote, dist.ReduceOp.MIN if all_of else dist.ReduceOp.MAX, group=self.groups.control)
+        return bool(vote)
+
+    # Checkpoints
+
+    def load(
+        self, path: Path, optimizers: Sequence[Optimizer], names: dict[int, str], *, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Fill this rank's stages, and in `fit` its optimizers, from a checkpoint; returns the rest of it."""
+        strict, own = self._module.strict_loading, held_states(self._module)
+        if not checkpoint.is_folder(path):
+            return checkpoint.load_file(path, own, self.gather, strict=strict, weights_only=weights_only)
+        checkpoint.load_model(path, own, self.gather, strict=strict)
+        if self._trainer.training:
+            checkpoint.load_optimizers(path, optimizers, names)
+            _lightning.forget_loaders(self._trainer.fit_loop)
+        numbering = self.groups.numbering
+        return checkpoint.read_meta(path, self.groups.rank, numbering.num_ranks, weights_only=weights_only)
+
+    # The end
+
+    def fail(self) -> None:
+        """The run ended with an exception: no rank waits for another any more."""
+        self._failed = True
+        self.groups.abort()
+
+    def close(self) -> None:
+        """End the run: the module becomes whole on every rank, on CPU, with all stages' weights.
+
+        After an exception the other stages' weights are not to be had; the module then keeps placeholders for
+        them, which fail loudly when used.
+        """
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self._is_split:
+            self._make_whole()
+        if not self._failed:
+            self.groups.close()
+
+    def _make_whole(self) -> None:
+        if self._failed:
+            self.split.restore()
+            return
+        outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
+        whole = gather_whole(self.own_state(), outlets)
+        move(self._module, torch.device("cpu"))
+        with torch.no_grad():
+            for name, tensor in held_states(self._module).items():
+                tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+        self.split.restore(whole)

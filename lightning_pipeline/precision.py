@@ -1,0 +1,121 @@
+"""Precision across stages: which plugins work, and clipping by one norm over all of them."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline.errors import ConfigurationError
+
+_SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
+
+ClipByNorm = Callable[[Iterable[Tensor], float], object]
+
+
+class _GlobalNorm(Precision):
+    """The part of a precision plugin that is ours: clipping by the norm of all stages' gradients."""
+
+    pipeline_clip_by_norm: ClipByNorm
+
+    @override
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
+        self.pipeline_clip_by_norm(self.main_params(optimizer), float(clip_val))
+
+
+def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
+    """Give a plugin clipping by the norm of all stages. The plugin that was handed in stays as it is.
+
+    Args:
+        plugin: What Lightning made of `precision=`, or the user's own.
+        clip_by_norm: Clips parameters (first argument) to a norm (second argument).
+
+    Returns:
+        A copy, of a class with the same name: checkpoints know plugins by it.
+
+    Raises:
+        ConfigurationError: A plugin that would be silently wrong with stages.
+    """
+    _refuse_unserved(plugin)
+    kind = type(plugin)
+    if not issubclass(kind, _GlobalNorm):
+        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+        kind = type(kind.__name__, (_GlobalNorm, kind), names)
+    wrapped = cast(Any, copy.copy(plugin))
+    wrapped.__class__ = kind
+    wrapped.pipeline_clip_by_norm = clip_by_norm
+    return cast(Precision, wrapped)
+
+
+def _refuse_unserved(plugin: Precision) -> None:
+    if getattr(plugin, "scaler", None) is not None:
+        raise ConfigurationError(
+            "precision='16-mixed' scales the loss, and each stage would decide by itself to skip a step: "
+            "use precision='bf16-mixed' or '32-true'"
+        )
+    own = (kind for kind in type(plugin).__mro__ if kind.__module__.startswith("lightning."))
+    kind = next(own, Precision)
+    if kind not in _SERVED and not issubclass(kind, _GlobalNorm):
+        raise ConfigurationError(
+            f"precision plugin {type(plugin).__name__} replaces layers or needs its own strategy, and does "
+            f"not work with PipelineStrategy: use one of {', '.join(k.__name__ for k in _SERVED)}"
+        )
+
+
+def global_norm(
+    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
+) -> Tensor:
+    """The 2-norm of gradients that are spread over ranks.
+
+    Args:
+        gradients: This rank's share, each counted by one rank only.
+        groups: Process groups to sum over, one after the other. May be empty.
+        device: Where the sum travels.
+
+    Returns:
+        float64 scalar, the same on every rank of the groups; inf or nan when any rank's share is.
+    """
+    squares = [torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)) for gradient in gradients]
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    if squares:
+        total = torch.stack([norm.to(device, torch.float64) for norm in squares]).square().sum()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def _wide(gradient: Tensor) -> torch.dtype | None:
+    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
+
+
+def clip_to_norm(
+    gradients: Iterable[Tensor], norm: Tensor, max_norm: float, *, error_if_nonfinite: bool = False
+) -> None:
+    """Scale gradients in place so that the norm they belong to is at most `max_norm`, as torch does.
+
+    Args:
+        gradients: This rank's gradients.
+        norm: Their norm over all ranks.
+        max_norm: The largest norm allowed.
+        error_if_nonfinite: Raise when the norm is inf or nan; every rank decides from the same number.
+
+    Raises:
+        RuntimeError: As `torch.nn.utils.clip_grad_norm_` does.
+    """
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped"
+        )
+    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for gradient in gradients:
+        gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))

@@ -1,0 +1,188 @@
+"""The arguments of `PipelineStrategy`: read, checked, and refused all at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed
+
+from lightning_pipeline.errors import ConfigurationError, PipelineError
+from lightning_pipeline.schedules import Schedule, get_schedule
+
+Seconds = float | timedelta
+PARTITIONS = ("auto", "uniform", "parameters")
+DATA = ("replicate", "broadcast")
+
+
+class Problems(list[str]):
+    """What is wrong with a configuration, collected so that the user reads all of it in one go."""
+
+    def refuse(self, what: str) -> None:
+        """Raise if there is any.
+
+        Raises:
+            ConfigurationError: With every problem found, one a line when there are several.
+        """
+        if len(self) == 1:
+            raise ConfigurationError(f"{what}: {self[0]}")
+        if self:
+            raise ConfigurationError("\n  - ".join([f"{what}: {len(self)} problems", *self]))
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Checked arguments of `PipelineStrategy`; its documentation describes them."""
+
+    stages: int | Literal["auto"]
+    num_microbatches: int | Literal["auto"]
+    schedule: Schedule
+    partition: str | list[str]
+    units: list[str] | None
+    data_parallel_size: int | Literal["auto"]
+    data: str
+    process_group_backend: str | None
+    init_timeout: timedelta
+    step_timeout: timedelta
+
+
+def read_settings(
+    stages: object,
+    num_microbatches: object,
+    schedule: object,
+    stages_per_rank: object,
+    partition: object,
+    units: object,
+    data_parallel_size: object,
+    data: object,
+    process_group_backend: str | None,
+    init_timeout: object,
+    step_timeout: object,
+) -> Settings:
+    """Check every argument.
+
+    Raises:
+        ConfigurationError: Naming everything that cannot work.
+    """
+    problems = Problems()
+    made = _schedule(schedule, _count("stages_per_rank", stages_per_rank, problems), problems)
+    known_stages = _count_or_auto("stages", stages, problems)
+    settings = dict(
+        stages=known_stages,
+        num_microbatches=_count_or_auto("num_microbatches", num_microbatches, problems),
+        schedule=made,
+        partition=_partition(partition, known_stages, made, problems),
+        units=_units(units, problems),
+        data_parallel_size=_count_or_auto("data_parallel_size", data_parallel_size, problems),
+        data=_one_of("data", data, DATA, problems),
+        process_group_backend=_backend(process_group_backend, problems),
+        init_timeout=_duration("init_timeout", init_timeout, problems),
+        step_timeout=_duration("step_timeout", step_timeout, problems),
+    )
+    problems.refuse("PipelineStrategy cannot be set up")
+    return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
+
+
+def _count(name: str, value: object, problems: Problems) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    problems.append(f"{name}={value!r} must be a whole number of at least 1")
+    return 1
+
+
+def _count_or_auto(name: str, value: object, problems: Problems) -> int | Literal["auto"]:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, str):
+        problems.append(f"{name}={value!r} must be a whole number of at least 1, or 'auto'")
+        return "auto"
+    return _count(name, value, problems)
+
+
+def _one_of(name: str, value: object, known: Sequence[str], problems: Problems) -> str:
+    if value not in known:
+        problems.append(f"{name}={value!r} is unknown: use {' or '.join(map(repr, known))}")
+    return str(value)
+
+
+def _duration(name: str, value: object, problems: Problems) -> timedelta:
+    duration = value
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e9:
+        duration = timedelta(seconds=value)
+    if isinstance(duration, timedelta) and duration > timedelta(0):
+        return duration
+    problems.append(f"{name}={value!r} must be seconds or a timedelta, and longer than 0")
+    return timedelta(seconds=1)
+
+
+def _schedule(value: object, stages_per_rank: int, problems: Problems) -> Schedule | None:
+    made: object = value
+    try:
+        if isinstance(value, str):
+            made = _schedule_by_name(value, stages_per_rank)
+        elif isinstance(value, type):
+            made = value()
+    except (PipelineError, TypeError) as error:
+        problems.append(str(error))
+        return None
+    if not isinstance(made, Schedule):
+        problems.append(f"schedule={value!r} is no schedule: give a name, an instance or a class path")
+        return None
+    if stages_per_rank not in (1, made.stages_per_rank):
+        problems.append(
+            f"stages_per_rank={stages_per_rank} contradicts {made!r}, which holds {made.stages_per_rank} "
+            "per rank: set it in one place"
+        )
+    return made
+
+
+def _schedule_by_name(name: str, stages_per_rank: int) -> Schedule:
+    if stages_per_rank == 1:
+        return get_schedule(name)
+    try:
+        return get_schedule(name, stages_per_rank=stages_per_rank)
+    except ConfigurationError:
+        made = get_schedule(name)
+        raise ConfigurationError(
+            f"schedule={name!r} holds {made.stages_per_rank} stage(s) per rank and cannot hold "
+            f"stages_per_rank={stages_per_rank}: choose a schedule that interleaves stages"
+        ) from None
+
+
+def _partition(
+    value: object, stages: int | str, schedule: Schedule | None, problems: Problems
+) -> str | list[str]:
+    if isinstance(value, str):
+        if value not in PARTITIONS:
+            problems.append(
+                f"partition={value!r} is unknown: use {', '.join(map(repr, PARTITIONS))}, or a list with the "
+                "name of the first unit of each later stage"
+            )
+        return value
+    if not isinstance(value, list | tuple) or not all(isinstance(name, str) for name in value):
+        problems.append(f"partition={value!r} must be a word or a list of module names")
+        return "auto"
+    if isinstance(stages, int) and schedule is not None:
+        expected = stages * schedule.stages_per_rank - 1
+        if len(value) != expected:
+            problems.append(
+                f"partition names {len(value)} first unit(s) of later stages, but {expected + 1} stages "
+                f"have {expected}"
+            )
+    return list(value)
+
+
+def _units(value: object, problems: Problems) -> list[str] | None:
+    if value is None:
+        return None
+    patterns = [value] if isinstance(value, str) else value
+    if not isinstance(patterns, list | tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        problems.append(f"units={value!r} must be a list of name patterns, such as ['encoder.layers.*']")
+        return None
+    return list(patterns)
+
+
+def _backend(value: str | None, problems: Problems) -> str | None:
+    if value is not None and ":" not in value and not torch.distributed.is_backend_available(value):
+        problems.append(f"process_group_backend={value!r} is not available in this build of torch")
+    return value

@@ -1,0 +1,395 @@
+"""The strategy: the only place that knows Lightning's strategy hooks."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline.answers import Answers
+from lightning_pipeline.checks import check_run
+from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.layout import fit_to_devices
+from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
+from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.precision import with_global_norm
+from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.settings import read_settings
+
+
+class PipelineStrategy(Answers, ParallelStrategy):
+    """Trains an unmodified LightningModule over the stages of a pipeline.
+
+    Args:
+        stages: Ranks that the model is spread over, or "auto": all devices. The model is cut into
+            `stages * stages_per_rank` stages; `devices * num_nodes` must be `stages * data_parallel_size`.
+        num_microbatches: Parts that each batch of a replica is cut into. "auto" picks a number from the
+            schedule and the first batch, and says which.
+        schedule: The order of work: a name such as "1F1B" or "GPipe", an instance, or a class path.
+        stages_per_rank: Stages that each rank holds, for schedules that serve several. A schedule's own wins.
+        partition: Where to cut: "auto" (equal cost), "uniform" (equal numbers of units), "parameters" (equal
+            parameters), or a list with the name of the first unit of each later stage.
+        units: Name patterns (`fnmatch`) of modules to keep whole. Default: found by walking the module.
+        data_parallel_size: Replicas of the pipeline. "auto": as many as the devices allow.
+        data: "replicate": every rank loads, and the first batches of each epoch are compared. "broadcast":
+            one rank per replica loads and sends.
+        process_group_backend: For collectives. Default: Lightning's choice for the device.
+        init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
+            timedelta.
+        step_timeout: Longest wait for one message or collective in a step. Seconds or timedelta.
+
+    Raises:
+        ConfigurationError: Settings that cannot work; all of them are named.
+    """
+
+    strategy_name = "pipeline"
+
+    def __init__(
+        self,
+        stages: int | Literal["auto"],
+        *,
+        num_microbatches: int | Literal["auto"] = "auto",
+        schedule: str | Schedule = "1F1B",
+        stages_per_rank: int = 1,
+        partition: str | list[str] = "auto",
+        units: list[str] | None = None,
+        data_parallel_size: int | Literal["auto"] = "auto",
+        data: Literal["replicate", "broadcast"] = "replicate",
+        process_group_backend: str | None = None,
+        init_timeout: float | timedelta = 300,
+        step_timeout: float | timedelta = 300,
+    ) -> None:
+        self._settings = read_settings(
+            stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
+            process_group_backend, init_timeout, step_timeout,
+        )  # fmt: skip
+        self._device_mesh: DeviceMesh | None = None
+        self._accumulating = False
+        self._printed = ""
+        self._names: dict[int, str] = {}
+        self.num_nodes = 1
+        super().__init__()
+
+    def __repr__(self) -> str:
+        text = f"PipelineStrategy(stages={self._settings.stages!r}, schedule={self._settings.schedule!r})"
+        mend = "of `lightning`: use `from lightning.pytorch import Trainer`, not pytorch_lightning's"
+        return f"<{text} {mend}>"
+
+    @classmethod
+    @override
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        if cls.strategy_name not in strategy_registry:
+            strategy_registry.register(
+                cls.strategy_name, cls, description="Pipeline parallelism over all devices", stages="auto"
+            )
+
+    # Where this rank is
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None, "the Trainer sets the devices"
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning gives loaders a distributed sampler: with several replicas.
+
+        With one, every stage keeps the user's own sampler, so that batches come in the order of one device;
+        the random states that samplers draw from are kept equal.
+        """
+        return self._numbering is None or self.num_replicas > 1
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
+        if self._device_mesh is None:
+            raise ConfigurationError(
+                "the device mesh exists once the processes have joined: ask for it in `setup`"
+            )
+        return self._device_mesh
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.num_replicas, "rank": self.replica_index}
+
+    # Processes
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        device = self.parallel_devices[0].type if self.parallel_devices else "cpu"
+        self._placement, self._numbering = fit_to_devices(
+            self._settings, self.num_processes, self.num_nodes, device
+        )
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _lightning.make_launcher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment this rank's number; Lightning calls it."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _lightning.set_rank_zero(self.global_rank)
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        super().connect(model)
+        check_run(model)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        placement, numbering = self._layout()
+        _lightning.reset_seed()
+        self.set_world_ranks()
+        backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
+        _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
+        if dist.get_world_size() != numbering.world_size:
+            raise ConfigurationError(
+                f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
+                f"{numbering.world_size}: start as many processes"
+            )
+        self._pipeline = Pipeline(self._settings, placement, backend, self.root_device)
+        by_rank = list(zip(*numbering.pipelines(), strict=True))
+        self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
+        assert self.lightning_module is not None
+        _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
+
+    # Setting up
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        self._running.split_module(trainer, self.precision_plugin)
+        self._names = self._running.names()
+        self._print_stages()
+        self.model_to_device()
+        if trainer.state.fn == TrainerFn.FITTING:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if trainer.state.fn == TrainerFn.FITTING:
+            _lightning.optimizers_to_device(self.optimizers, self.root_device)
+
+    def _print_stages(self) -> None:
+        table = str(self._running.table or "")
+        if table not in ("", self._printed):
+            rank_zero_info(table)
+            self._printed = table
+
+    @override
+    def model_to_device(self) -> None:
+        self._running.to_device(self.root_device)
+
+    @override
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        self._reset_optimizers_and_schedulers()
+        with nothing_to_optimize_allowed():
+            super().setup_optimizers(trainer)
+        keep_only(self.optimizers, self._running.parameters())
+        refuse_unserved(self.optimizers)
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Precision | None) -> None:
+        if precision_plugin is not None:
+            precision_plugin = with_global_norm(precision_plugin, self.clip_grad_norm_)
+        self._precision_plugin = precision_plugin
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        with (
+            torch.device("meta") if empty_init else nullcontext(),
+            self.precision_plugin.tensor_init_context(),
+        ):
+            yield
+
+    # Data
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._running.feed.prepare(dataloader)
+
+    @override
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        with self._running.feed.alike():
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    # Steps
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        return self._running.train([*args, *kwargs.values()])
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("validation_step", [*args, *kwargs.values()])
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("test_step", [*args, *kwargs.values()])
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._running.evaluate("predict_step", [*args, *kwargs.values()])
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Iterator[None]:
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        module = self.lightning_module
+        assert module is not None
+        self.pre_backward(closure_loss)
+        with self._running.split.user_hook():
+            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+            self._running.put_gradients_back(stepping=not self._accumulating)
+            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        with self._running.split.user_hook():
+            return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+
+    # Collectives
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if dist.is_initialized():
+            nccl = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if nccl else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        box = [obj]
+        if dist.is_initialized():
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce over the data-parallel replicas, unless another group is given."""
+        return self._pipeline.reduce(tensor, group, reduce_op) if self._pipeline else tensor
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Gather from the data-parallel replicas: the ranks that hold the same stage."""
+        return self._running.all_gather(tensor, group, sync_grads)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Decide over all ranks of the world."""
+        return self._running.decide(decision, all_of=all) if self._pipeline else decision
+
+    # Checkpoints
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return checkpoint.flat_state(getattr(optimizer, "_optimizer", optimizer), self._names)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options reach only one-file checkpoints, and stages write a folder"
+            )
+        self._save(Path(self.broadcast(filepath)), checkpoint)
+
+    def _save(self, path: Path, dumped: dict[str, Any]) -> None:
+        gather = self._pipeline.gather if self._pipeline else _alone
+        checkpoint.save_folder(
+            path, dumped, dumped.get("optimizer_states", []), gather, first=self.is_global_zero
+        )
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(self.broadcast(checkpoint_path))
+        return self._running.load(path, self.optimizers, self._names, weights_only=weights_only)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: `load_checkpoint` filled the module."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._pipeline is not None:
+            self._pipeline.fail()
+
+    @override
+    def teardown(self) -> None:
+        pipeline, self._pipeline = self._pipeline, None
+        if pipeline is not None:
+            pipeline.close()
+        _lightning.optimizers_to_device(self.optimizers, torch.device("cpu"))
+        if self.cluster_environment is not None:
+            self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        if self.accelerator is not None:
+            self.accelerator.teardown()
+
+
+def _alone(value: Any) -> list[Any]:
+    return [value]

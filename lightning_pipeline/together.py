@@ -1,0 +1,65 @@
+"""Keeps the ranks of a run in step where Lightning lets each decide by itself."""
+
+import zlib
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from typing_extensions import override
+
+from lightning_pipeline.data import random_states, set_random_states
+from lightning_pipeline.sharing import Outlet
+
+
+class Ranks(Protocol):
+    """What is asked of the other ranks."""
+
+    def decide(self, decision: bool, *, all_of: bool) -> bool:
+        """Whether all, or any, ranks of the world say so."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank of this replica."""
+        ...
+
+
+class KeepTogether(Callback):
+    """Added by the strategy.
+
+    `trainer.should_stop` is read per rank: one that stops alone leaves the others waiting, so that any
+    rank's flag becomes all ranks' after the same batch. And samplers draw their order from the random state
+    at the start of an epoch, which code for rank 0 only may have moved.
+
+    Args:
+        ranks: To ask.
+        outlet: From the rank whose random states count to the others of its replica.
+    """
+
+    def __init__(self, ranks: Ranks, outlet: Outlet) -> None:
+        self._ranks, self._outlet = ranks, outlet
+
+    def equal_random_states(self) -> None:
+        """Give all stages of a replica the same random states, where they differ."""
+        states = random_states()
+        if len(set(self._ranks.gather(zlib.crc32(repr(states).encode())))) > 1:
+            set_random_states(self._outlet.share(lambda: states))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.equal_random_states()
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self._stop_together(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_together(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._stop_together(trainer)
+
+    def _stop_together(self, trainer: Trainer) -> None:
+        trainer.should_stop = self._ranks.decide(bool(trainer.should_stop), all_of=False)
