@@ -153,7 +153,7 @@ def disagree(what: str) -> None:
     else:
         channel = next(iter(executor.channels.values()))
         if odd:
-            channel._agreements.get(1, "s").checksum ^= 1
+            channel._agreements._known[1, "s"].checksum ^= 1
         executor.run(plan, ["s"] * 4)
 
 
