@@ -59,8 +59,9 @@ class Plans:
         if batch_size is None or self.num_ranks == 1:
             return 1
         most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
-        divisors = [m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)]
-        for number in [*divisors, *range(most, 0, -1)]:
+        divisors: list[int] = [m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)]
+        candidates: list[int] = [*divisors, *range(most, 0, -1)]
+        for number in candidates:
             if self._serves(number):
                 return number
         return most

@@ -18,7 +18,9 @@ class _AsNonReentrant:
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Checkpoint `function(*args)` the non-reentrant way."""
-        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+        return torch.utils.checkpoint.checkpoint(
+            function, *args, use_reentrant=False, preserve_rng_state=preserve
+        )
 
 
 @contextmanager

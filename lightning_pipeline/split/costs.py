@@ -10,7 +10,8 @@ FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round f
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    return int(sdpa_flop_count(query.shape, key.shape, value.shape))
+    count: Any = sdpa_flop_count  # untyped in torch 2.13
+    return int(count(query.shape, key.shape, value.shape))
 
 
 # torch's counter has no formula for attention on CPU and so counts none of its work (torch 2.13)
@@ -20,7 +21,9 @@ _OWN_FORMULAS: dict[Any, Any] = {
 }
 
 
-def operation_cost(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> tuple[float, float]:
+def operation_cost(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+) -> tuple[float, float]:
     """FLOPs of one operation, and its cost in equivalent FLOPs, memory traffic counted in.
 
     A view costs nothing; an operation without a formula costs the bytes it reads and writes.

@@ -28,11 +28,40 @@ def _silent(self: Any, *args: Any, **kwargs: Any) -> None:
     """Writes are dropped: the value lives on the last stage."""
 
 
-_READS = (
-    "__iter__ __len__ __getitem__ __contains__ __bool__ __reversed__ __eq__ __ne__ __lt__ __gt__ __add__ __mul__ "
-    "index count copy get keys values items"
-).split()
-_WRITES = "append extend insert remove clear sort reverse __setitem__ __delitem__ update setdefault".split()
+_READS = [
+    "__iter__",
+    "__len__",
+    "__getitem__",
+    "__contains__",
+    "__bool__",
+    "__reversed__",
+    "__eq__",
+    "__ne__",
+    "__lt__",
+    "__gt__",
+    "__add__",
+    "__mul__",
+    "index",
+    "count",
+    "copy",
+    "get",
+    "keys",
+    "values",
+    "items",
+]
+_WRITES = [
+    "append",
+    "extend",
+    "insert",
+    "remove",
+    "clear",
+    "sort",
+    "reverse",
+    "__setitem__",
+    "__delitem__",
+    "update",
+    "setdefault",
+]
 
 
 class Elsewhere:
@@ -48,7 +77,9 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next((a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)), None)
+        found = next(
+            (a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)), None
+        )
         return _refuse(found._what if found is not None else "a value")
 
     def __repr__(self) -> str:
@@ -71,7 +102,7 @@ class ElsewhereList(list[Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class ElsewhereDict(dict[Any, Any]):
@@ -84,7 +115,7 @@ class ElsewhereDict(dict[Any, Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 for _cls in (ElsewhereList, ElsewhereDict):
@@ -111,7 +142,13 @@ class AttributeGuards:
             self._before.setdefault((module, name), value)
             prefix = self._names.get(id(module), "")
             what = f"attribute '{prefix}.{name}'" if prefix else f"attribute '{name}' of the LightningModule"
-            kind = ElsewhereList if isinstance(value, list) else ElsewhereDict if isinstance(value, dict) else Elsewhere
+            kind = (
+                ElsewhereList
+                if isinstance(value, list)
+                else ElsewhereDict
+                if isinstance(value, dict)
+                else Elsewhere
+            )
             own[name] = kind(what)
 
     def remove(self) -> None:

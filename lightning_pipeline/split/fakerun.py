@@ -34,7 +34,7 @@ class FakeRun:
         """The output of a unit with no values in it; what it costs is noted on `call`."""
         tracer = self._tracer
         module = tracer.patches.units[call.unit].module
-        args, kwargs = tracer.without_poison((args, kwargs))
+        args, kwargs = tracer.glue.without_poison((args, kwargs))
         before = AttributeSnapshot(module.modules())
         draws = _host_draws()
         tracer.inside = call
@@ -71,10 +71,12 @@ class FakeRun:
             call.activation_bytes += tensor.untyped_storage().nbytes()
 
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
-        """Operators without a shape rule, or code that looks at values: run this one unit with made-up input."""
+        """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
         unit = self._tracer.patches.units[call.unit]
         if any(is_placeholder(value) for module in unit.module.modules() for value in vars(module).values()):
-            raise SplitError(f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}") from cause
+            raise SplitError(
+                f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}"
+            ) from cause
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         counter = FlopCounterMode(display=False)
         try:
@@ -82,20 +84,22 @@ class FakeRun:
                 output = self._tracer.patches.originals[call.unit](*args, **kwargs)
         except Exception as error:
             raise SplitError(
-                f"unit {unit.name!r} cannot be traced: {type(cause).__name__}: {cause}; nor does it run on made-up "
-                f"input: {type(error).__name__}: {error}"
+                f"unit {unit.name!r} cannot be traced: {type(cause).__name__}: {cause}; nor does it run on "
+                f"made-up input: {type(error).__name__}: {error}"
             ) from error
         call.flops = call.cost = float(counter.get_total_flops())
         return map_tensors(self._tracer.mode.like, output)
 
-    def count(self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def count(
+        self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
         """Add one operation's work to a call."""
         flops, cost = operation_cost(func, args, kwargs, result)
         call.flops += flops
         call.cost += cost
 
     def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:
-        """An output cut off from the unit's own graph, as the next stage would get it, and its description."""
+        """An output cut off from the unit's graph, as the next stage would get it, and its description."""
         spec = TensorSpec.of(tensor)
         leaf = tensor.detach() if is_placeholder(tensor) else self._tracer.mode.like(tensor.detach())
         if not spec.requires_grad:
@@ -121,7 +125,7 @@ def _quiet() -> Iterator[None]:
 
 def _host_draws() -> tuple[int, int]:
     """Where numpy's and Python's generators stand in their blocks."""
-    return int(numpy.random.get_state(legacy=False)["state"]["pos"]), random.getstate()[1][-1]  # type: ignore[call-overload]
+    return int(numpy.random.get_state(legacy=False)["state"]["pos"]), random.getstate()[1][-1]
 
 
 def _made_up(tensor: Tensor) -> Tensor:

@@ -30,8 +30,12 @@ def atoms_of(trace: Trace) -> list[Atom]:
     graph, reasons = _unit_graph(trace)
     first = _first_positions(trace)
     condensed = networkx.condensation(graph)
-    members = {node: tuple(sorted(data["members"], key=lambda u: first[u])) for node, data in condensed.nodes.items()}
-    order = networkx.lexicographical_topological_sort(condensed, key=lambda node: (first[members[node][0]], node))
+    members = {
+        node: tuple(sorted(data["members"], key=lambda u: first[u])) for node, data in condensed.nodes.items()
+    }
+    order = networkx.lexicographical_topological_sort(
+        condensed, key=lambda node: (first[members[node][0]], node)
+    )
     return [Atom(members[node], _reason(members[node], reasons)) for node in order]
 
 
@@ -48,7 +52,9 @@ def _unit_graph(trace: Trace) -> tuple["networkx.DiGraph[int]", list[tuple[froze
     for tag in trace.tail:
         if tag.kind == "effect":
             group = frozenset({trace.calls[tag.call].unit, *_last_units(trace)})
-            reasons.append((group, f"{_name(trace, tag)} changes something that the end of {trace.step} reads"))
+            reasons.append(
+                (group, f"{_name(trace, tag)} changes something that the end of {trace.step} reads")
+            )
     for group, _ in reasons:
         units = sorted(group)
         graph.add_edges_from(zip(units, units[1:] + units[:1], strict=True))
@@ -57,7 +63,9 @@ def _unit_graph(trace: Trace) -> tuple["networkx.DiGraph[int]", list[tuple[froze
 
 def _effect(trace: Trace, source: Call, reader: Call) -> tuple[frozenset[int], str]:
     names = [trace.units[source.unit].name, trace.units[reader.unit].name]
-    return frozenset({source.unit, reader.unit}), f"{names[1]!r} reads what {names[0]!r} changes beside its output"
+    return frozenset(
+        {source.unit, reader.unit}
+    ), f"{names[1]!r} reads what {names[0]!r} changes beside its output"
 
 
 def _name(trace: Trace, tag: Tag) -> str:

@@ -26,7 +26,7 @@ _METHODS = ("parameters", "named_parameters", "state_dict")
 
 
 class ParameterGuard:
-    """Inside a step and its hooks, `parameters()` of a module with units of other stages raises for user code.
+    """Inside a step and its hooks, `parameters()` of a module of several stages raises for user code.
 
     A loop over it there would see one stage's part only: a penalty would miss the rest, an averaged copy
     would pair the wrong ones.
@@ -64,10 +64,11 @@ class ParameterGuard:
         def method(*args: Any, **kwargs: Any) -> Any:
             if self.active and not sys._getframe(1).f_globals.get("__name__", "").startswith(_ALLOWED):
                 raise SplitError(
-                    f"{name}() of a module that is spread over stages is used inside a step or a hook around it, "
-                    "where it lists this stage's part only. Use the optimizer's weight_decay for a penalty, "
-                    "Trainer(gradient_clip_val=...) or clip_grad_norm_ for clipping, and on_train_epoch_end or "
-                    f"later for what one stage may do alone [at {user_line(self._root)}]"
+                    f"{name}() of a module that is spread over stages is used inside a step or a hook around "
+                    "it, where it lists this stage's part only. Use the optimizer's weight_decay for a "
+                    "penalty, Trainer(gradient_clip_val=...) or clip_grad_norm_ for clipping, and "
+                    "on_train_epoch_end or later for what one stage may do alone [at "
+                    f"{user_line(self._root)}]"
                 )
             return original(module, *args, **kwargs)
 
@@ -93,7 +94,7 @@ class IdleRunner:
         if program.stage_of[unit] in self._programs:
             return self._patches.originals[unit](*args, **kwargs)
         raise SplitError(
-            f"unit {self._patches.units[unit].name!r} is on stage {program.stage_of[unit]} and is called outside a "
-            "step on a rank that does not hold it: do this in validation_step or predict_step, which run across the "
-            f"stages, or on the whole model after fit [at {user_line(self._root)}]"
+            f"unit {self._patches.units[unit].name!r} is on stage {program.stage_of[unit]} and is called "
+            "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "
+            f"which run across the stages, or on the whole model after fit [at {user_line(self._root)}]"
         )

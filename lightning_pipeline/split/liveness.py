@@ -71,7 +71,9 @@ def backward_edges(trace: Trace, stage_of: Sequence[int]) -> list[tuple[str, str
     return found
 
 
-def stages_of_states(root: nn.Module, trace: Trace, stage_of: Sequence[int], num_stages: int) -> dict[str, tuple[int, ...]]:
+def stages_of_states(
+    root: nn.Module, trace: Trace, stage_of: Sequence[int], num_stages: int
+) -> dict[str, tuple[int, ...]]:
     """The stages that need each parameter and buffer, by every name it has.
 
     A tensor with several names (tied weights) gets the same stages under each. One that no unit holds and

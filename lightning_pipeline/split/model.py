@@ -53,8 +53,9 @@ class SplitModel:
     """
 
     def __init__(
-        self, root: nn.Module, cut: Partition, stages: Sequence[int], *, sinks: Mapping[str, Sink] | None = None,
-        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext, seed: int = 0,
+        self, root: nn.Module, cut: Partition, stages: Sequence[int], *,
+        sinks: Mapping[str, Sink] | None = None, seed: int = 0,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._sinks = dict(sinks or {})
@@ -157,6 +158,7 @@ class SplitModel:
         weights: Sequence[float] | None,
         key: Sequence[int],
         replica: int = 0,
+        split_backward: bool = False,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -164,8 +166,9 @@ class SplitModel:
             step: Name of the user's method.
             microbatches: Arguments and keyword arguments for each.
             weights: What each loss is multiplied with for the backward; None where none follows.
-            key: Numbers that name the batch, such as epoch and batch index; the random draws follow from them.
+            key: Numbers that name the batch, such as epoch and batch index; random draws follow from them.
             replica: Index of the data-parallel replica.
+            split_backward: Whether the plan has I and W actions.
         """
         assert self._open is None, "the batch before was not finished"
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
@@ -175,7 +178,16 @@ class SplitModel:
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
         self._step = Step(
-            step, step_function(self.root, step), microbatches, weights, trace, liveness, seeds, self._context, self._at
+            step,
+            step_function(self.root, step),
+            microbatches,
+            weights,
+            trace,
+            liveness,
+            seeds,
+            self._context,
+            self._at,
+            split_backward,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
@@ -187,15 +199,16 @@ class SplitModel:
     def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
         with self._parameters.on():
             trace = trace_step(
-                self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches, mode=self.mode,
-                sinks=tuple(self._sinks) or ("log", "log_dict"), forward_context=self._context,
+                self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
+                mode=self.mode, forward_context=self._context,
+                sinks=tuple(self._sinks) or ("log", "log_dict"),
             )  # fmt: skip
         wrong = backward_edges(trace, self._stage_of)
         if wrong:
             source, reader = wrong[0]
             raise SplitError(
-                f"in {step} the output of {source!r} flows into {reader!r}, which is on an earlier stage: choose a "
-                "partition that keeps them together, or in this order"
+                f"in {step} the output of {source!r} flows into {reader!r}, which is on an earlier stage: "
+                "choose a partition that keeps them together, or in this order"
             )
         self._known[step] = (trace, self.cut.liveness(trace))
         return self._known[step]

@@ -120,10 +120,14 @@ def _choose(trace: Trace, atoms: tuple[Atom, ...], num_stages: int, how: str | S
         weights = [float(_distinct_parameters(trace, list(atom.units))) for atom in atoms]
         return Partition(trace, atoms, _balance(trace, atoms, weights, num_stages), "equal parameters")
     if how != "auto":
-        raise PartitionError(f"partition={how!r} is not known: use 'auto', 'uniform', 'parameters' or a list of units")
+        raise PartitionError(
+            f"partition={how!r} is not known: use 'auto', 'uniform', 'parameters' or a list of units"
+        )
     costs = _unit_costs(trace)
     weights = [sum(costs[unit] for unit in atom.units) for atom in atoms]
-    return Partition(trace, atoms, _balance(trace, atoms, weights, num_stages), "least cost of the slowest stage")
+    return Partition(
+        trace, atoms, _balance(trace, atoms, weights, num_stages), "least cost of the slowest stage"
+    )
 
 
 def _too_few(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> str:
@@ -140,8 +144,8 @@ def _too_few(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> str:
 def _named_bounds(trace: Trace, atoms: Sequence[Atom], names: list[str], num_stages: int) -> tuple[int, ...]:
     if len(names) != num_stages - 1:
         raise PartitionError(
-            f"partition names {len(names)} units, but {num_stages} stages have {num_stages - 1} boundaries: name "
-            "the first unit of each stage but the first"
+            f"partition names {len(names)} units, but {num_stages} stages have {num_stages - 1} boundaries: "
+            "name the first unit of each stage but the first"
         )
     positions = [_position(trace, atoms, name) for name in names]
     bounds = (0, *positions, len(atoms))
@@ -156,17 +160,23 @@ def _position(trace: Trace, atoms: Sequence[Atom], name: str) -> int:
     matches = [n for n, unit in enumerate(names) if unit == name or unit.startswith(f"{name}.")]
     if not matches:
         whole = [unit for unit in names if name.startswith(f"{unit}.")]
-        inside = f"it is inside the unit {whole[0]!r}, which is never cut" if whole else "no unit has that name"
+        inside = (
+            f"it is inside the unit {whole[0]!r}, which is never cut" if whole else "no unit has that name"
+        )
         raise PartitionError(f"partition names {name!r}, but {inside}; the units are {', '.join(names)}")
     place = {unit: index for index, atom in enumerate(atoms) for unit in atom.units}
     position = min(place[unit] for unit in matches)
     atom = atoms[position]
     if atom.units[0] not in matches:
-        raise PartitionError(f"partition cannot cut at {name!r}: {[names[u] for u in atom.units]} are together, {atom.reason}")
+        raise PartitionError(
+            f"partition cannot cut at {name!r}: {[names[u] for u in atom.units]} are together, {atom.reason}"
+        )
     return position
 
 
-def _balance(trace: Trace, atoms: Sequence[Atom], weights: Sequence[float], num_stages: int) -> tuple[int, ...]:
+def _balance(
+    trace: Trace, atoms: Sequence[Atom], weights: Sequence[float], num_stages: int
+) -> tuple[int, ...]:
     """Exact min-max over contiguous atoms, then the smallest messages within `SLACK` of it."""
     sums = [0.0]
     for weight in weights:
@@ -180,7 +190,11 @@ def _balance(trace: Trace, atoms: Sequence[Atom], weights: Sequence[float], num_
     cuts = _cut_bytes(trace, atoms)
 
     def message(start: int, end: int) -> float:
-        return cuts[start] + 1e-6 * span(start, end) ** 2 / (sums[-1] ** 2 or 1) if span(start, end) <= limit else float("inf")
+        return (
+            cuts[start] + 1e-6 * span(start, end) ** 2 / (sums[-1] ** 2 or 1)
+            if span(start, end) <= limit
+            else float("inf")
+        )
 
     return _best_bounds(len(atoms), num_stages, message, lambda a, b: a + b)[1]
 
@@ -220,7 +234,9 @@ def _cut_bytes(trace: Trace, atoms: Sequence[Atom]) -> list[float]:
 
 def _value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
     return {
-        (call.unit, call.nth, leaf): spec.num_bytes for call in trace.calls for leaf, spec in enumerate(call.specs)
+        (call.unit, call.nth, leaf): spec.num_bytes
+        for call in trace.calls
+        for leaf, spec in enumerate(call.specs)
     }
 
 

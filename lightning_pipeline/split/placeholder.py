@@ -7,6 +7,7 @@ value; everything else is told to a watcher, which raises our error or, while tr
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lightning_pipeline.split.structure import TensorSpec
 
-_LIBRARIES = ("torch", "lightning", "lightning_pipeline", "lightning_fabric", "pytorch_lightning", "torchmetrics")
+_LIBRARIES = (
+    "torch",
+    "lightning",
+    "lightning_pipeline",
+    "lightning_fabric",
+    "pytorch_lightning",
+    "torchmetrics",
+)
 Operation = Any
 
 
@@ -53,7 +61,9 @@ class PlaceholderMode(FakeTensorMode):
                 shape = spec.shape
                 options: dict[str, Any] = {"dtype": spec.dtype, "device": spec.device}
                 made = (
-                    torch.empty(shape, **options) if stride is None else torch.empty_strided(shape, stride, **options)
+                    torch.empty(shape, **options)
+                    if stride is None
+                    else torch.empty_strided(shape, stride, **options)
                 )
                 if spec.requires_grad:
                     with torch.enable_grad():
@@ -130,14 +140,14 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 def user_line(root: nn.Module | None = None) -> str:
     """Where in the user's code we are: `file:line in function`, and the module whose method that is."""
-    frame = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _LIBRARIES:
             owner = _module_name(root, frame.f_locals.get("self"))
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
             return f"{place} ({owner})" if owner else place
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back
     return "code outside the module"
 
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.split.deferred import Deferral, WeightQueue
 from lightning_pipeline.split.liveness import Liveness, ValueKey
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
-from lightning_pipeline.split.replay import Entry, Replay, Table
+from lightning_pipeline.split.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors, tensors_in
 from lightning_pipeline.split.trace import Trace
@@ -33,6 +34,7 @@ class Step:
         liveness: What crosses the cuts in it.
         seeds: The random state of the batch.
         context: Makes the precision's context for one forward.
+        split_backward: Whether the plan has I and W actions.
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
@@ -47,6 +49,7 @@ class Step:
     seeds: StepSeeds
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     on_microbatch: Callable[[int], None] = lambda microbatch: None
+    split_backward: bool = False
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
 
@@ -59,6 +62,7 @@ class _Saved:
     roots: list[Any]
     handed: dict[int, Any]
     weight: Tensor | None = None
+    queue: WeightQueue | None = None
 
 
 class StageProgram:
@@ -74,8 +78,8 @@ class StageProgram:
     """
 
     def __init__(
-        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches, mode: PlaceholderMode,
-        *, is_last: bool,
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
+        mode: PlaceholderMode, *, is_last: bool,
     ) -> None:  # fmt: skip
         self.index, self.root, self.is_last = index, root, is_last
         self.stage_of, self.mode = list(stage_of), mode
@@ -83,6 +87,8 @@ class StageProgram:
         self.current: _Saved | None = None  # whose backward is running
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
+        self._queues: dict[int, WeightQueue] = {}
+        self._deferral = Deferral()
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
         self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
@@ -92,19 +98,21 @@ class StageProgram:
         """Take on a batch."""
         self._step = step
         self._saved.clear()
+        self._queues.clear()
         live = step.liveness
         self.step = step.name
         self.incoming = live.messages[self.index] if self.index else []
         self.outgoing = [] if self.is_last else live.messages[self.index + 1]
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
-        self.poisons, self.checkpointed = step.trace.poisons, step.trace.checkpointed
+        self.checkpointed = step.trace.checkpointed
         self.host_random = step.trace.host_random
 
     def end(self) -> None:
         """Let go of the batch."""
         self._step = None
         self._saved.clear()
+        self._queues.clear()
 
     @property
     def num_saved(self) -> int:
@@ -118,23 +126,32 @@ class StageProgram:
         step = self._current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
-        args, kwargs = step.microbatches[microbatch]
         if self.is_last:
             step.on_microbatch(microbatch)
-        with step.context():
-            replay = Replay(self, incoming, step.seeds.microbatch(microbatch))
-            self._patches.runner, self.mode.watcher = replay, replay
-            try:
-                with reentrant_checkpoint_replaced():
-                    done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
-            finally:
-                self._patches.runner = self.mode.watcher = None
+        queue = WeightQueue() if step.split_backward else None
+        with self._deferring(queue), step.context():
+            done = self._replay(microbatch, step, incoming)
         if self.is_last:
-            self._finish(microbatch, step, done.result, done.leaves, done.handed)
+            self._finish(microbatch, step, done)
         elif step.weights is not None and done.outgoing is not None:
             roots = [_edge(tensor) for tensor in done.outgoing.tensors]
             self._saved[microbatch] = _Saved(done.leaves, roots, done.handed)
+        if microbatch in self._saved:
+            self._saved[microbatch].queue = queue
         return done.outgoing
+
+    def _replay(self, microbatch: int, step: Step, incoming: Values | None) -> Replayed:
+        args, kwargs = step.microbatches[microbatch]
+        replay = Replay(self, incoming, step.seeds.microbatch(microbatch))
+        self._patches.runner, self.mode.watcher = replay, replay
+        try:
+            with reentrant_checkpoint_replaced():
+                return replay.run(step.function, self._fresh(args), self._fresh(kwargs))
+        finally:
+            self._patches.runner = self.mode.watcher = None
+
+    def _deferring(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
+        return nullcontext() if queue is None else self._deferral.into(queue)
 
     def _fresh(self, value: Any) -> Any:
         """Containers of our own for each replay: steps pop from their batch, and write into it."""
@@ -146,18 +163,22 @@ class StageProgram:
         step.results[microbatch] = step.losses[microbatch] = None
         return None
 
-    def _finish(self, microbatch: int, step: Step, result: Any, leaves: list[Tensor | None], handed: Any) -> None:
+    def _finish(self, microbatch: int, step: Step, done: Replayed) -> None:
+        result = done.result
         loss = result.get("loss") if isinstance(result, dict) else result
         if step.weights is None:
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
         if loss is not None and not isinstance(loss, Tensor):
-            raise SplitError(f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', or None")
+            raise SplitError(
+                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', "
+                "or None"
+            )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
         root = None if loss is None else _edge(loss)
         weight = None if loss is None else torch.full_like(loss.detach(), step.weights[microbatch])
-        self._saved[microbatch] = _Saved(leaves, [root], handed, weight)
+        self._saved[microbatch] = _Saved(done.leaves, [root], done.handed, weight)
 
     # ---- backward
 
@@ -165,30 +186,45 @@ class StageProgram:
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """Run the graph of one micro-batch. See `runtime.stage.Stage`."""
-        saved = self._saved.pop(microbatch, None)
-        if saved is None:  # the step returned None before any unit ran
-            return [None] * len(self.incoming) if self.index else None
-        received = [saved.weight] if gradients is None else list(gradients)
-        pairs = [(r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None]
-        if pairs:
-            self.current = saved
-            try:
-                torch.autograd.backward([root for root, _ in pairs], [gradient for _, gradient in pairs])
-            finally:
-                self.current = None
-        if not self.index:
-            return None
-        return [None if leaf is None else leaf.grad for leaf in saved.leaves]
+        result = self.backward_input(microbatch, gradients)
+        self.backward_weight(microbatch)
+        return result
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
-        """The split backward comes with the zero-bubble schedules."""
-        raise SplitError("schedules that split the backward (I and W) do not run yet: use 1F1B or GPipe")
+        """The half of the backward that the stage before waits for. See `runtime.stage.Stage`."""
+        saved = self._saved.pop(microbatch, None)
+        if saved is None:  # the step returned None before any unit ran
+            return [None] * len(self.incoming) if self.index else None
+        received = [saved.weight] if gradients is None else list(gradients)
+        pairs = [
+            (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
+        ]
+        if pairs:
+            self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if saved.queue is not None:
+            self._queues[microbatch] = saved.queue
+        if not self.index:
+            return None
+        return [None if leaf is None else leaf.grad for leaf in saved.leaves]
+
+    def _run_graph(self, saved: _Saved, roots: list[Any], gradients: list[Tensor]) -> None:
+        self.current = saved
+        try:
+            if saved.queue is None:
+                torch.autograd.backward(roots, gradients)
+                return
+            with self._deferral.into(saved.queue), saved.queue.collecting():
+                torch.autograd.backward(roots, gradients)
+        finally:
+            self.current = None
 
     def backward_weight(self, microbatch: int) -> None:
-        """The split backward comes with the zero-bubble schedules."""
-        raise SplitError("schedules that split the backward (I and W) do not run yet: use 1F1B or GPipe")
+        """Compute the weight gradients that `backward_input` left."""
+        queue = self._queues.pop(microbatch, None)
+        if queue is not None:
+            queue.drain()
 
     # ---- what a replay asks
 
@@ -216,17 +252,22 @@ class StageProgram:
         for call in self._current_step().trace.calls:
             if (call.unit, call.nth) == (unit, nth):
                 return call.structure, call.specs
-        raise SplitError(f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced")
+        raise SplitError(
+            f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced"
+        )
 
     def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
         """What earlier units returned for this micro-batch, by call."""
         if self._read[0] is not table:
             entries: Any = table
-            self._read = (entries, {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries})
+            self._read = (
+                entries,
+                {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries},
+            )
         return self._read[1]
 
     def write_table(self, entries: list[Entry]) -> Table:
-        """The table for the next stage: what was read and this stage's own outputs. The same object if equal."""
+        """The table for the next stage: what was read and the own outputs. The same object if equal."""
         own = tuple(entries)
         if self._written[0] is not self._read[0] or self._written[1] != own:
             self._written = (self._read[0], own, (*self._read[0], *own))

@@ -1,21 +1,31 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.split.liveness import ValueKey
-from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key, user_line, written_tensors
+from lightning_pipeline.split.placeholder import (
+    alias,
+    is_placeholder,
+    user_line,
+    written_tensors,
+)
+from lightning_pipeline.split.poison import Poison
 from lightning_pipeline.split.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds
-from lightning_pipeline.split.structure import Structure, TensorSpec, flatten, map_tensors, tensors_in, unflatten
+from lightning_pipeline.split.structure import (
+    Structure,
+    TensorSpec,
+    flatten,
+    tensors_in,
+    unflatten,
+)
 
 if TYPE_CHECKING:
     from lightning_pipeline.split.program import StageProgram
@@ -26,7 +36,7 @@ Table = tuple[Entry, ...]
 _LONE = Structure("tensor", 0)
 
 
-class StageDone(BaseException):  # noqa: N818  not an error: it unwinds the step, through any `except Exception`
+class StageDone(BaseException):
     """The stage's last unit has run and one of a later stage was called."""
 
 
@@ -63,7 +73,7 @@ class Replay:
         self._exited = False
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
-        self._poisoned: dict[int, Tensor] = {}
+        self._poison = Poison(program.mode, self._poisoned_read)
         self._specs = program.read_table(incoming.table if incoming is not None else ())
         self.functions = _GlueFunctions(self)
         self.replayed = Replayed(None, None, [])
@@ -84,7 +94,7 @@ class Replay:
         """Call the step until this stage's part is done."""
         result = None
         try:
-            with self.functions, _PoisonGuard(self) if self._program.poisons else nullcontext():
+            with self.functions, self._poison:
                 result = function(*args, **kwargs)
         except StageDone:
             pass
@@ -104,16 +114,16 @@ class Replay:
             raise self._error from error
         if self._exited:
             raise SplitError(
-                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was done: a "
-                "bare `except:` around the model's call swallowed what ends the step on this stage; catch Exception "
-                "instead"
+                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was "
+                "done: a bare `except:` around the model's call swallowed what ends the step on this stage; "
+                "catch Exception instead"
             ) from error
 
     def _check_return(self, result: Any) -> None:
         if self._exited:
             raise SplitError(
-                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` around "
-                "the model's call swallowed what ends the step on this stage; catch Exception instead"
+                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` "
+                "around the model's call swallowed what ends the step on this stage; catch Exception instead"
             )
         if self._program.is_last:
             self.check_real(result, f"what {self._program.step} returns")
@@ -121,8 +131,9 @@ class Replay:
             return
         elif self._program.has_later_calls or self._own_left:
             raise SplitError(
-                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage was "
-                f"called, which it was when it was traced; {self._own_left} of the stage's own calls are missing"
+                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage "
+                f"was called, which it was when it was traced; {self._own_left} of the stage's own calls are "
+                "missing"
             )
 
     def _outgoing(self, result: Any) -> Values:
@@ -133,10 +144,11 @@ class Replay:
         if missing:
             unit, nth, _ = missing[0]
             raise SplitError(
-                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but a later "
-                "stage needs its output: the path through the model may not depend on the data"
+                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but "
+                "a later stage needs its output: the path through the model may not depend on the data"
             )
         tensors = [self._raw[key] for key in program.outgoing]
+        self.check_real(tensors, f"what stage {program.index} sends")
         return Values(tensors, program.write_table(self._entries))
 
     # ---- calls of units
@@ -157,7 +169,9 @@ class Replay:
     def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         if (unit, nth) not in program.own_calls:
-            raise SplitError(f"unit {program.unit_name(unit)!r} is called more often than when the step was traced")
+            raise SplitError(
+                f"unit {program.unit_name(unit)!r} is called more often than when the step was traced"
+            )
         self._own_left -= 1
         self._seeds.unit(unit, nth)
         output = self._really(unit, args, kwargs)
@@ -198,8 +212,8 @@ class Replay:
         known = self._specs.get((unit, nth))
         if known is None:
             raise SplitError(
-                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call {nth}), but was "
-                "not on its own stage: the path through the model may not depend on the data"
+                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call "
+                f"{nth}), but was not on its own stage: the path through the model may not depend on the data"
             )
         structure, specs = known
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
@@ -237,32 +251,22 @@ class Replay:
             raise self._refuse("a value of another stage is used in control flow, or read as a number")
         for tensor in written_tensors(func, args, kwargs):
             if not is_placeholder(tensor):
-                self._poison(tensor)
+                self._poison.add(tensor)
         return run()
 
-    def _poison(self, tensor: Tensor) -> None:
-        """A write of a placeholder into a real tensor does nothing: from now on that one is a placeholder too."""
-        if not self._program.poisons:
-            raise self._refuse("a value of another stage is written into a tensor of this one")
-        self._poisoned[storage_key(tensor)] = tensor
+    def guard(self) -> None:
+        """After a placeholder was written into a real tensor: look at every operation from now on."""
+        if self._poison.unguarded and not self._poison.enter():
+            raise self._refuse("a value of another stage is written into a tensor of this one, under a mode")
 
-    def without_poison(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The operands, with a placeholder for each real tensor that one was written into."""
-        if not self._poisoned:
-            return args, kwargs
-        if self.inside and any(storage_key(t) in self._poisoned for t in tensors_in((args, kwargs))):
-            raise self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
-        swapped: tuple[Any, Any] = map_tensors(self._unpoisoned, (args, kwargs))
-        return swapped
-
-    def _unpoisoned(self, tensor: Tensor) -> Tensor:
-        if is_placeholder(tensor) or storage_key(tensor) not in self._poisoned:
-            return tensor
-        return self._program.mode.like(tensor.detach())
+    def _poisoned_read(self) -> Exception | None:
+        if not self.inside:
+            return None
+        return self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
 
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
-        if any(is_placeholder(t) or storage_key(t) in self._poisoned for t in tensors_in(value)):
+        if any(is_placeholder(t) for t in tensors_in(value)) or self._poison.holds(value):
             raise self._refuse(f"{what} holds a value of another stage that was not sent here")
 
     def _refuse(self, reason: str) -> PlaceholderError:
@@ -288,7 +292,7 @@ class _NoHandle:
 
 
 class _GlueFunctions(TorchFunctionMode):
-    """Seeds each random call between units, and leaves hooks on received values to the stage that made them."""
+    """Seeds each random call between units; leaves hooks on received values to the stage of the unit."""
 
     def __init__(self, replay: Replay) -> None:
         super().__init__()
@@ -302,16 +306,6 @@ class _GlueFunctions(TorchFunctionMode):
             self._replay.draw(kwargs.get("generator"))
         elif func is Tensor.register_hook and self._replay.is_handed(args[0]):
             return _NoHandle()
-        return func(*args, **kwargs)
-
-
-class _PoisonGuard(TorchDispatchMode):
-    """Only for steps that write unit outputs into tensors of their own, such as `out[:, i] = layer(x)`."""
-
-    def __init__(self, replay: Replay) -> None:
-        super().__init__()
-        self._replay = replay
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._replay.without_poison(func, args, kwargs or {})
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self._replay.guard()
+        return result

@@ -84,7 +84,10 @@ class Residence:
         vars(module)[name] = self._mode.make(spec)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Put the tensors back, with values where `states` has them under any of their names."""
+        """Put the tensors back, with values where `states` has them under any of their names.
+
+        One without a value stays empty: its shape is `(0,)`, so that no use of it goes unnoticed.
+        """
         filled: set[int] = set()
         for item in self._dropped:
             vars(item.module).pop(item.name, None)
@@ -96,8 +99,6 @@ class Residence:
             if value is not None:
                 item.tensor.data = value.detach().to(item.spec.dtype)
                 filled.add(id(item.tensor))
-            else:
-                item.tensor.data = torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
         self._dropped.clear()
         _reorder(self._root, self._first_names)
 
@@ -135,7 +136,10 @@ def _first_names(root: nn.Module) -> dict[str, str]:
     """The first name of each tensor, by every name it has."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    for full, tensor in [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]:
+    for full, tensor in [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]:
         names[full] = first.setdefault(id(tensor), full)
     return names
 
@@ -145,7 +149,9 @@ def _reorder(root: nn.Module, order: dict[str, str]) -> None:
     rank = {full: position for position, full in enumerate(order)}
     for prefix, module in root.named_modules():
         for registry in (module._parameters, module._buffers):
-            names = sorted(registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank)))
+            names = sorted(
+                registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank))
+            )
             items = [(name, registry[name]) for name in names]
             registry.clear()
             registry.update(items)

@@ -23,12 +23,13 @@ _UNIT_DRAWS = 1 << 40  # numbers of unit calls, apart from those of draws betwee
 RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     function
     for owner, names in (
-        (torch, "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson "
-                "binomial rrelu rrelu_ dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "
+        (torch, "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+                "poisson binomial rrelu rrelu_ dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "
                 "feature_alpha_dropout _sample_dirichlet _standard_gamma native_dropout"),
         (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
             "scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d"),
-        (Tensor, "bernoulli bernoulli_ multinomial normal_ uniform_ random_ exponential_ cauchy_ geometric_ log_normal_"),
+        (Tensor, "bernoulli bernoulli_ multinomial normal_ uniform_ random_ exponential_ "
+                 "cauchy_ geometric_ log_normal_"),
     )
     for name in names.split()
     if (function := getattr(owner, name, None)) is not None

@@ -51,7 +51,9 @@ def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
 
 
 @contextmanager
-def stub_metrics(root: nn.Module, on_value: Callable[[Any], None], scalar: Callable[[], Any]) -> Iterator[None]:
+def stub_metrics(
+    root: nn.Module, on_value: Callable[[Any], None], scalar: Callable[[], Any]
+) -> Iterator[None]:
     """Let metrics only tell what they were given; a call returns `scalar()`, or one for each member."""
     metrics = metrics_of(root)
     before = [{name: vars(metric).get(name, _MISSING) for name in _METRIC_METHODS} for metric in metrics]
@@ -67,8 +69,10 @@ def stub_metrics(root: nn.Module, on_value: Callable[[Any], None], scalar: Calla
                     vars(metric)[name] = value
 
 
-def _stubs(metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any]) -> dict[str, Any]:
-    names = [str(name) for name in metric.keys()] if isinstance(metric, MetricCollection) else None
+def _stubs(
+    metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any]
+) -> dict[str, Any]:
+    names = [str(name) for name in metric] if isinstance(metric, MetricCollection) else None
 
     def result(*args: Any, **kwargs: Any) -> Any:
         on_value((args, kwargs))

@@ -36,7 +36,9 @@ def random_state_kept(root: nn.Module | None = None) -> Iterator[None]:
 
 def _generators(root: nn.Module | None) -> list[torch.Generator]:
     modules = root.modules() if root is not None else ()
-    return [value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)]
+    return [
+        value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)
+    ]
 
 
 class ModuleState:
@@ -45,7 +47,9 @@ class ModuleState:
     def __init__(self, root: nn.Module) -> None:
         self._modules = list(root.modules())
         self._dicts = [dict(vars(module)) for module in self._modules]
-        self._registries = [[_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules]
+        self._registries = [
+            [_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules
+        ]
         self._containers = [_containers(values) for values in self._dicts]
         self._buffers = [(buffer, _copy_values(buffer)) for buffer in root.buffers()]
         self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
@@ -85,7 +89,12 @@ def _containers(values: dict[str, Any], depth: int = 3, objects: bool = False) -
         value, left = pending.pop()
         if objects and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
             value = vars(value)
-        if not isinstance(value, list | dict | set | tuple) or id(value) in seen or left == 0 or len(value) > 1000:
+        if (
+            not isinstance(value, list | dict | set | tuple)
+            or id(value) in seen
+            or left == 0
+            or len(value) > 1000
+        ):
             continue
         seen.add(id(value))
         if not isinstance(value, tuple):
@@ -106,7 +115,7 @@ def _refill(container: Any, saved: Any) -> None:
 
 
 class ObjectState:
-    """The containers and attributes of objects that are handed to a unit, such as a cache of keys and values."""
+    """The containers and attributes of objects handed to a unit, such as a cache of keys and values."""
 
     def __init__(self, values: Any) -> None:
         self._containers = _containers({"": values}, depth=8, objects=True)
@@ -130,7 +139,7 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     """
     if not _alive(made):
         return
-    for cache in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+    for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
     for tensor in _alive(made):
@@ -138,12 +147,12 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
             if isinstance(holder, dict) and "__builtins__" not in holder:
                 for key in [key for key, value in holder.items() if value is tensor]:
                     del holder[key]
-    del tensor  # noqa: F821  the loop's last one would keep itself alive
+    del tensor
     left = _alive(made)
     if left:
         raise SplitError(
-            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while the "
-            "step was traced; keep such caches in the module, or clear them in training_step"
+            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while "
+            "the step was traced; keep such caches in the module, or clear them in training_step"
         )
 
 

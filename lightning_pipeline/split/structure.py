@@ -131,12 +131,13 @@ def _rebuild_mapping(cls: type, items: dict[Any, Any]) -> Any:
 
 def _rebuild_dataclass(payload: tuple[type, tuple[str, ...]], children: list[Any]) -> Any:
     cls, names = payload
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, child in zip(names, children, strict=True):
         object.__setattr__(made, name, child)
     return made
 
 
+NOTHING = Structure("constant", None)
 _LONE_TENSOR = Structure("tensor", 0)
 _REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
     "sequence": _rebuild_sequence,

@@ -12,7 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
 from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
-from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
+from lightning_pipeline.split.structure import NOTHING, Structure, TensorSpec, map_tensors
 from lightning_pipeline.split.tags import Tag
 from lightning_pipeline.split.units import Unit
 
@@ -37,7 +37,7 @@ class Call:
     unit: int
     nth: int
     reads: set[Tag] = field(default_factory=set)
-    structure: Structure = Structure("constant", None)
+    structure: Structure = NOTHING
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
     cost: float = 0.0
@@ -58,7 +58,6 @@ class Trace:
         together: Groups of units that must share a stage, with the reason.
         attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
-        poisons: Whether the step writes unit outputs into tensors of its own.
         checkpointed: Whether it uses activation checkpointing around units.
         host_random: Whether a unit draws from numpy's or Python's random state.
     """
@@ -72,7 +71,6 @@ class Trace:
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
-    poisons: bool = False
     checkpointed: bool = False
     host_random: bool = False
 
@@ -140,7 +138,8 @@ def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
     function = getattr(root, step, None)
     if not callable(function):
         raise SplitError(f"{type(root).__name__} has no {step}")
-    return function
+    result: Callable[..., Any] = function
+    return result
 
 
 def refuse(reason: str, root: nn.Module) -> SplitError:
@@ -150,4 +149,4 @@ def refuse(reason: str, root: nn.Module) -> SplitError:
 
 def in_function_transform() -> bool:
     """Whether we are inside `torch.func.vmap`, `grad` and the like."""
-    return torch._C._functorch.maybe_current_level() is not None  # type: ignore[attr-defined]
+    return torch._C._functorch.maybe_current_level() is not None

@@ -2,28 +2,25 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.split.fakerun import FakeRun
+from lightning_pipeline.split.glue import Glue, GlueFunctions, GlueOperations, operands_of
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import (
     PlaceholderMode,
     is_placeholder,
     storage_key,
-    user_line,
     written_tensors,
 )
 from lightning_pipeline.split.sinks import stub_metrics, stub_sinks
-from lightning_pipeline.split.structure import flatten, map_tensors, tensors_in, unflatten
+from lightning_pipeline.split.structure import flatten, tensors_in, unflatten
 from lightning_pipeline.split.tags import Tag, TagStore
 from lightning_pipeline.split.trace import (
     Call,
@@ -35,8 +32,6 @@ from lightning_pipeline.split.trace import (
 )
 from lightning_pipeline.split.watch import AttributeSnapshot, ReadWatch, holds_tensor
 
-_SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
-
 
 class Tracer:
     """One run of a step under observation."""
@@ -47,24 +42,20 @@ class Tracer:
         self.root, self.patches, self.mode = root, patches, mode
         self.trace = Trace(step, patches.units)
         self.tags = TagStore()
-        self._handed = TagStore()  # only the units' own outputs, not what glue makes of them
+        self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.inside: Call | None = None
         self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
-        self._values: dict[Tag, weakref.ref[Tensor]] = {}
-        self._unknown_tail = ""  # where the trace stopped knowing what the values are
-        self._written_glue: dict[str, Tensor] = {}
-        self._restores: list[tuple[Tensor, Tensor]] = []
+        self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self._regions: dict[int, tuple[Any, list[int]]] = {}
         self._early_reads: set[tuple[int, str]] = set()
-        self._hooks: list[tuple[int, str]] = []
-        self._poisoned: dict[int, Tensor] = {}
         self._mirrors: dict[int, Tensor] = {}
-        self._states: dict[int, str] = {}
+        self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
         self._glue_set = set(self._glue_modules)
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
+        self.glue = Glue(self)
         self._fake = FakeRun(self)
         self._name_states()
 
@@ -82,8 +73,8 @@ class Tracer:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor.untyped_storage().nbytes() or tensor.is_meta or is_placeholder(tensor):
-                    self._states.setdefault(storage_key(tensor), full)
-                    self.tags.add(tensor, frozenset({Tag("state", name=self._states[storage_key(tensor)])}))
+                    self.states.setdefault(storage_key(tensor), full)
+                    self.tags.add(tensor, frozenset({Tag("state", name=self.states[storage_key(tensor)])}))
                 if id(module) in holders:
                     self.trace.state_units.setdefault(full, holders[id(module)])
 
@@ -92,9 +83,7 @@ class Tracer:
         self._reads.stop()
         self.mode.watcher = None
         self.patches.runner = None
-        with torch.no_grad():
-            for tensor, value in self._restores:
-                tensor.copy_(value)
+        self.glue.close()
 
     # ---- the run
 
@@ -110,13 +99,13 @@ class Tracer:
                 self._reads.watch(module)
             self.patches.runner, self.mode.watcher = self, self
             stack.enter_context(forward_context())
-            stack.enter_context(_GlueFunctions(self))
-            stack.enter_context(_GlueOperations(self))
+            stack.enter_context(GlueFunctions(self))
+            stack.enter_context(GlueOperations(self))
             self._call_step(function, args, kwargs)
         self._reads.stop()
         self._note_attributes(before)
         self._close_regions()
-        self._check_hooks()
+        self.glue.check_hooks()
         return self.trace
 
     def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -128,7 +117,7 @@ class Tracer:
             self._end_early(error)
         else:
             self.tail_read(result)
-            if self._unknown_tail:
+            if self.glue.unknown_line:
                 self._everything_alive()
 
     def _end_early(self, error: Exception) -> None:
@@ -136,14 +125,14 @@ class Tracer:
         missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in called]
         if missing:
             raise SplitError(
-                f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at {_error_line(error)}]; "
-                f"it was raised before {missing[0]!r} was called. Between units only shapes are known while the "
-                "module is traced, not values"
+                f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
+                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. Between units only "
+                "shapes are known while the module is traced, not values"
             ) from error
         self._everything_alive()
 
     def _everything_alive(self) -> None:
-        self.trace.tail.update(tag for tag, value in self._values.items() if value() is not None)
+        self.trace.tail.update(tag for tag, value in self.values.items() if value() is not None)
 
     # ---- calls of units
 
@@ -168,14 +157,16 @@ class Tracer:
 
     def _before_call(self, unit: int) -> None:
         name = self._name(unit)
-        if self._unknown_tail:
+        if self.glue.unknown_line:
             raise SplitError(
-                f"a value computed by the model steers the code at {self._unknown_tail}, before unit {name} is "
-                "called: stages other than the one that computes it cannot know it. Keep such code inside a unit, "
-                "or after the last one"
+                f"a value computed by the model steers the code at {self.glue.unknown_line}, before unit "
+                f"{name} is called: stages other than the one that computes it cannot know it. Keep such "
+                "code inside a unit, or after the last one"
             )
         if in_function_transform():
-            raise refuse(f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root)
+            raise refuse(
+                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root
+            )
 
     def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
         handed, spec = self._fake.hand_out(tensor)
@@ -183,77 +174,13 @@ class Tracer:
         tag = Tag("value", call.index, leaf)
         outer = frozenset(t for t in self.tags.of(handed) if t != Tag("effect", call.index))
         self.tags.replace(handed, outer | {tag})
-        self._handed.add(handed, frozenset({tag}))
-        self._values[tag] = weakref.ref(handed)
+        self.handed.add(handed, frozenset({tag}))
+        self.values[tag] = weakref.ref(handed)
         self.made.append(weakref.ref(handed))
         return handed
 
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)
-
-    # ---- operations between units
-
-    def glue_operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation of glue; its results, and what it writes, come from all of its operands."""
-        operands = list(_operands(args, kwargs))
-        if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
-            raise refuse("a collective of torch.distributed inside a step would be entered by one stage only", self.root)
-        if self._poisoned and any(storage_key(t) in self._poisoned for t in operands):
-            args, kwargs = self.without_poison((args, kwargs))
-        tags = self.tags.union(operands)
-        written = list(written_tensors(func, args, kwargs))
-        faked = any(is_placeholder(tensor) for tensor in operands)
-        self._note_states(func, tags, written)
-        if func._schema.name in _SCALAR_READS:
-            if faked or any(storage_key(t) in self._poisoned for t in operands):
-                return self._scalar(func, operands)
-            self.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
-        result = func(*args, **kwargs)
-        for tensor in _operands((result,), {}):
-            self.tags.add(tensor, tags)
-            if faked:
-                self.made.append(weakref.ref(tensor))
-        for tensor in written:
-            self._note_write(tensor, tags, faked)
-        return result
-
-    def _note_write(self, tensor: Tensor, tags: frozenset[Tag], faked: bool) -> None:
-        self.trace.mutated |= {(tag.call, tag.leaf) for tag in self._handed.of(tensor)}
-        self.tags.add(tensor, tags)
-        if faked and not is_placeholder(tensor):
-            self._poisoned[storage_key(tensor)] = tensor
-            self.trace.poisons = True
-
-    def _note_states(self, func: Any, tags: frozenset[Tag], written: list[Tensor]) -> None:
-        for tensor in written:
-            name = self._states.get(storage_key(tensor))
-            if name is not None and name not in self._written_glue:
-                self._written_glue[name] = tensor
-                if not is_placeholder(tensor) and not tensor.is_meta:
-                    self._restores.append((tensor, tensor.detach().clone()))
-
-    def without_poison(self, value: Any) -> Any:
-        """The same with placeholders for real tensors that a placeholder was written into."""
-        if not self._poisoned:
-            return value
-
-        def swap(tensor: Tensor) -> Tensor:
-            if is_placeholder(tensor) or storage_key(tensor) not in self._poisoned:
-                return tensor
-            fake = self.mode.like(tensor.detach())
-            self.tags.add(fake, self.tags.of(tensor))
-            return fake
-
-        return map_tensors(swap, value)
-
-    def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
-        if not self._unknown_tail:
-            self._unknown_tail = user_line(self.root)
-        self.trace.tail |= self.tags.union(operands)
-        dtype = operands[0].dtype
-        if func._schema.name != "aten::_local_scalar_dense" or dtype is torch.bool:
-            return False
-        return 1.0 if dtype.is_floating_point else 1
 
     # ---- operations inside units
 
@@ -265,7 +192,7 @@ class Tracer:
         if call is None:
             return run()
         own = frozenset({Tag("effect", call.index)})
-        operands = list(_operands(args, kwargs))
+        operands = list(operands_of(args, kwargs))
         call.reads |= self.tags.union(operands) - own
         result = run()
         for tensor in written_tensors(func, args, kwargs):
@@ -273,14 +200,14 @@ class Tracer:
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
-        self._note_results(func, operands, list(_operands((result,), {})), own)
+        self._note_results(func, operands, list(operands_of((result,), {})), own)
         self._fake.count(call, func, args, kwargs, result)
         return result
 
     def _note_results(
         self, func: Any, operands: list[Tensor], results: list[Tensor], own: frozenset[Tag]
     ) -> None:
-        self.made.extend(weakref.ref(tensor) for tensor in results)
+        self.made.extend(weakref.ref(t) for t in results if not any(t is operand for operand in operands))
         if any(returned.alias_info is not None for returned in func._schema.returns):
             for tensor in results:  # the view of a real tensor has a stand-in for its memory
                 if operands and not is_placeholder(operands[0]):
@@ -292,10 +219,10 @@ class Tracer:
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether this is a parameter or buffer of the module."""
-        return storage_key(tensor) in self._states
+        return storage_key(tensor) in self.states
 
     def _is_outside(self, tensor: Tensor, call: Call) -> bool:
-        name = self._states.get(storage_key(tensor))
+        name = self.states.get(storage_key(tensor))
         if name is not None:
             return self.trace.state_units.get(name) != call.unit
         return Tag("effect", call.index) not in self.tags.of(tensor)
@@ -311,7 +238,10 @@ class Tracer:
         """Something that leaves the step (a loss, a logged value) depends on this."""
         self.trace.tail |= self.tags.union(tensors_in(value))
         self.trace.tail |= {
-            tag for tensor in tensors_in(value) if storage_key(tensor) in self._poisoned for tag in self.tags.of(tensor)
+            tag
+            for tensor in tensors_in(value)
+            if self.glue.is_poisoned(tensor)
+            for tag in self.tags.of(tensor)
         }
 
     def _attribute_read(self, module: nn.Module, name: str) -> None:
@@ -324,8 +254,8 @@ class Tracer:
         value = vars(module).get(name)
         if not holds_tensor(value):
             raise refuse(
-                f"attribute {name!r} is set by a unit's forward ({type(module).__name__}) and read outside it; on "
-                "another stage it would have an old value. Return it from forward instead",
+                f"attribute {name!r} is set by a unit's forward ({type(module).__name__}) and read outside "
+                "it; on another stage it would have an old value. Return it from forward instead",
                 self.root,
             )
 
@@ -345,21 +275,23 @@ class Tracer:
                 self.trace.attributes.append((module, name))
                 if (id(module), name) in self._early_reads and not isinstance(value, list | dict):
                     raise SplitError(
-                        f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before the model "
-                        "and set after it: earlier stages would read an old value. Update it in a hook such as "
-                        "on_train_batch_end instead"
+                        f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before "
+                        "the model and set after it: earlier stages would read an old value. Update it in a "
+                        "hook such as on_train_batch_end instead"
                     )
         self._check_written_states()
 
     def _check_written_states(self) -> None:
-        for name in self._written_glue:
+        for name in self.glue.written_states:
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:
                 units = frozenset(call.unit for call in readers)
                 last = frozenset({self.trace.calls[-1].unit})
-                self.trace.together.append((units | last, f"{name!r} is written by {self.trace.step} between units"))
+                self.trace.together.append(
+                    (units | last, f"{name!r} is written by {self.trace.step} between units")
+                )
             self.trace.tail.add(Tag("state", name=name))
-            self.trace.tail |= self.tags.of(self._written_glue[name])
+            self.trace.tail |= self.tags.of(self.glue.written_states[name])
 
     def _note_region(self, call: Call) -> None:
         frame = sys._getframe(2)
@@ -372,66 +304,18 @@ class Tracer:
         self.trace.checkpointed = bool(self._regions)
         for _, members in self._regions.values():
             if len(set(members)) > 1:
-                self.trace.together.append((frozenset(members), "they are in one segment of activation checkpointing"))
-        self._regions.clear()
-
-    def hook_registered(self, tensor: Tensor) -> None:
-        """A gradient hook was put on a tensor between units."""
-        derived = self.tags.of(tensor)
-        if any(t.kind == "value" for t in derived) and not any(r() is tensor for r in self._values.values()):
-            self._hooks.append((len(self.trace.calls), user_line(self.root)))
-
-    def _check_hooks(self) -> None:
-        for position, line in self._hooks:
-            if position < len(self.trace.calls):
-                raise SplitError(
-                    f"register_hook at {line} is on a value computed between units, whose gradient may come from "
-                    "several stages: put the hook on the output of a module"
+                self.trace.together.append(
+                    (frozenset(members), "they are in one segment of activation checkpointing")
                 )
-
-
-class _GlueOperations(TorchDispatchMode):
-    """Sees every operation that is not inside a unit."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._tracer.inside is not None:
-            return func(*args, **(kwargs or {}))
-        return self._tracer.glue_operation(func, args, kwargs or {})
-
-
-class _GlueFunctions(TorchFunctionMode):
-    """Sees calls that are no operations: gradients taken inside the step, and hooks on tensors."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = self._tracer
-        if tracer.inside is None:
-            if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-                values = tracer.tags.union(tensors_in((args, kwargs or {})))
-                if any(tag.kind == "value" for tag in values):
-                    raise refuse("a gradient is taken inside the step, through values of several stages", tracer.root)
-            elif func is Tensor.register_hook:
-                tracer.hook_registered(args[0])
-        return func(*args, **(kwargs or {}))
-
-
-def _operands(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Tensor))
+        self._regions.clear()
 
 
 def _readable(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor) and is_placeholder(value)]
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and is_placeholder(value)
+    ]
 
 
 def _containers(value: Any) -> list[Any]:

@@ -76,7 +76,13 @@ def _check_patterns(root: nn.Module, patterns: Sequence[str]) -> None:
 
 
 def _walk(
-    module: nn.Module, name: str, patterns: Sequence[str], seen: set[int], *, is_root: bool = False, element: bool = False
+    module: nn.Module,
+    name: str,
+    patterns: Sequence[str],
+    seen: set[int],
+    *,
+    is_root: bool = False,
+    element: bool = False,
 ) -> Iterator[Unit]:
     if id(module) in seen or not _has_parameters(module):
         return
@@ -87,7 +93,9 @@ def _walk(
         return
     inside = isinstance(module, _CONTAINERS)
     for child_name, child in module.named_children():
-        yield from _walk(child, f"{name}.{child_name}" if name else child_name, patterns, seen, element=inside)
+        yield from _walk(
+            child, f"{name}.{child_name}" if name else child_name, patterns, seen, element=inside
+        )
 
 
 def _is_unit(module: nn.Module, name: str, patterns: Sequence[str], *, is_root: bool, element: bool) -> bool:
@@ -95,7 +103,9 @@ def _is_unit(module: nn.Module, name: str, patterns: Sequence[str], *, is_root: 
         return False
     if any(fnmatchcase(name, pattern) for pattern in patterns):
         return True
-    if patterns and any(fnmatchcase(f"{name}.{part}", p) for part, _ in module.named_modules() if part for p in patterns):
+    if patterns and any(
+        fnmatchcase(f"{name}.{part}", p) for part, _ in module.named_modules() if part for p in patterns
+    ):
         return False
     if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
         return False
@@ -141,7 +151,9 @@ def _expand_largest(units: list[Unit], patterns: Sequence[str]) -> list[Unit] | 
         parts = _parts(units[index], patterns)
         if parts:
             taken = {id(unit.module) for unit in units}
-            return units[:index] + [part for part in parts if id(part.module) not in taken] + units[index + 1 :]
+            return (
+                units[:index] + [part for part in parts if id(part.module) not in taken] + units[index + 1 :]
+            )
     return None
 
 

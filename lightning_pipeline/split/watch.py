@@ -9,7 +9,16 @@ from torch import Tensor, nn
 from lightning_pipeline.split.structure import tensors_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size)
-_IGNORED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training", "forward", "__dict__", "__class__")
+_IGNORED = (
+    "_parameters",
+    "_buffers",
+    "_modules",
+    "_non_persistent_buffers_set",
+    "training",
+    "forward",
+    "__dict__",
+    "__class__",
+)
 
 
 def _print_of(value: Any, depth: int = 3) -> Any:
@@ -36,7 +45,7 @@ class AttributeSnapshot:
 
     def changed(self) -> list[tuple[nn.Module, str]]:
         """Attributes that are new, gone, replaced, or whose container was changed since."""
-        found = []
+        found: list[tuple[nn.Module, str]] = []
         for module, before in zip(self._modules, self._prints, strict=True):
             after = self._read(module)
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import StageFailedError, StageTimeoutError
 from lightning_pipeline.runtime.executor import Executor
+from lightning_pipeline.runtime.gradients import average_gradients
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.schedules import get_schedule
@@ -196,6 +197,38 @@ def test_a_failure_between_steps_is_told_too(ranks: Ranks) -> None:
     outcomes = ranks(2).outcomes(fail_outside_a_step, timeout=10)
     assert isinstance(outcomes[1].error, KeyError)
     assert "failed in the optimizer step: KeyError: 'no state'" in str(outcomes[0].error)
+
+
+def fail_in_one_replica(fault: str) -> None:
+    plan = get_schedule("1F1B").plan(2, 4)
+    groups = Groups(plan, replicas=2, step_timeout=TIMEOUT)
+    fails = groups.replica == 1 and groups.rank == 0
+    make = Faulty if fails else (lambda *args: Toy(*args[:3]))
+    stage = make(groups.rank, 2, 4, fault, "F")
+    executor = Executor({groups.rank: stage}, groups)
+    for _ in range(3):
+        executor.run(plan, ["s"] * 4)
+        with executor.failure.watch("averaging gradients"):
+            average_gradients(stage.layer.parameters(), groups.data_parallel)
+
+
+def test_a_failure_in_one_replica_ends_the_other(ranks: Ranks) -> None:
+    outcomes = ranks(4).outcomes(fail_in_one_replica, "raise", timeout=20)
+    assert isinstance(outcomes[3].error, ValueError)
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, StageFailedError), outcome.report
+        assert "because rank 0 (global rank 3) failed in 0F2" in str(outcome.error)
+        assert outcome.seconds < 4
+    assert all("stopped in averaging gradients" in str(outcomes[rank].error) for rank in (0, 2))
+
+
+def test_a_process_lost_in_one_replica_is_named_in_the_other(ranks: Ranks) -> None:
+    outcomes = ranks(4).outcomes(fail_in_one_replica, "kill", timeout=20)
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, StageFailedError), outcome.report
+        assert "because rank 0 (global rank 3) failed" in str(outcome.error)
+        assert outcome.seconds < 4
 
 
 def recover() -> float:

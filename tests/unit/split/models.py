@@ -101,10 +101,17 @@ def hugging_face(name: str) -> HuggingFace:
     """A small model from a config; no dropout, so that one process draws nothing."""
     import transformers as hf
 
-    small: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    small: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
     attention: dict[str, Any] = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
     if name == "gpt2":
-        config = hf.GPT2Config(n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **small)
+        config = hf.GPT2Config(
+            n_embd=16, n_layer=3, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **small
+        )
         return HuggingFace(hf.GPT2LMHeadModel(config))
     if name == "llama":
         return HuggingFace(hf.LlamaForCausalLM(hf.LlamaConfig(**attention, intermediate_size=32, **small)))
@@ -113,7 +120,14 @@ def hugging_face(name: str) -> HuggingFace:
         config = hf.BertConfig(**attention, intermediate_size=32, **small, **quiet)
         return HuggingFace(hf.BertForSequenceClassification(config))
     config = hf.T5Config(
-        d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0, decoder_start_token_id=0, **small
+        d_model=16,
+        d_kv=8,
+        d_ff=32,
+        num_layers=2,
+        num_heads=2,
+        dropout_rate=0,
+        decoder_start_token_id=0,
+        **small,
     )
     return HuggingFace(hf.T5ForConditionalGeneration(config))
 

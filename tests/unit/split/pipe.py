@@ -43,7 +43,9 @@ def split_arguments(batch: Any, num_microbatches: int) -> tuple[list[Any], list[
     return [((part, 0), {}) for part, _ in parts], [size / total for _, size in parts]
 
 
-def alone(module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step") -> Outcome:
+def alone(
+    module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step"
+) -> Outcome:
     """One process that runs the same micro-batches with gradient accumulation."""
     module = copy.deepcopy(module)
     outcome = Outcome()
@@ -66,12 +68,15 @@ def alone(module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, st
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, a) for a in args)
+    return tuple(
+        torch.utils._pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, a) for a in args
+    )
 
 
 def piped(
     module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1, step: str = "training_step",
     how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None, seed: int = 0, split_by: str | None = None,
+    split_backward: bool = False,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process."""
     logged: list[tuple[int, str, Any]] = []
@@ -91,17 +96,26 @@ def piped(
     outcome = Outcome(splits=splits)
     for count in range(steps):
         microbatches, weights = split_arguments(batch, num_microbatches)
-        _run_batch(splits, microbatches, weights, step, count, outcome)
+        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward)
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
 
 
-def _run_batch(splits: Any, microbatches: Any, weights: Any, step: str, count: int, outcome: Outcome) -> None:
+def _run_batch(
+    splits: Any,
+    microbatches: Any,
+    weights: Any,
+    step: str,
+    count: int,
+    outcome: Outcome,
+    split_backward: bool,
+) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for split in splits:
-            split.begin(step, microbatches, weights=weights if training else None, key=(0, count))
+            weighted = weights if training else None
+            split.begin(step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward)
         sent: list[list[Values | None]] = []
         for index in range(len(microbatches)):
             values: Values | None = None
@@ -112,13 +126,13 @@ def _run_batch(splits: Any, microbatches: Any, weights: Any, step: str, count: i
             sent.append(row)
         if training:
             for index in range(len(microbatches)):
-                _run_backward(splits, index, sent[index])
+                _run_backward(splits, index, sent[index], split_backward)
         results = [split.finish() for split in splits]
     outcome.losses.extend(results[-1].losses)
     outcome.outputs.extend(results[-1].outputs)
 
 
-def _run_backward(splits: Any, index: int, sent: list[Values | None]) -> None:
+def _run_backward(splits: Any, index: int, sent: list[Values | None], split_backward: bool) -> None:
     gradients = None
     for stage in reversed(range(len(splits))):
         values = sent[stage]
@@ -126,8 +140,15 @@ def _run_backward(splits: Any, index: int, sent: list[Values | None]) -> None:
             gradients = None
             continue
         if values is not None:
-            gradients = [g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)]
-        gradients = splits[stage].stage(stage).backward(index, gradients)
+            gradients = [
+                g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)
+            ]
+        program = splits[stage].stage(stage)
+        if split_backward:
+            gradients = program.backward_input(index, gradients)
+            program.backward_weight(index)
+        else:
+            gradients = program.backward(index, gradients)
         if gradients is not None:
             gradients = [g if g is None else g.detach().clone() for g in gradients]
 
@@ -165,7 +186,9 @@ def assert_same(piped_outcome: Outcome, alone_outcome: Outcome, exact: bool = Fa
         mine = piped_outcome.gradients[name]
         assert (mine is None) == (gradient is None), f"{name}: {mine is None} for {gradient is None}"
         if gradient is not None:
-            torch.testing.assert_close(mine, gradient, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                mine, gradient, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}"
+            )
     for name, buffer in piped_outcome.buffers.items():
         torch.testing.assert_close(buffer, alone_outcome.buffers[name], rtol=rtol, atol=rtol)
     assert [(i, n) for i, n, _ in piped_outcome.logged] == [(i, n) for i, n, _ in alone_outcome.logged]

@@ -48,3 +48,15 @@ def test_float32_is_equal_to_the_last_bit(name: str) -> None:
 def test_every_way_to_cut_gives_the_same_gradients(how: str) -> None:
     module, batch = module_and_batch("t5")
     assert_same(piped(module, batch, stages=3, num_microbatches=2, how=how), alone(module, batch, 2))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_split_backward_gives_the_same_bits(name: str) -> None:
+    torch.set_default_dtype(torch.float32)
+    module, batch = module_and_batch(name)
+    fused = piped(module, batch, stages=2, num_microbatches=3)
+    split = piped(module, batch, stages=2, num_microbatches=3, split_backward=True)
+    for key, gradient in fused.gradients.items():
+        assert (gradient is None and split.gradients[key] is None) or torch.equal(
+            gradient, split.gradients[key]
+        ), key

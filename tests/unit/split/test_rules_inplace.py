@@ -1,0 +1,320 @@
+"""R1 and R0: code between units that changes values in place."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.split.nets import WIDTH, Block, Net, assert_works, same_or_refused
+
+
+class AddedPosition(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pos = nn.Parameter(torch.randn(WIDTH, dtype=torch.float64))
+
+    def body(self, h: Tensor) -> Tensor:
+        h += self.pos
+        return super().body(h)
+
+
+class InplaceResidual(Net):
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            r = h
+            h = layer(h)
+            h += r
+        return h
+
+
+class MulInplace(Net):
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h.mul_(1.5).add_(0.1)
+        return h
+
+
+class SetItem(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cls = nn.Parameter(torch.randn((), dtype=torch.float64))
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h[:, 0] = self.cls
+        return h
+
+
+class InplaceActivation(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(0.3, inplace=True)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = self.act(layer(h) - 0.1) if layer is self.layers[1] else self.act(layer(h))
+        return h
+
+
+class HookInplace(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_hook(lambda m, i, o: o.mul_(1.5))
+
+
+class HookReplaces(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1].register_forward_hook(lambda m, i, o: o * 1.5)
+        self.layers[2].register_forward_pre_hook(lambda m, i: (i[0] - 0.5,))
+
+
+class WriteThroughView(Net):
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h[:, 1:].select(1, 0).mul_(3.0)
+            h.narrow(1, 0, 1).copy_(h[:, 2:3] * 2)
+        return h
+
+
+class BufferOfSlots(Net):
+    """Real memory that glue fills with outputs of several units."""
+
+    def body(self, h: Tensor) -> Tensor:
+        out = h.new_zeros(h.shape[0], len(self.layers), WIDTH)
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            out[:, i] = h
+        return out.sum(1)
+
+
+class ViewAdd(Net):
+    def body(self, h: Tensor) -> Tensor:
+        buf = torch.zeros(h.shape[0], 2, WIDTH, dtype=h.dtype)
+        buf[:, 0].add_(h)
+        buf.select(1, 1).copy_(self.layers[0](h))
+        for layer in self.layers[1:]:
+            buf = layer(buf)
+        return buf.mean(1)
+
+
+class CopyInto(Net):
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            fresh = torch.empty_like(h)
+            fresh.copy_(layer(h))
+            h = fresh
+        return h
+
+
+class MaskedFillByPlaceholder(Net):
+    def body(self, h: Tensor) -> Tensor:
+        gate = torch.ones(h.shape[0], WIDTH, dtype=h.dtype)
+        g = self.layers[0](h)
+        gate.masked_fill_(g > 0, 0.5)
+        for layer in self.layers[1:]:
+            h = layer(h * gate)
+        return h
+
+
+class ChangedAndSkip(Net):
+    """The changed value is read as it was before, by a later stage, through a copy."""
+
+    def body(self, h: Tensor) -> Tensor:
+        skip = h.clone()
+        h *= 2
+        h = self.layers[0](h)
+        first = h
+        h = self.layers[1](h)
+        first += 1.0
+        h = self.layers[2](h + first)
+        return self.layers[3](h + skip + first)
+
+
+class ViewOfOutput(Net):
+    """Glue changes a view; the base is read on."""
+
+    def body(self, h: Tensor) -> Tensor:
+        h = self.layers[1](self.layers[0](h))
+        left, right = h.chunk(2, dim=1)
+        right.mul_(0.5)
+        left.add_(1.0)
+        h = self.layers[2](h)
+        return self.layers[3](h + torch.cat([right, left], 1))
+
+
+class IntoBatch(Net):
+    def training_step(self, batch, batch_idx):
+        batch["x"].div_(2)
+        return super().training_step(batch, batch_idx)
+
+
+class FilledMask(Net):
+    def body(self, h: Tensor) -> Tensor:
+        mask = h.new_zeros(WIDTH)
+        mask[1:] = 1.0
+        for layer in self.layers:
+            h = layer(h) * mask
+            h.masked_fill_(mask == 0, 0.25)
+        return h
+
+
+class DropoutInplaceEval(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.0, inplace=True)
+        self.silu = nn.SiLU(inplace=True)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = self.silu(self.drop(layer(h)))
+        return h
+
+
+class InplaceSkip(Net):
+    """ResNet style: two branches, `+=`, in-place ReLU."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for first, second in ((0, 1), (2, 3)):
+            identity = h
+            out = self.layers[second](self.layers[first](h))
+            out += identity
+            h = F.relu_(out)
+        return h
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AddedPosition, InplaceResidual, MulInplace, SetItem, InplaceActivation, HookInplace, HookReplaces,
+        WriteThroughView, BufferOfSlots, ViewAdd, CopyInto, MaskedFillByPlaceholder, ChangedAndSkip, ViewOfOutput,
+        IntoBatch, FilledMask, DropoutInplaceEval, InplaceSkip,
+    ],
+)  # fmt: skip
+def test_in_place_code_between_units_equals_one_process(kind):
+    assert_works(kind)
+    assert_works(kind, cuts=[1, 2, 4], num_microbatches=3, steps=2)
+
+
+class ActsFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.LeakyReLU(0.2, inplace=True)
+        self.m = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(self.act(x))
+
+
+class PreActivation(Net):
+    """A unit changes its input in place; nobody else reads that."""
+
+    def __init__(self) -> None:
+        super().__init__(ActsFirst)
+
+
+class PreActivationWithSkip(PreActivation):
+    """The value a unit changed in place is read afterwards too."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h) + h
+        return h
+
+
+class SkipReadLate(PreActivation):
+    def body(self, h: Tensor) -> Tensor:
+        skip = h
+        for layer in self.layers:
+            h = layer(h)
+        return h + skip
+
+
+def test_a_unit_that_changes_its_input_in_place_works_where_nobody_else_reads_it():
+    assert_works(PreActivation)
+
+
+@pytest.mark.parametrize("kind", [PreActivationWithSkip, SkipReadLate])
+def test_a_unit_that_changes_what_others_read_is_right_or_refused(kind):
+    same_or_refused(kind, "beside its output|kept together|are together")
+
+
+class ReturnsInput(Net):
+    """A unit that hands its (changed) input out again."""
+
+    class Through(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return self.m(x), x
+
+    def __init__(self) -> None:
+        super().__init__(ReturnsInput.Through)
+
+    def body(self, h: Tensor) -> Tensor:
+        total = 0.0
+        for layer in self.layers:
+            h, before = layer(h)
+            h += 0.5
+            total = total + before
+        return h + total
+
+
+class TwoViews(Net):
+    """A unit returns two views of one memory, and glue changes one of them."""
+
+    class Halves(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            both = self.m(x)
+            return both[:, :WIDTH] * 1, both.view(-1, 2 * WIDTH)
+
+    def __init__(self) -> None:
+        super().__init__(TwoViews.Halves)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h, both = layer(h)
+            both.tanh_()
+            h = h + both[:, WIDTH:]
+        return h
+
+
+class SharedMemory(Net):
+    """Two outputs of a unit share memory, and a write into one is seen in the other."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.m(x)
+            return out, out
+
+    def __init__(self) -> None:
+        super().__init__(SharedMemory.Twice)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h, same = layer(h)
+            same.mul_(2.0)
+        return h
+
+
+@pytest.mark.parametrize("kind", [ReturnsInput, TwoViews, SharedMemory])
+def test_outputs_that_share_memory_are_right_or_refused(kind):
+    same_or_refused(kind, "memory|beside its output|kept together|are together")
+
+
+def test_a_block_is_the_same_whole_or_in_parts():
+    assert_works(lambda: Net(Block), cuts=[1, 2, 3, 4])
