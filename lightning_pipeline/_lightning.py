@@ -24,8 +24,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 
-# Resets the seed that `seed_everything` put into the environment. Since 1.9.
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 
@@ -54,7 +52,6 @@ __all__ = [
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
-    "reset_seed",
     "set_device_mesh",
     "set_rank_zero",
     "silence_sync_dist_advice",

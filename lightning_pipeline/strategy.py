@@ -163,7 +163,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
-        _lightning.reset_seed()
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)

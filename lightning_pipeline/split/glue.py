@@ -72,6 +72,14 @@ class Glue:
         return result
 
     def _note_write(self, tensor: Tensor, tags: frozenset[Tag], faked: bool) -> None:
+        tracer = self._tracer
+        for tag in tracer.shared.of(tensor):
+            unit = tracer.patches.units[tracer.trace.calls[tag.call].unit].name
+            raise refuse(
+                f"the memory of an output of unit {unit!r}, which it shares with another of its outputs or "
+                "with its input, is changed in place between units: return a copy",
+                tracer.root,
+            )
         self._tracer.trace.mutated |= {(tag.call, tag.leaf) for tag in self._tracer.handed.of(tensor)}
         self._tracer.tags.add(tensor, tags)
         if faked and not is_placeholder(tensor):

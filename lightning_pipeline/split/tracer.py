@@ -43,6 +43,7 @@ class Tracer:
         self.trace = Trace(step, patches.units)
         self.tags = TagStore()
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
+        self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
         self.inside: Call | None = None
         self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
@@ -151,7 +152,9 @@ class Tracer:
         if contents != [_contents(container) for container in _containers((args, kwargs))]:
             raise refuse(f"unit {self._name(unit)} changes a list or dictionary that it is given", self.root)
         tensors, call.structure = flatten(output)
-        result = unflatten([self._value(call, leaf, t) for leaf, t in enumerate(tensors)], call.structure)
+        values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
+        self._note_shared(call, list(tensors_in((args, kwargs))), tensors, values)
+        result = unflatten(list(values), call.structure)
         self._at_call = AttributeSnapshot(self._glue_modules)
         return result
 
@@ -178,6 +181,13 @@ class Tracer:
         self.values[tag] = weakref.ref(handed)
         self.made.append(weakref.ref(handed))
         return handed
+
+    def _note_shared(self, call: Call, inputs: list[Tensor], raw: list[Tensor], values: list[Tensor]) -> None:
+        keys = [storage_key(tensor) for tensor in (*inputs, *raw)]
+        tag = frozenset({Tag("value", call.index)})
+        for tensor, key in zip((*inputs, *values), keys, strict=True):
+            if keys.count(key) > 1 and key in keys[len(inputs) :]:
+                self.shared.add(tensor, tag)
 
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)

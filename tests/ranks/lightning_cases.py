@@ -66,7 +66,7 @@ def trainer(pipeline: dict[str, Any] | None, **options: Any) -> pl.Trainer:
     """A quiet Trainer; `pipeline=None` is one device."""
     given: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, **options,
+        "enable_progress_bar": False, "inference_mode": False, "enable_model_summary": False, "log_every_n_steps": 1, **options,
     }  # fmt: skip
     if pipeline is None:
         return pl.Trainer(devices=1, **given)

@@ -12,19 +12,20 @@ from lightning_pipeline.errors import PipelineError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 WIDTH = 4
+Cuts = Sequence[Sequence[str] | int]
 CUTS = (["layers.0"], ["layers.1"], ["layers.2"], ["layers.3"], ["head"])
 DEEP_CUTS = (["layers.0", "layers.2"], ["layers.1", "layers.2", "layers.3"])
 
 
 class Block(nn.Module):
-    """A linear map and a tanh."""
+    """A tanh and a linear map; its output may be changed in place."""
 
     def __init__(self, width: int = WIDTH) -> None:
         super().__init__()
         self.m = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.m(x))
+        return self.m(torch.tanh(x))
 
 
 class Net(Module):
@@ -68,7 +69,7 @@ def seeded(kind: Callable[[], Any], seed: int = 0) -> Any:
 def assert_works(
     kind: Callable[[], Any],
     batch: Any = None,
-    cuts: Sequence[Sequence[str] | int] = (*CUTS, *DEEP_CUTS),
+    cuts: Cuts = (*CUTS, *DEEP_CUTS),
     **options: Any,
 ) -> None:
     """Every one of these cuts (names of first units, or a number of stages) equals one process."""
@@ -82,9 +83,12 @@ def assert_works(
 
 
 def assert_refused(
-    kind: Callable[[], Any], match: str, batch: Any = None, cuts: Sequence[Sequence[str] | int] = (*CUTS, *DEEP_CUTS),
+    kind: Callable[[], Any],
+    match: str,
+    batch: Any = None,
+    cuts: Cuts = (*CUTS, *DEEP_CUTS),
     **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Every one of these cuts is refused with a message that names what is at fault."""
     module = seeded(kind)
     batch = batch if batch is not None else batch_of()
@@ -96,9 +100,12 @@ def assert_refused(
 
 
 def same_or_refused(
-    kind: Callable[[], Any], match: str, batch: Any = None, cuts: Sequence[Sequence[str] | int] = (*CUTS, *DEEP_CUTS),
+    kind: Callable[[], Any],
+    match: str,
+    batch: Any = None,
+    cuts: Cuts = (*CUTS, *DEEP_CUTS),
     **options: Any,
-) -> list[bool]:  # fmt: skip
+) -> list[bool]:
     """For each cut, whether it equals one process; if not it is refused with such a message."""
     module = seeded(kind)
     batch = batch if batch is not None else batch_of()

@@ -140,7 +140,7 @@ class ViewOfOutput(Net):
 
     def body(self, h: Tensor) -> Tensor:
         h = self.layers[1](self.layers[0](h))
-        left, right = h.chunk(2, dim=1)
+        left, right = h[:, :2], h[:, 2:]
         right.mul_(0.5)
         left.add_(1.0)
         h = self.layers[2](h)
