@@ -4,6 +4,7 @@
 """
 
 import dataclasses
+import shutil
 import time
 import warnings
 from pathlib import Path
@@ -118,6 +119,8 @@ def main(
         default_root_dir=out,
     )
     trainer.validate(model, data, verbose=False)
+    if trainer.is_global_zero:
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
     begin = time.monotonic()
     trainer.fit(model, data)
     trainer.save_checkpoint(out / "checkpoint", weights_only=False)
