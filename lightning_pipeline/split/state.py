@@ -51,7 +51,8 @@ class ModuleState:
             [_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules
         ]
         self._containers = [_containers(values) for values in self._dicts]
-        self._buffers = [(buffer, _copy_values(buffer)) for buffer in root.buffers()]
+        plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
+        self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
 
     def restore(self) -> None:
@@ -139,7 +140,7 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     """
     if not _alive(made):
         return
-    for cache in [o for o in gc.get_objects() if isinstance(o, functools._lru_cache_wrapper)]:
+    for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
     for tensor in _alive(made):
