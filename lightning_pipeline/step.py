@@ -203,7 +203,10 @@ class StepRunner:
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():
-                self._split.begin(step, microbatches, weights=weights, key=key, replica=self._replica)
+                self._split.begin(
+                    step, microbatches, weights=weights, key=key, replica=self._replica,
+                    split_backward=plan.splits_backward,
+                )  # fmt: skip
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
