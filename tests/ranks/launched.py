@@ -1,4 +1,4 @@
-"""A script of a user, run by tests under Lightning's launcher and torchrun: two Trainers, one after the other."""
+"""A user's script, for tests of launchers: two Trainers, one after the other."""
 
 import sys
 

@@ -17,18 +17,19 @@ strategy = pickle.loads(pickle.dumps(lightning_pipeline.PipelineStrategy(2)))
 assert repr(strategy).startswith("<PipelineStrategy(stages=2")
 """
 AFTER = """
+import lightning_pipeline.strategy
 import lightning
-import lightning_pipeline
 from lightning.pytorch.cli import LightningArgumentParser
 parser = LightningArgumentParser()
 parser.add_class_arguments(lightning.Trainer, "trainer")
-given = ["--trainer.strategy=PipelineStrategy", "--trainer.strategy.stages=2", "--trainer.strategy.schedule=GPipe"]
-made = parser.instantiate_classes(parser.parse_args([*given, "--trainer.devices=2", "--trainer.accelerator=cpu"]))
+name = "--trainer.strategy"
+given = [f"{name}=PipelineStrategy", f"{name}.stages=2", f"{name}.schedule=GPipe", "--trainer.devices=2"]
+made = parser.instantiate_classes(parser.parse_args([*given, "--trainer.accelerator=cpu"]))
 assert type(made.trainer.strategy) is lightning_pipeline.PipelineStrategy
 assert lightning.pytorch.strategies.StrategyRegistry["pipeline"]
 """
 
 
-@pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["before Lightning", "after Lightning"])
+@pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["package first", "strategy first"])
 def test_in_a_fresh_process(program: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=100)
