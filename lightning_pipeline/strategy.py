@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
@@ -387,3 +387,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
 def _alone(value: Any) -> list[Any]:
     return [value]
+
+
+PipelineStrategy.register_strategies(StrategyRegistry)

@@ -32,7 +32,9 @@ class FrozenStart(Scheduled):
         return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.05)
 
 
-def fit_saving(pipeline: dict[str, Any] | None, folder: str, epochs: int, start: str | None, kind: str) -> Any:
+def fit_saving(
+    pipeline: dict[str, Any] | None, folder: str, epochs: int, start: str | None, kind: str
+) -> Any:
     module = {"scheduled": Scheduled, "frozen": FrozenStart}[kind]()
     saver = ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1, save_last=True)
     run = trainer(pipeline, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
@@ -42,7 +44,9 @@ def fit_saving(pipeline: dict[str, Any] | None, folder: str, epochs: int, start:
 
 @pytest.mark.parametrize("kind", ["scheduled", "frozen"])
 @pytest.mark.parametrize("resumed", [2, 3])
-def test_a_resumed_run_equals_one_that_was_not_stopped(ranks: Ranks, tmp_path: Path, kind: str, resumed: int) -> None:
+def test_a_resumed_run_equals_one_that_was_not_stopped(
+    ranks: Ranks, tmp_path: Path, kind: str, resumed: int
+) -> None:
     expected = fit_saving(None, str(tmp_path / "one"), 4, None, kind)
     ranks(2)(fit_saving, {"stages": 2, "num_microbatches": 2}, str(tmp_path), 2, None, kind)
     start = str(tmp_path / "last.ckpt")
@@ -57,7 +61,9 @@ def validate_from(path: str, strict: bool = True) -> list[Any]:
     module.strict_loading = strict
     if not strict:
         module.extra = torch.nn.Parameter(torch.zeros(1))
-    return trainer({"stages": 2}).validate(module, loader(), ckpt_path=path, verbose=False, weights_only=False)
+    return trainer({"stages": 2}).validate(
+        module, loader(), ckpt_path=path, verbose=False, weights_only=False
+    )
 
 
 def test_weights_of_one_device_can_be_validated_over_stages(ranks: Ranks, tmp_path: Path) -> None:
