@@ -59,7 +59,9 @@ class Plans:
         if batch_size is None or self.num_ranks == 1:
             return 1
         most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
-        divisors: list[int] = [m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)]
+        divisors: list[int] = [
+            m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)
+        ]
         candidates: list[int] = [*divisors, *range(most, 0, -1)]
         for number in candidates:
             if self._serves(number):
@@ -201,7 +203,10 @@ class StepRunner:
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():
-                self._split.begin(step, microbatches, weights=weights, key=key, replica=self._replica)
+                self._split.begin(
+                    step, microbatches, weights=weights, key=key, replica=self._replica,
+                    split_backward=plan.splits_backward,
+                )  # fmt: skip
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:

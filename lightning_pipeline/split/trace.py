@@ -59,6 +59,7 @@ class Trace:
         attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
+        writes_batch: Whether it changes tensors of the batch in place.
         host_random: Whether a unit draws from numpy's or Python's random state.
     """
 
@@ -72,6 +73,7 @@ class Trace:
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
+    writes_batch: bool = False
     host_random: bool = False
 
 

@@ -92,6 +92,8 @@ class Tracer:
         """Call the step and return what was seen."""
         function = step_function(self.root, self.trace.step)
         before = AttributeSnapshot(self._glue_modules)
+        for tensor in tensors_in((args, kwargs)):
+            self.glue.batch.add(tensor, frozenset({Tag("batch")}))
         self._at_call = before
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
@@ -207,6 +209,7 @@ class Tracer:
         result = run()
         for tensor in written_tensors(func, args, kwargs):
             origin = self._mirrors.get(storage_key(tensor), tensor)
+            self.glue.note_batch(origin)
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
