@@ -127,6 +127,33 @@ class OwnGenerator(Net):
         return made
 
 
+class GeneratorInUnit(Net):
+    class Noisy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+            self.rng = np.random.default_rng(3)
+            self.python = random.Random(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.m(x) * self.rng.random() + self.python.random()
+
+    def __init__(self) -> None:
+        super().__init__(GeneratorInUnit.Noisy)
+        for layer in self.layers:
+            layer.rng = self.layers[0].rng
+
+    def loss(self, h, batch):
+        return super().loss(h * self.layers[0].rng.random(), batch)
+
+
+class SiameseNoise(HostRandomUnit):
+    def training_step(self, batch, batch_idx):
+        one = self.body(self.emb(batch["x"]))
+        two = self.body(self.emb(batch["x"] + float(np.random.rand())))
+        return self.loss(one, batch) + F.mse_loss(one, two * random.random())
+
+
 class NumpyGenerator(Net):
     """A numpy Generator of the module's own: not seen by any seed."""
 
@@ -170,8 +197,9 @@ def test_a_random_step_is_the_same_with_1_2_and_4_stages(kind):
     assert_any_number_of_stages(kind)
 
 
-def test_a_numpy_generator_of_the_module_draws_the_same_on_all_stages():
-    assert_any_number_of_stages(NumpyGenerator)
+@pytest.mark.parametrize("kind", [NumpyGenerator, GeneratorInUnit, SiameseNoise])
+def test_generators_of_the_module_draw_the_same_on_all_stages(kind):
+    assert_any_number_of_stages(kind)
 
 
 def test_micro_batches_and_steps_draw_different_numbers():
