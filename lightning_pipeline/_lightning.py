@@ -23,15 +23,12 @@ from lightning.fabric.utilities.distributed import (
 # Moves an optimizer's state to the device of the stage. Since 1.9.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-
-# Resets the seed that `seed_everything` put into the environment. Since 1.9.
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -47,6 +44,7 @@ __all__ = [
     "forget_loaders",
     "gather_over",
     "hook_name",
+    "is_interrupted",
     "is_overridden",
     "join_group",
     "loader_ran_ahead",
@@ -54,13 +52,17 @@ __all__ = [
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
-    "reset_seed",
     "set_device_mesh",
     "set_rank_zero",
     "silence_sync_dist_advice",
     "takes",
     "time_based_validation",
 ]
+
+
+def is_interrupted(trainer: Trainer | None) -> bool:
+    """Whether an exception is ending the run. `LightningModule.trainer` raises without one. Since 1.5."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:

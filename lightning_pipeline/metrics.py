@@ -26,12 +26,14 @@ class SharedMetrics:
 
     def __init__(self, module: nn.Module, outlet: Outlet, replicas: dist.ProcessGroup | None) -> None:
         self._outlet, self._inside = outlet, False
-        self._saved: list[tuple[Metric, Any, Any]] = []
+        self._saved: list[tuple[Metric, dict[str, Any]]] = []
+        several = replicas is not None and replicas.size() > 1
         for metric in {id(m): m for m in module.modules() if isinstance(m, Metric)}.values():
-            self._saved.append((metric, metric.compute, metric.process_group))
-            _set(metric, "compute", partial(self._compute, metric.compute))
-            if outlet.is_source and replicas is not None:
-                _set(metric, "process_group", replicas)
+            changed: dict[str, Any] = {"compute": partial(self._compute, metric.compute)}
+            if outlet.is_source:
+                changed |= {"process_group": replicas} if several else {"distributed_available_fn": _alone}
+            self._saved.append((metric, {name: getattr(metric, name) for name in changed}))
+            _set(metric, changed)
 
     def _compute(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside:  # a step on the last stage, or a metric that computes others
@@ -50,11 +52,16 @@ class SharedMetrics:
 
     def restore(self) -> None:
         """Give the metrics their own `compute` and group back."""
-        for metric, compute, group in self._saved:
-            _set(metric, "compute", compute)
-            _set(metric, "process_group", group)
+        for metric, saved in self._saved:
+            _set(metric, saved)
         self._saved = []
 
 
-def _set(metric: Metric, name: str, value: Any) -> None:
-    object.__setattr__(metric, name, value)
+def _alone() -> bool:
+    """With one replica the last stage's metrics have nobody to gather from."""
+    return False
+
+
+def _set(metric: Metric, values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        object.__setattr__(metric, name, value)

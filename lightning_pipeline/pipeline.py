@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning, checkpoint
-from lightning_pipeline.errors import StageFailedError
+from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
@@ -21,9 +21,11 @@ from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.runtime.executor import Executor
+from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
 from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.reordering import Reordering
+from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.split import SplitModel, StageTable
@@ -159,6 +161,10 @@ class Pipeline:
             self.groups.replica,
         )
         self._runner.num_microbatches = number
+        if isinstance(self._settings.schedule, Auto):
+            self._runner.reordering = Reordering(
+                self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
+            )
 
     def _start_equal(self) -> None:
         """Give replicas, and stages that share a parameter, the same values, seeded or not."""
@@ -316,9 +322,20 @@ class Pipeline:
 
     # The end
 
-    def fail(self) -> None:
-        """The run ended with an exception: no rank waits for another any more."""
+    def fail(self, exception: BaseException) -> None:
+        """The run ends with an exception: tell the other ranks, so that none waits for this one.
+
+        Args:
+            exception: Gets a note when another rank failed first.
+        """
         self._failed = True
+        alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
+        if not alike:  # every rank raises these by itself
+            failure = self.executor.failure if self._is_split else Failure(self.groups)
+            try:
+                failure.end(exception, Where("code outside a step"))
+            except StageFailedError as told:
+                exception.add_note(str(told))
         self.groups.abort()
 
     def close(self) -> None:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -76,7 +76,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
             stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
             process_group_backend, init_timeout, step_timeout,
         )  # fmt: skip
-        self._device_mesh: DeviceMesh | None = None
         self._accumulating = False
         self._printed = ""
         self._names: dict[int, str] = {}
@@ -119,15 +118,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         return len(self.parallel_devices or ())
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
-        if self._device_mesh is None:
-            raise ConfigurationError(
-                "the device mesh exists once the processes have joined: ask for it in `setup`"
-            )
-        return self._device_mesh
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica_index}
@@ -163,7 +153,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
-        _lightning.reset_seed()
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
@@ -297,14 +286,14 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if not self._alone:
             nccl = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if nccl else None)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         box = [obj]
-        if dist.is_initialized():
+        if not self._alone:
             dist.broadcast_object_list(box, src)
         return box[0]
 
@@ -321,7 +310,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks of the world."""
-        return self._running.decide(decision, all_of=all) if self._pipeline else decision
+        return decision if self._alone else self._running.decide(decision, all_of=all)
 
     # Checkpoints
 
@@ -350,7 +339,12 @@ class PipelineStrategy(Answers, ParallelStrategy):
             raise CheckpointError(
                 "storage_options reach only one-file checkpoints, and stages write a folder"
             )
-        self._save(Path(self.broadcast(filepath)), checkpoint)
+        if self._alone:
+            rank_zero_warn(
+                f"{filepath} was not saved: the run was interrupted, and a checkpoint needs all ranks"
+            )
+        else:
+            self._save(Path(self.broadcast(filepath)), checkpoint)
 
     def _save(self, path: Path, dumped: dict[str, Any]) -> None:
         gather = self._pipeline.gather if self._pipeline else _alone
@@ -376,7 +370,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._pipeline is not None:
-            self._pipeline.fail()
+            self._pipeline.fail(exception)
 
     @override
     def teardown(self) -> None:
@@ -393,3 +387,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
 def _alone(value: Any) -> list[Any]:
     return [value]
+
+
+PipelineStrategy.register_strategies(StrategyRegistry)

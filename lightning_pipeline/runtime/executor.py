@@ -42,7 +42,7 @@ class Executor:
         self._runs = 0
         self._routes = Routes(self.rank, self.channels)
         self._handed: dict[tuple[str, int, int], Values | list[Tensor | None]] = {}
-        self._empty: set[tuple[int, int]] = set()
+        self._empty: dict[tuple[int, int], int | None] = {}
         self._methods: dict[str, Callable[[int, int], None]] = {
             "F": self._forward,
             "B": self._backward,
@@ -113,8 +113,10 @@ class Executor:
             self._note_empty(stage, microbatch, incoming)
 
     def _note_empty(self, stage: int, microbatch: int, incoming: Values | None) -> None:
-        self._empty.add((stage, microbatch))
-        assert incoming is None or incoming.empty, "a micro-batch ends before its first unit or not at all"
+        """Remember that no backward follows, and how many tensors the stage before waits for gradients of."""
+        self._empty[stage, microbatch] = None
+        if incoming is not None and not incoming.empty:
+            self._empty[stage, microbatch] = len(incoming.tensors)
 
     def _receive_values(self, stage: int, microbatch: int) -> Values | None:
         if stage == 0:
@@ -147,8 +149,7 @@ class Executor:
         backward: Callable[[int, Sequence[Tensor | None] | None], list[Tensor | None] | None],
     ) -> None:
         if (stage, microbatch) in self._empty:
-            self.timeline.start()
-            self.timeline.end()
+            self._skip_backward(stage, microbatch)
             return
         incoming = self._receive_gradients(stage, microbatch)
         self.timeline.start()
@@ -157,6 +158,13 @@ class Executor:
         if stage > 0:
             assert outgoing is not None, "a stage with an input returns its gradients"
             self._send_gradients(stage - 1, microbatch, outgoing)
+
+    def _skip_backward(self, stage: int, microbatch: int) -> None:
+        self.timeline.start()
+        self.timeline.end()
+        count = self._empty[stage, microbatch]
+        if count is not None:  # the step ended here, not before: no tensor gets a gradient
+            self._send_gradients(stage - 1, microbatch, [None] * count)
 
     def _receive_gradients(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
         if stage == self._routes.last:

@@ -14,6 +14,7 @@ from lightning_pipeline.errors import StageFailedError, StageTimeoutError
 from lightning_pipeline.runtime.groups import CAUSE, Groups
 from lightning_pipeline.runtime.link import LinkError
 
+_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out waiting")
 _LINGER_SECONDS = 2.0
 _COLLECT_SECONDS = 0.5
 
@@ -99,6 +100,8 @@ class Failure:
         """
         if self.cause is not None or isinstance(error, StageFailedError):
             return
+        if not isinstance(error, LinkError) and any(text in str(error) for text in _LOST):
+            self._await_cause()
         own = self._describe(error, where)
         self.cause = self._first(own)
         self._groups.abort()
@@ -107,6 +110,12 @@ class Failure:
             error.add_note(f"This was rank {own.rank} in {own.where}; all other ranks were told.")
             return
         self._raise(self.cause, where, error)
+
+    def _await_cause(self) -> None:
+        """A collective that broke cannot name who is gone; give those who can a moment to do so."""
+        deadline = time.monotonic() + _COLLECT_SECONDS
+        while time.monotonic() < deadline and self._ask_store(lambda store: store.check([CAUSE])) == "":
+            time.sleep(0.01)
 
     def _describe(self, error: BaseException, where: Where) -> Cause:
         rank, number = self._groups.rank, self._groups.global_rank

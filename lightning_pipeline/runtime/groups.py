@@ -143,7 +143,7 @@ class Groups:
         replicated = self.numbering.replicated() if replicas > 1 else []
         self.data_parallel = self._make(replicated, "data", backend, step_timeout)
         self.store = self._own_store()
-        self.links = self._make_links(placement)
+        self.links = self._make_links(placement, init_timeout)
 
     def _make(
         self, rank_lists: Iterable[Sequence[int]], name: str, backend: str, timeout: timedelta
@@ -157,12 +157,12 @@ class Groups:
                 self._made.append(group)
         return own
 
-    def _make_links(self, placement: Placement) -> dict[int, Link]:
+    def _make_links(self, placement: Placement, init_timeout: timedelta) -> dict[int, Link]:
         links = {}
         for low, high in neighbours(placement):
             pairs = [(pipeline[low], pipeline[high]) for pipeline in self.numbering.pipelines()]
-            up = self._make(pairs, f"{low}_to_{high}", "gloo", self.step_timeout)
-            down = self._make(pairs, f"{high}_to_{low}", "gloo", self.step_timeout)
+            up = self._make(pairs, f"{low}_to_{high}", "gloo", init_timeout)
+            down = self._make(pairs, f"{high}_to_{low}", "gloo", init_timeout)
             if self.rank == low:
                 links[high] = Link(high, _required(up), _required(down), timeout=self.step_timeout)
             elif self.rank == high:

@@ -15,7 +15,8 @@ class Values:
         tensors: In the cut's order. Whether each requires gradient is part of the contract.
         table: Opaque, picklable and comparable description of everything upstream. It travels only when
             it changes; the receiver gets the same object every time it does not.
-        empty: The step ended before any unit ran: nothing follows downstream, nothing comes back.
+        empty: The step ended without a result before any later stage's unit: nothing follows downstream
+            and nothing comes back. The stage's backward of that micro-batch is not called.
     """
 
     tensors: list[Tensor]

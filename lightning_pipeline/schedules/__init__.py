@@ -1,6 +1,7 @@
 """What should happen in a pipeline: schedules, the plans they make, and proofs about them. No torch here."""
 
 from lightning_pipeline.schedules.action import Action
+from lightning_pipeline.schedules.auto import Auto
 from lightning_pipeline.schedules.check import check
 from lightning_pipeline.schedules.communicate import communicate
 from lightning_pipeline.schedules.costs import Costs
@@ -26,6 +27,7 @@ __all__ = [
     "ZBH2",
     "ZBV",
     "Action",
+    "Auto",
     "Costs",
     "DualPipeV",
     "ForwardOnly",

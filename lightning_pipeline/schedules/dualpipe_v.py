@@ -1,6 +1,5 @@
 """DualPipeV: forwards and backwards of different micro-batches overlapped in pairs."""
 
-from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.schedules.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.schedule import Schedule, require_sizes
@@ -9,7 +8,8 @@ from lightning_pipeline.schedules.schedule import Schedule, require_sizes
 class DualPipeV(Schedule):
     """DualPipe folded into a V: rank r holds stages r and 2p - 1 - r, so the loss is on rank 0.
 
-    Needs at least 2p micro-batches. A forward and a backward that overlap are one pair of the plan.
+    Serves every size; made for m >= 2p. With fewer micro-batches it is the order for 2p with the surplus
+    left out. A forward and a backward that overlap are one pair of the plan.
 
     Source:
         DeepSeek-AI 2024, arXiv 2412.19437 and github.com/deepseek-ai/DualPipe.
@@ -18,19 +18,11 @@ class DualPipeV(Schedule):
     stages_per_rank = 2
 
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
-        """Work the rule out for at least twice as many micro-batches as ranks.
-
-        Raises:
-            ScheduleError: There are fewer.
-        """
+        """Work the rule out for any number of ranks and micro-batches, at least 1 each."""
         require_sizes(num_ranks, num_microbatches)
-        if num_microbatches < 2 * num_ranks:
-            raise ScheduleError(
-                f"DualPipeV serves {2 * num_ranks} micro-batches and more over {num_ranks} ranks, "
-                f"not {num_microbatches}"
-            )
-        writers = [_written(rank, num_ranks, num_microbatches) for rank in range(num_ranks)]
-        return Plan((w.order for w in writers), pairs=[w.pairs for w in writers])
+        whole = max(num_microbatches, 2 * num_ranks)
+        writers = [_written(rank, num_ranks, whole) for rank in range(num_ranks)]
+        return Plan((w.order for w in writers), pairs=[w.pairs for w in writers]).first(num_microbatches)
 
 
 def _written(rank: int, num_ranks: int, num_microbatches: int) -> "_Writer":

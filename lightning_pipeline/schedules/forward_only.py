@@ -1,5 +1,6 @@
 """Forwards alone, for validation, test and predict."""
 
+from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.schedules.action import FORWARD, Action
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.schedule import Schedule, require_sizes
@@ -11,7 +12,7 @@ class ForwardOnly(Schedule):
     Serves every number of micro-batches, also where `like` does not.
 
     Args:
-        like: The schedule whose placement to keep. Default: one stage per rank.
+        like: The schedule, or the plan, whose placement to keep. Default: one stage per rank.
 
     Example:
         >>> print(ForwardOnly().plan(num_ranks=2, num_microbatches=3))
@@ -19,13 +20,26 @@ class ForwardOnly(Schedule):
         1F0 1F1 1F2
     """
 
-    def __init__(self, like: Schedule | None = None) -> None:
+    def __init__(self, like: Schedule | Plan | None = None) -> None:
         self.like = like
-        self.stages_per_rank = 1 if like is None else like.stages_per_rank
+        if isinstance(like, Plan):
+            self.stages_per_rank = len(like.stages_of(0))
+        else:
+            self.stages_per_rank = 1 if like is None else like.stages_per_rank
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
-        """The rank of each stage, as `like` has it."""
-        return tuple(range(num_ranks)) if self.like is None else self.like.placement(num_ranks)
+        """The rank of each stage, as `like` has it.
+
+        Raises:
+            ScheduleError: `like` is a plan for another number of ranks.
+        """
+        if self.like is None:
+            return tuple(range(num_ranks))
+        if isinstance(self.like, Schedule):
+            return self.like.placement(num_ranks)
+        if self.like.num_ranks != num_ranks:
+            raise ScheduleError(f"the plan to be like has {self.like.num_ranks} ranks, not {num_ranks}")
+        return tuple(self.like.rank_of(stage) for stage in range(self.like.num_stages))
 
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
         """Work the rule out for any number of ranks and micro-batches, at least 1 each."""

@@ -30,19 +30,19 @@ class FromTable(Schedule):
         self.stages_per_rank = len(self._plan.stages_of(0))
 
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
-        """The plan of the file.
+        """The plan of the file, with the surplus left out where fewer micro-batches are asked for.
 
         Raises:
-            ScheduleError: It was written for other sizes.
+            ScheduleError: It was written for other ranks, or for fewer micro-batches.
         """
         require_sizes(num_ranks, num_microbatches)
         plan = self._plan
-        if (num_ranks, num_microbatches) != (plan.num_ranks, plan.num_microbatches):
+        if num_ranks != plan.num_ranks or num_microbatches > plan.num_microbatches:
             raise ScheduleError(
-                f"{self.path} serves {plan.num_ranks} ranks and {plan.num_microbatches} micro-batches, "
-                f"not {num_ranks} and {num_microbatches}"
+                f"{self.path} serves {plan.num_ranks} ranks and up to {plan.num_microbatches} "
+                f"micro-batches, not {num_ranks} and {num_microbatches}"
             )
-        return plan
+        return plan.first(num_microbatches)
 
     def placement(self, num_ranks: int) -> tuple[int, ...]:
         """The rank of each stage in the file."""

@@ -1,6 +1,6 @@
 """Several stages per rank, laid in a loop: interleaved 1F1B, fused and with a split backward."""
 
-from lightning_pipeline.errors import ConfigurationError, ScheduleError
+from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.schedules.action import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.schedule import Schedule, require_sizes
@@ -9,8 +9,8 @@ from lightning_pipeline.schedules.schedule import Schedule, require_sizes
 class Interleaved1F1B(Schedule):
     """1F1B over several stages per rank: rank r holds r, r + p, r + 2p and so on.
 
-    Micro-batches go through in rounds of about as many as there are ranks, so a number of
-    micro-batches is served that falls into equal rounds: at most p, or a multiple of `m // p`.
+    Micro-batches go through in equal rounds of about as many as there are ranks. Serves every size;
+    where there are no equal rounds, it is the order for the next multiple of p with the surplus left out.
 
     Args:
         stages_per_rank: Stages that each rank holds. Default: 2.
@@ -28,26 +28,24 @@ class Interleaved1F1B(Schedule):
         self.stages_per_rank = at_least_one(stages_per_rank)
 
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
-        """Work the rule out for micro-batches that fall into equal rounds.
-
-        Raises:
-            ScheduleError: The micro-batches do not fall into equal rounds.
-        """
-        forwards, backwards = loop_orders(num_ranks, num_microbatches, self.stages_per_rank)
+        """Work the rule out for any number of ranks and micro-batches, at least 1 each."""
+        require_sizes(num_ranks, num_microbatches)
+        size, whole = _rounds(num_ranks, num_microbatches)
+        forwards, backwards = _loop_orders(num_ranks, self.stages_per_rank, size, whole)
         ranks = []
         for rank in range(num_ranks):
-            warm_up = (self.stages_per_rank - 1) * _round(num_ranks, num_microbatches)
+            warm_up = (self.stages_per_rank - 1) * size
             warm_up += 2 * (num_ranks - rank - 1)
             fs = [Action(stage + rank, FORWARD, i) for stage, i in forwards]
             bs = [Action(stage + rank, BACKWARD, i) for stage, i in backwards]
             ranks.append(one_by_one(fs, bs, warm_up))
-        return Plan(ranks)
+        return Plan(ranks).first(num_microbatches)
 
 
 class InterleavedZeroBubble(Schedule):
     """Interleaved 1F1B with a split backward: a shorter warm-up, and weight gradients late.
 
-    Needs no more memory than 1F1B. Serves what `Interleaved1F1B` serves.
+    Needs no more memory than 1F1B. Serves every size, as `Interleaved1F1B` does.
 
     Args:
         stages_per_rank: Stages that each rank holds. Default: 2.
@@ -65,20 +63,18 @@ class InterleavedZeroBubble(Schedule):
         self.stages_per_rank = at_least_one(stages_per_rank)
 
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
-        """Work the rule out for micro-batches that fall into equal rounds.
-
-        Raises:
-            ScheduleError: The micro-batches do not fall into equal rounds.
-        """
-        forwards, backwards = loop_orders(num_ranks, num_microbatches, self.stages_per_rank)
+        """Work the rule out for any number of ranks and micro-batches, at least 1 each."""
+        require_sizes(num_ranks, num_microbatches)
+        size, whole = _rounds(num_ranks, num_microbatches)
+        forwards, backwards = _loop_orders(num_ranks, self.stages_per_rank, size, whole)
         ranks = []
         for rank in range(num_ranks):
-            warm_up = (self.stages_per_rank - 1) * _round(num_ranks, num_microbatches)
+            warm_up = (self.stages_per_rank - 1) * size
             warm_up += num_ranks - rank - 1
             fs = [Action(stage + rank, FORWARD, i) for stage, i in forwards]
             bs = [Action(stage + rank, BACKWARD_INPUT, i) for stage, i in backwards]
             ranks.append(with_late_weights(one_by_one(fs, bs, warm_up), late_by=rank))
-        return Plan(ranks)
+        return Plan(ranks).first(num_microbatches)
 
 
 def at_least_one(stages_per_rank: int) -> int:
@@ -115,34 +111,20 @@ def with_late_weights(order: list[Action], late_by: int) -> list[Action]:
     return result + waiting
 
 
-def loop_orders(
-    num_ranks: int, num_microbatches: int, stages_per_rank: int
-) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """The order of rank 0's forwards and backwards as (stage, micro-batch), round after round.
+def _rounds(num_ranks: int, num_microbatches: int) -> tuple[int, int]:
+    """Micro-batches per round, and of all rounds, which may be a few more than there are."""
+    rounds = max(1, num_microbatches // num_ranks)
+    if num_microbatches % rounds == 0:
+        return num_microbatches // rounds, num_microbatches
+    return num_ranks, (rounds + 1) * num_ranks
 
-    Raises:
-        ScheduleError: The micro-batches do not fall into equal rounds.
-    """
-    require_sizes(num_ranks, num_microbatches)
-    size = _round(num_ranks, num_microbatches)
+
+def _loop_orders(
+    num_ranks: int, stages_per_rank: int, size: int, num_microbatches: int
+) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """Rank 0's forwards and backwards as (stage, micro-batch), in rounds of `size` micro-batches."""
     firsts = [num_ranks * local for local in range(stages_per_rank)]
     rounds = [range(start, start + size) for start in range(0, num_microbatches, size)]
     forwards = [(stage, i) for microbatches in rounds for stage in firsts for i in microbatches]
     backwards = [(stage, i) for microbatches in rounds for stage in firsts[::-1] for i in microbatches]
     return forwards, backwards
-
-
-def _round(num_ranks: int, num_microbatches: int) -> int:
-    """Micro-batches per round: as near to the number of ranks, from above, as equal rounds allow."""
-    rounds = max(1, num_microbatches // num_ranks)
-    if num_microbatches % rounds:
-        below, above = num_microbatches, num_microbatches
-        while below % max(1, below // num_ranks):
-            below -= 1
-        while above % (above // num_ranks):
-            above += 1
-        raise ScheduleError(
-            f"{num_microbatches} micro-batches do not fall into {rounds} equal rounds over {num_ranks} "
-            f"ranks: any multiple of {num_ranks} is served, the nearest numbers are {below} and {above}"
-        )
-    return num_microbatches // rounds

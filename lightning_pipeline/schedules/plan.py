@@ -87,6 +87,37 @@ class Plan:
         """Positions in `plan[rank]` whose action runs as one with the action after it."""
         return self._pairs[rank]
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is in two halves, I and W."""
+        return any(action.kind in ("I", "W") for actions in self for action in actions)
+
+    def first(self, num_microbatches: int) -> "Plan":
+        """The same plan for a batch with fewer micro-batches: the surplus left out, all else in place.
+
+        Args:
+            num_microbatches: How many to keep. At least 1, at most what the plan serves.
+
+        Raises:
+            ScheduleError: The plan serves fewer.
+
+        Example:
+            >>> print(Plan.parse("0F0 0F1 0B0 0B1").first(1))
+            0F0 0B0
+        """
+        if not 1 <= num_microbatches <= self.num_microbatches:
+            raise ScheduleError(
+                f"the plan serves 1 to {self.num_microbatches} micro-batches, not {num_microbatches}"
+            )
+        rows, pairs = [], []
+        for actions, starts in zip(self._ranks, self._pairs, strict=True):
+            kept = [i for i, action in enumerate(actions) if action.microbatch < num_microbatches]
+            rows.append([actions[i] for i in kept])
+            pairs.append(
+                [at for at, i in enumerate(kept) if i in starts and kept[at + 1 : at + 2] == [i + 1]]
+            )
+        return Plan(rows, pairs=pairs)
+
     def __len__(self) -> int:
         return len(self._ranks)
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import cast
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
+from lightning_pipeline.schedules.auto import Auto
 from lightning_pipeline.schedules.dualpipe_v import DualPipeV
 from lightning_pipeline.schedules.forward_only import ForwardOnly
 from lightning_pipeline.schedules.from_table import FromTable
@@ -20,6 +21,7 @@ from lightning_pipeline.schedules.zero_bubble import ZBH1, ZBH2
 
 _SCHEDULES: dict[str, type[Schedule]] = {
     "1F1B": OneFOneB,
+    "Auto": Auto,
     "DualPipeV": DualPipeV,
     "ForwardOnly": ForwardOnly,
     "FromTable": FromTable,

@@ -25,10 +25,7 @@ class ZBV(Schedule):
         """Work the rule out for any number of ranks and micro-batches, at least 1 each."""
         require_sizes(num_ranks, num_microbatches)
         whole = max(num_microbatches, 2 * num_ranks - 1)
-        return Plan(
-            [action for action in _order(rank, num_ranks, whole) if action.microbatch < num_microbatches]
-            for rank in range(num_ranks)
-        )
+        return Plan(_order(rank, num_ranks, whole) for rank in range(num_ranks)).first(num_microbatches)
 
 
 def _order(rank: int, num_ranks: int, num_microbatches: int) -> list[Action]:

@@ -68,7 +68,7 @@ class Glue:
         result = func(*args, **kwargs)
         for tensor in operands_of((result,), {}):
             self._tracer.tags.add(tensor, tags)
-            if faked:
+            if faked and not any(tensor is operand for operand in operands):
                 self._tracer.made.append(weakref.ref(tensor))
         for tensor in written:
             self._note_write(tensor, tags, faked)

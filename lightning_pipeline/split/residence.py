@@ -84,7 +84,10 @@ class Residence:
         vars(module)[name] = self._mode.make(spec)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
-        """Put the tensors back, with values where `states` has them under any of their names."""
+        """Put the tensors back, with values where `states` has them under any of their names.
+
+        One without a value stays empty: its shape is `(0,)`, so that no use of it goes unnoticed.
+        """
         filled: set[int] = set()
         for item in self._dropped:
             vars(item.module).pop(item.name, None)
@@ -96,8 +99,6 @@ class Residence:
             if value is not None:
                 item.tensor.data = value.detach().to(item.spec.dtype)
                 filled.add(id(item.tensor))
-            else:
-                item.tensor.data = torch.empty(item.spec.shape, dtype=item.spec.dtype, device="meta")
         self._dropped.clear()
         _reorder(self._root, self._first_names)
 

@@ -221,7 +221,7 @@ class Tracer:
     def _note_results(
         self, func: Any, operands: list[Tensor], results: list[Tensor], own: frozenset[Tag]
     ) -> None:
-        self.made.extend(weakref.ref(tensor) for tensor in results)
+        self.made.extend(weakref.ref(t) for t in results if not any(t is operand for operand in operands))
         if any(returned.alias_info is not None for returned in func._schema.returns):
             for tensor in results:  # the view of a real tensor has a stand-in for its memory
                 if operands and not is_placeholder(operands[0]):

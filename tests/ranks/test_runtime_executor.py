@@ -72,6 +72,24 @@ def test_plans_with_several_stages_per_rank_and_halves_of_backward(ranks: Ranks,
             assert all(map(torch.equal, gradients, reference[index].gradients()))
 
 
+def looped_breadth_first(num_ranks: int, stages_per_rank: int, num_microbatches: int) -> str:
+    rows = []
+    for rank in range(num_ranks):
+        stages = range(rank, num_ranks * stages_per_rank, num_ranks)
+        forwards = [f"{s}F{k}" for s in stages for k in range(num_microbatches)]
+        backwards = [f"{s}B{k}" for s in reversed(stages) for k in range(num_microbatches)]
+        rows.append(" ".join(forwards + backwards))
+    return "\n".join(rows)
+
+
+def test_a_ring_of_ranks_with_two_stages_each(ranks: Ranks) -> None:
+    reference = by_hand(6, 5, shape=ragged, steps=3)
+    for stages in ranks(3)(run_toys, looped_breadth_first(3, 2, 5), 3, 5):
+        assert len(stages) == 2
+        for index, gradients, _ in stages:
+            assert all(map(torch.equal, gradients, reference[index].gradients()))
+
+
 def count_receives() -> dict[str, Any]:
     plan = plan_of("1F1B", 3, 8)
     groups = Groups(plan)
@@ -90,7 +108,7 @@ def watch_posts(link: Link, groups: Groups, posted: list[int]) -> None:
 
     def post(num_bytes: int, *, pinned: bool = False) -> None:
         original(num_bytes, pinned=pinned)
-        posted.append(sum(other.posted for other in groups.links.values()))
+        posted.append(sum(not other.is_free for other in groups.links.values()))
 
     link.post = post  # type: ignore[method-assign]
 
@@ -205,23 +223,25 @@ def test_nothing_follows_an_empty_microbatch_and_nothing_comes_back(ranks: Ranks
     assert gradients == [not forward_only]
 
 
-def evaluate_under_changing_modes() -> list[float]:
-    plan = plan_of("1F1B", 2, 3)
+def evaluate_under_changing_modes(text: str) -> list[float]:
+    plan = plan_of(text, 2, 2)
     groups = Groups(plan)
-    stage = Toy(groups.rank, 2, 3)
-    executor = Executor({groups.rank: stage}, groups)
+    stages = {index: Toy(index, plan.num_stages, 2) for index in plan.stages_of(groups.rank)}
+    executor = Executor(stages, groups)
     losses: list[Tensor] = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
-            executor.run(plan, [mode is torch.enable_grad] * 3, forward_only=mode is not torch.enable_grad)
-        losses += stage.losses.values()
+            executor.run(plan, [mode is torch.enable_grad] * 2, forward_only=mode is not torch.enable_grad)
+        losses += [loss for stage in stages.values() for loss in stage.losses.values()]
     groups.close()
     return [float(loss) for loss in losses]
 
 
-def test_training_and_evaluation_alternate(ranks: Ranks) -> None:
-    losses = ranks(2)(evaluate_under_changing_modes)[0]
-    assert losses == [float(loss) for loss in by_hand(2, 3)[1].losses.values()] * 4
+@pytest.mark.parametrize("text", ["1F1B", V_SHAPED])
+def test_training_and_evaluation_alternate(ranks: Ranks, text: str) -> None:
+    losses = ranks(2)(evaluate_under_changing_modes, text)[0]
+    reference = by_hand(plan_of(text, 2, 2).num_stages, 2)
+    assert losses == [float(loss) for loss in reference[-1].losses.values()] * 4
 
 
 def use_twice_then_default_group() -> float:
@@ -237,3 +257,28 @@ def use_twice_then_default_group() -> float:
 
 def test_executors_follow_one_another_and_leave_the_default_group_usable(ranks: Ranks) -> None:
     assert ranks(2)(use_twice_then_default_group) == [2.0, 2.0]
+
+
+class Gate(Toy):
+    """A toy whose step ends on it for odd micro-batches."""
+
+    def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
+        if incoming is not None and incoming.empty:
+            return None if self.last else Values([], empty=True)
+        values = super().forward(microbatch, incoming)
+        return Values([], empty=True) if self.index == 1 and microbatch % 2 else values
+
+
+def run_gate() -> tuple[bool, list[int]]:
+    plan = plan_of("1F1B", 3, 4)
+    groups = Groups(plan)
+    stage = Gate(groups.rank, 3, 4)
+    executor = Executor({groups.rank: stage}, groups)
+    for _ in range(2):
+        executor.run(plan, ["s"] * 4)
+    groups.close()
+    return all(g is not None for g in stage.gradients()), sorted(stage.losses)
+
+
+def test_a_step_that_ends_on_a_middle_stage_gives_no_gradient_and_no_hang(ranks: Ranks) -> None:
+    assert ranks(3)(run_gate) == [(True, [0, 2]), (True, []), (True, [])]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import StageFailedError, StageTimeoutError
 from lightning_pipeline.runtime.executor import Executor
+from lightning_pipeline.runtime.gradients import average_gradients
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.schedules import get_schedule
@@ -54,11 +55,11 @@ class Faulty(Toy):
         return super().backward(microbatch, gradients)
 
 
-def run_faulty(num_ranks: int, culprit: int, fault: str, kind: str) -> None:
+def run_faulty(num_ranks: int, culprit: int, fault: str, kind: str, timeout: timedelta = TIMEOUT) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     plan = get_schedule("1F1B").plan(num_ranks, 4)
-    groups = Groups(plan, step_timeout=TIMEOUT)
+    groups = Groups(plan, step_timeout=timeout)
     make = Faulty if groups.rank == culprit else (lambda *args: Toy(*args[:3]))
     executor = Executor({groups.rank: make(groups.rank, num_ranks, 4, fault, kind)}, groups)
     for _ in range(3):
@@ -81,6 +82,22 @@ def test_all_ranks_report_the_exception_of_one(ranks: Ranks, culprit: int, kind:
             assert f"because rank {culprit} (global rank {2 - culprit}) failed in {culprit}{kind}2" in text
             assert "ValueError: the layer had enough" in text
             assert "in maybe_fail" in text
+
+
+def fail_and_stay() -> None:
+    try:
+        run_faulty(3, 1, "raise", "F", timedelta(seconds=60))
+    except ValueError:
+        time.sleep(5)  # a callback's on_exception that takes its time
+        raise
+
+
+def test_a_failed_rank_that_lives_on_frees_its_peers_at_once(ranks: Ranks) -> None:
+    outcomes = ranks(3).outcomes(fail_and_stay, timeout=20)
+    assert isinstance(outcomes[1].error, ValueError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "because rank 1 (global rank 1) failed in 1F2" in str(outcome.error)
+        assert outcome.seconds < 4
 
 
 @pytest.mark.parametrize("fault", ["kill", "exit"])
@@ -136,7 +153,7 @@ def disagree(what: str) -> None:
     else:
         channel = next(iter(executor.channels.values()))
         if odd:
-            channel._agreements.get(1, "s").checksum ^= 1
+            channel._agreements._known[1, "s"].checksum ^= 1
         executor.run(plan, ["s"] * 4)
 
 
@@ -196,6 +213,38 @@ def test_a_failure_between_steps_is_told_too(ranks: Ranks) -> None:
     outcomes = ranks(2).outcomes(fail_outside_a_step, timeout=10)
     assert isinstance(outcomes[1].error, KeyError)
     assert "failed in the optimizer step: KeyError: 'no state'" in str(outcomes[0].error)
+
+
+def fail_in_one_replica(fault: str) -> None:
+    plan = get_schedule("1F1B").plan(2, 4)
+    groups = Groups(plan, replicas=2, step_timeout=TIMEOUT)
+    fails = groups.replica == 1 and groups.rank == 0
+    make = Faulty if fails else (lambda *args: Toy(*args[:3]))
+    stage = make(groups.rank, 2, 4, fault, "F")
+    executor = Executor({groups.rank: stage}, groups)
+    for _ in range(3):
+        executor.run(plan, ["s"] * 4)
+        with executor.failure.watch("averaging gradients"):
+            average_gradients(stage.layer.parameters(), groups.data_parallel)
+
+
+def test_a_failure_in_one_replica_ends_the_other(ranks: Ranks) -> None:
+    outcomes = ranks(4).outcomes(fail_in_one_replica, "raise", timeout=20)
+    assert isinstance(outcomes[3].error, ValueError)
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, StageFailedError), outcome.report
+        assert "because rank 0 (global rank 3) failed in 0F2" in str(outcome.error)
+        assert outcome.seconds < 4
+    assert all("stopped in averaging gradients" in str(outcomes[rank].error) for rank in (0, 2))
+
+
+def test_a_process_lost_in_one_replica_is_named_in_the_other(ranks: Ranks) -> None:
+    outcomes = ranks(4).outcomes(fail_in_one_replica, "kill", timeout=20)
+    assert outcomes[3].exit_code == -signal.SIGKILL
+    for outcome in outcomes[:3]:
+        assert isinstance(outcome.error, StageFailedError), outcome.report
+        assert "because rank 0 (global rank 3) failed" in str(outcome.error)
+        assert outcome.seconds < 4
 
 
 def recover() -> float:

@@ -1,7 +1,5 @@
 """The formulas and tables of the literature, to the last digit."""
 
-import itertools
-
 import pytest
 
 from lightning_pipeline.schedules import (
@@ -107,7 +105,3 @@ def test_outside_their_condition_v_schedules_lose_with_every_microbatch() -> Non
     costs = Costs(1, 2, 1)
     bubbles = [round(simulate(s.plan(4, 16), costs).bubble, 4) for s in (VHalf(), VMin(), OneFOneB())]
     assert bubbles == [0.1688, 0.3756, 0.1579]
-
-
-def test_the_sizes_of_this_file_are_those_of_the_table() -> None:
-    assert list(itertools.product((4,), (8, 16))) + [(8, 16), (8, 32)] == TABLE_SIZES

@@ -73,3 +73,11 @@ def test_csv_with_messages_is_refused(tmp_path) -> None:
 def test_schedules_import_no_torch() -> None:
     code = "import sys, lightning_pipeline.schedules; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_smaller_batch_keeps_the_plan_without_the_surplus() -> None:
+    plan = Plan.parse("0F0 0F1 (0F2;0B0)OVERLAP_F_B 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2")
+    assert str(plan.first(2)) == "0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1"
+    assert plan.first(3) == plan
+    with pytest.raises(ScheduleError, match="serves 1 to 3 micro-batches, not 4"):
+        plan.first(4)

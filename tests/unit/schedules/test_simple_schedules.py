@@ -117,3 +117,10 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name: str, complaint: s
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="schedule 'GPipe' cannot be made with {'depth': 3}"):
         get_schedule("GPipe", depth=3)
+
+
+def test_forward_only_can_be_like_a_plan() -> None:
+    schedule = ForwardOnly(like=InV().plan(2, 2))
+    assert (schedule.stages_per_rank, schedule.placement(2)) == (2, (0, 1, 1, 0))
+    with pytest.raises(ScheduleError, match="the plan to be like has 2 ranks, not 3"):
+        schedule.plan(3, 2)
