@@ -125,7 +125,8 @@ def main(
     trainer.fit(model, data)
     trainer.save_checkpoint(out / "checkpoint", weights_only=False)
     if trainer.is_global_zero:
-        print(f"{steps} steps in {time.monotonic() - begin:.0f} s; the checkpoint is {out / 'checkpoint'}")
+        files = ", ".join(sorted(path.name for path in out.iterdir()))
+        print(f"{steps} steps in {time.monotonic() - begin:.0f} s; {out} holds {files}")
         whole = GPT(layers=layers, width=width, tied=tied)
         whole.load_state_dict(trained_weights(out / "checkpoint"))
         print("What the trained weights write:\n" + whole.generate("def ", 400))

@@ -24,7 +24,8 @@ from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
 from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.reordering import Reordering
+from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.split import SplitModel, StageTable
@@ -160,6 +161,10 @@ class Pipeline:
             self.groups.replica,
         )
         self._runner.num_microbatches = number
+        if isinstance(self._settings.schedule, Auto):
+            self._runner.reordering = Reordering(
+                self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
+            )
 
     def _start_equal(self) -> None:
         """Give replicas, and stages that share a parameter, the same values, seeded or not."""

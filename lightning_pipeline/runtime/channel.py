@@ -67,7 +67,8 @@ class Channel:
             self._send_tensors(key, agreed, agreed.layout, values.tensors)
         else:
             self._send_deviating(key, agreed, values)
-        self._inbox.post_ahead()
+        if self.link.is_free:  # the gradients' size is known now
+            self._inbox.post_ahead()
 
     def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
         if agreed is not None:

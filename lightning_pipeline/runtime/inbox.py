@@ -110,7 +110,8 @@ class Inbox:
         return wire.METADATA_BYTES if agreed is None else agreed.layout.num_bytes
 
     def _take_next(self) -> None:
-        self.post_ahead()
+        if self._link.is_free:
+            self.post_ahead()
         assert self._expected, "the plan has a receive without a send"
         key = self._expected[0]
         buffer = self._link.take()

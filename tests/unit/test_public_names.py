@@ -28,6 +28,7 @@ PUBLIC = {
     ],
     "lightning_pipeline.schedules": [
         "Action",
+        "Auto",
         "Costs",
         "DualPipeV",
         "ForwardOnly",
