@@ -20,11 +20,11 @@ from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.precision import clip_to_norm, global_norm
+from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
 from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.sharing import Outlet
