@@ -53,7 +53,9 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self._glue_set = set(self._glue_modules)
+        self._glue_set = {
+            id(module) for module in self._glue_modules
+        }  # hashing a Metric reads its attributes
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
         self.glue = Glue(self)
@@ -261,7 +263,7 @@ class Tracer:
     def _attribute_read(self, module: nn.Module, name: str) -> None:
         if self.inside is not None:
             return
-        if module in self._glue_set:
+        if id(module) in self._glue_set:
             if self._before.holds(module, name):
                 self._old_reads.setdefault((id(module), name), len(self.trace.calls))
             return

@@ -160,7 +160,12 @@ def test_a_module_may_split_and_merge_itself_and_bring_its_optimizer(ranks: Rank
 
 
 def places() -> Any:
-    run = trainer({"stages": 2, "data_parallel_size": 2}, barebones=True, log_every_n_steps=None, num_sanity_val_steps=None)
+    run = trainer(
+        {"stages": 2, "data_parallel_size": 2},
+        barebones=True,
+        log_every_n_steps=None,
+        num_sanity_val_steps=None,
+    )
     seen = {}
 
     class Looks(Regression):
