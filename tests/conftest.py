@@ -25,7 +25,7 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True)
 def _keep_late_imports_out_of_collections() -> Iterator[None]:
     yield
     gc.collect()
