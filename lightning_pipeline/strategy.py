@@ -282,6 +282,14 @@ class PipelineStrategy(Answers, ParallelStrategy):
         with self._running.split.user_hook():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._running.around_batch(True)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.around_batch(False)
+
     # Collectives
 
     @override
