@@ -47,7 +47,7 @@ class GlobalNorms:
         """Take the place of torch's local norm, until `remove`."""
         if self._local is None:
             self._local = clip_grad._get_total_norm
-            clip_grad._get_total_norm = self._total
+            clip_grad._get_total_norm = self._total  # type: ignore[assignment]  # called with a list only
 
     def remove(self) -> None:
         """Give torch its own back."""
@@ -69,7 +69,8 @@ class GlobalNorms:
         norm = torch.tensor(self._gather(own), dtype=torch.float64).norm(float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the total norm of the gradients of all stages is {norm.item()}")
-        return norm.to(gradients[0]) if gradients else norm.float()
+        result: Tensor = norm.to(gradients[0]) if gradients else norm.float()
+        return result
 
     def _named_norms(self, module: nn.Module) -> list[tuple[str, _Norm]]:
         """All stages' parameters that have a gradient, by name, for `grad_norm`, which asks from its frame."""
