@@ -9,8 +9,12 @@ from torch import nn
 from lightning_pipeline.errors import PlaceholderError
 
 
+class ElsewhereError(PlaceholderError):
+    """Something was read that is on the last stage only."""
+
+
 def _refuse(what: str) -> NoReturn:
-    raise PlaceholderError(
+    raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
         "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
     )

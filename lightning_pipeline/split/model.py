@@ -19,7 +19,7 @@ from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.program import StageProgram, Step
 from lightning_pipeline.split.residence import Residence, SharedParameter
 from lightning_pipeline.split.seeds import StepSeeds
-from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.split.trace import Trace, step_function, trace_step
 
 Sink = Callable[..., None]
@@ -270,6 +270,16 @@ class SplitModel:
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None
+
+    def sinks_to(
+        self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Outside a step: give calls of `root.log(...)` and the like to `record`, with the method's name."""
+
+        def sink(name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: record(name, args, kwargs)
+
+        return replaced(self.root, {name: sink(name) for name in self._sinks})
 
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
