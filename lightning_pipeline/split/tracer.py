@@ -53,7 +53,7 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self._glue_set = set(self._glue_modules)
+        self._glue_set = set(map(id, self._glue_modules))
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
         self.glue = Glue(self)
@@ -261,7 +261,7 @@ class Tracer:
     def _attribute_read(self, module: nn.Module, name: str) -> None:
         if self.inside is not None:
             return
-        if module in self._glue_set:
+        if id(module) in self._glue_set:
             if self._before.holds(module, name):
                 self._old_reads.setdefault((id(module), name), len(self.trace.calls))
             return
@@ -296,6 +296,7 @@ class Tracer:
             )
 
     def _check_written_states(self) -> None:
+        self.trace.written_states = self.glue.all_written
         for name in self.glue.written_states:
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:
