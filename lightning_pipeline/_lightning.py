@@ -4,8 +4,6 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -43,12 +41,12 @@ __all__ = [
     "evaluation_loop",
     "forget_loaders",
     "gather_over",
-    "hook_name",
     "is_interrupted",
     "is_overridden",
     "join_group",
     "loader_ran_ahead",
     "make_launcher",
+    "moves_batches_itself",
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
@@ -151,15 +149,12 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-@contextmanager
-def hook_name(module: LightningModule, name: str) -> Iterator[None]:
-    """`self.log` asks in which hook it is called. Since 1.5."""
-    previous = module._current_fx_name
-    module._current_fx_name = name
-    try:
-        yield
-    finally:
-        module._current_fx_name = previous
+def moves_batches_itself(module: LightningModule) -> bool:
+    """Whether the user's code runs while a batch moves, such as random augmentation. Since 2.0."""
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    datamodule = getattr(module.trainer, "datamodule", None)
+    found = [is_overridden(hook, module) for hook in hooks]
+    return any(found) or (datamodule is not None and any(is_overridden(hook, datamodule) for hook in hooks))
 
 
 def time_based_validation(trainer: Trainer) -> Any:
