@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 # Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
 from lightning.fabric.utilities.distributed import (
@@ -36,6 +37,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 __all__ = [
     "backend_of",
+    "brings_checkpoint_io",
     "combined_loader_of",
     "configured_to_log_graph",
     "evaluation_loop",
@@ -53,6 +55,7 @@ __all__ = [
     "set_device_mesh",
     "set_rank_zero",
     "silence_sync_dist_advice",
+    "syncs_batch_norm",
     "takes",
     "time_based_validation",
 ]
@@ -160,6 +163,16 @@ def moves_batches_itself(module: LightningModule) -> bool:
 def time_based_validation(trainer: Trainer) -> Any:
     """`Trainer(val_check_interval=<time>)`: each rank reads its own clock. Since 2.6."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+def syncs_batch_norm(strategy: Any) -> bool:
+    """`Trainer(sync_batchnorm=True)` reaches a strategy as a plugin that it must apply itself. Since 1.9."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def brings_checkpoint_io(strategy: Any) -> bool:
+    """A plugin of the user for one-file checkpoints; the public getter would make one. Since 1.6."""
+    return type(getattr(strategy, "_checkpoint_io", None)) not in (type(None), TorchCheckpointIO)
 
 
 def configured_to_log_graph(logger: Any) -> bool:

@@ -1,6 +1,7 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
-from lightning_pipeline.precision import clip_to_norm, global_norm
+from lightning_pipeline.precision import clip_to_norm, clipping_over_stages, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.failure import Failure, Where
@@ -268,11 +269,21 @@ class Pipeline:
         """Clip gradients by their norm over all stages; tied parameters count once."""
         with_gradient = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in with_gradient if p.grad is not None]
-        counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
-        with self.executor.failure.watch("clipping gradients"):
-            norm = global_norm(counted, [self.groups.pipeline], self._device)
+        norm = self._norm(gradients, 2.0)
         clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
         return norm
+
+    def _norm(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+        copies = {id(p.grad) for p in self._parameters if id(p) in self._not_counted}
+        counted = [gradient for gradient in gradients if id(gradient) not in copies]
+        with self.executor.failure.watch("clipping gradients"):
+            return global_norm(counted, self.groups.pipeline, self._device, norm_type)
+
+    @contextmanager
+    def user_hooks(self) -> Iterator[None]:
+        """For the user's hooks around the optimizer step: norms are the whole model's, loops over it raise."""
+        with self.split.user_hook(), clipping_over_stages(self._norm):
+            yield
 
     # Collectives
 

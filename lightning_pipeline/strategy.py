@@ -270,7 +270,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
-        with self._running.split.user_hook():
+        with self._running.user_hooks():
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             self._running.put_gradients_back(stepping=not self._accumulating)
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -281,7 +281,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.split.user_hook():
+        with self._running.user_hooks():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
     # Collectives

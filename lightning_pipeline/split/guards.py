@@ -22,7 +22,12 @@ _ALLOWED = (
     "transformers.modeling_utils",
     "torchmetrics.",
 )
+_REFUSED = ("lightning.pytorch.utilities.grads",)  # `grad_norm` would log one stage's, under each stage's names
 _METHODS = ("parameters", "named_parameters", "state_dict")
+
+
+def _may_ask(caller: str) -> bool:
+    return caller.startswith(_ALLOWED) and not caller.startswith(_REFUSED)
 
 
 class ParameterGuard:
@@ -62,7 +67,7 @@ class ParameterGuard:
         original = getattr(type(module), name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            if self.active and not sys._getframe(1).f_globals.get("__name__", "").startswith(_ALLOWED):
+            if self.active and not _may_ask(sys._getframe(1).f_globals.get("__name__", "")):
                 raise SplitError(
                     f"{name}() of a module that is spread over stages is used inside a step or a hook around "
                     "it, where it lists this stage's part only. Use the optimizer's weight_decay for a "

@@ -344,3 +344,44 @@ def test_replicas_and_shared_weights_start_and_stay_equal(ranks: Ranks) -> None:
     for other in others:
         for name, value in first.items():
             torch.testing.assert_close(other[name], value, rtol=0, atol=0)
+
+
+class ClipsInHook(Tied):
+    norms: list[float]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        self.norms.append(float(norm))
+        largest = torch.nn.utils.clip_grad_norm_(parameters, 1e-3, norm_type=float("inf"))
+        self.norms.append(float(largest))
+
+    def on_fit_start(self) -> None:
+        self.norms = []
+
+
+def fit_clipping_in_hook(pipeline: dict[str, Any] | None) -> Any:
+    module = ClipsInHook()
+    trainer(pipeline).fit(module, loader())
+    return weights(module), module.norms
+
+
+def test_torch_clipping_in_a_hook_goes_by_all_stages(ranks: Ranks) -> None:
+    expected, norms = fit_clipping_in_hook(None)
+    for found, found_norms in ranks(2)(fit_clipping_in_hook, {"stages": 2, "partition": ["net.4"]}):
+        assert found_norms == pytest.approx(norms, rel=1e-9)
+        assert_same((found, {}), (expected, {}))
+
+
+class LogsNorms(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(pl.utilities.grad_norm(self, 2))
+
+
+def fit_logging_norms() -> None:
+    trainer({"stages": 2}).fit(LogsNorms(), loader())
+
+
+def test_norms_of_one_stage_are_not_logged_as_the_model_s(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="lists this stage's part only"):
+        ranks(2)(fit_logging_norms)
