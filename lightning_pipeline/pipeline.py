@@ -1,7 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,8 @@ from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
-from lightning_pipeline.precision import clip_to_norm, clipping_over_stages, global_norm
+from lightning_pipeline.norms import GlobalNorms
+from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.failure import Failure, Where
@@ -147,6 +147,8 @@ class Pipeline:
             id(shared.parameter) for shared in self.split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
         }  # fmt: skip
+        self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
+        self._undo.append(lambda: self.around_batch(False))
         self._start_equal()
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
         self._undo.append(metrics.restore)
@@ -250,6 +252,16 @@ class Pipeline:
         self.feed.check(args[0], batch_idx, step)
         return self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
 
+    def around_batch(self, active: bool) -> None:
+        """From the start of a training batch to the end of its hooks: guard what sees one stage only.
+
+        Args:
+            active: Whether the guards are up.
+        """
+        if self._is_split:
+            self.split.guard_hooks(active)
+            (self._norms.install if active else self._norms.remove)()
+
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
 
@@ -269,21 +281,11 @@ class Pipeline:
         """Clip gradients by their norm over all stages; tied parameters count once."""
         with_gradient = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in with_gradient if p.grad is not None]
-        norm = self._norm(gradients, 2.0)
+        counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
+        with self.executor.failure.watch("clipping gradients"):
+            norm = global_norm(counted, [self.groups.pipeline], self._device)
         clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
         return norm
-
-    def _norm(self, gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-        copies = {id(p.grad) for p in self._parameters if id(p) in self._not_counted}
-        counted = [gradient for gradient in gradients if id(gradient) not in copies]
-        with self.executor.failure.watch("clipping gradients"):
-            return global_norm(counted, self.groups.pipeline, self._device, norm_type)
-
-    @contextmanager
-    def user_hooks(self) -> Iterator[None]:
-        """For the user's hooks around the optimizer step: norms are the whole model's, loops over it raise."""
-        with self.split.user_hook(), clipping_over_stages(self._norm):
-            yield
 
     # Collectives
 

@@ -1,8 +1,7 @@
 """Precision across stages: which plugins work, and clipping by one norm over all of them."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -14,7 +13,6 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from torch import Tensor
-from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -75,61 +73,25 @@ def _refuse_unserved(plugin: Precision) -> None:
 
 
 def global_norm(
-    gradients: Sequence[Tensor], group: dist.ProcessGroup, device: torch.device, norm_type: float = 2.0
+    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
 ) -> Tensor:
-    """The norm of gradients that are spread over ranks.
+    """The 2-norm of gradients that are spread over ranks.
 
     Args:
         gradients: This rank's share, each counted by one rank only.
-        group: The ranks.
+        groups: Process groups to sum over, one after the other. May be empty.
         device: Where the sum travels.
-        norm_type: Of the norm; may be `inf`.
 
     Returns:
-        float64 scalar, the same on every rank of the group; inf or nan when any rank's share is.
+        float64 scalar, the same on every rank of the groups; inf or nan when any rank's share is.
     """
-    norms = [torch.linalg.vector_norm(g.detach(), norm_type, dtype=_wide(g)) for g in gradients]
+    squares = [torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)) for gradient in gradients]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    finite = norm_type != float("inf")
-    if norms:
-        stacked = torch.stack([norm.to(device, torch.float64) for norm in norms])
-        total = stacked.pow(norm_type).sum() if finite else stacked.max()
-    dist.all_reduce(total, dist.ReduceOp.SUM if finite else dist.ReduceOp.MAX, group=group)
-    return total.pow(1 / norm_type) if finite else total
-
-
-@contextmanager
-def clipping_over_stages(norm_of: Callable[[Sequence[Tensor], float], Tensor]) -> Iterator[None]:
-    """Inside, `torch.nn.utils.clip_grad_norm_` goes by the gradients of all stages, as on one device.
-
-    Users call it in hooks around the optimizer step, under whatever name they imported it. All stages run
-    these hooks. Could go if torch let one give the norm.
-
-    Args:
-        norm_of: The norm over all stages of this rank's gradients, of a type.
-    """
-    original = clip_grad._get_total_norm
-
-    def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
-    ) -> Tensor:
-        gradients = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norm = norm_of(gradients, float(norm_type))
-        _check_finite(norm, error_if_nonfinite)
-        return norm.to(gradients[0].dtype) if gradients else norm
-
-    clip_grad._get_total_norm = total_norm
-    try:
-        yield
-    finally:
-        clip_grad._get_total_norm = original
-
-
-def _check_finite(norm: Tensor, wanted: bool) -> None:
-    if wanted and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped"
-        )
+    if squares:
+        total = torch.stack([norm.to(device, torch.float64) for norm in squares]).square().sum()
+    for group in groups:
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
 
 
 def _wide(gradient: Tensor) -> torch.dtype | None:
@@ -150,7 +112,10 @@ def clip_to_norm(
     Raises:
         RuntimeError: As `torch.nn.utils.clip_grad_norm_` does.
     """
-    _check_finite(norm, error_if_nonfinite)
+    if error_if_nonfinite and not bool(torch.isfinite(norm)):
+        raise RuntimeError(
+            f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped"
+        )
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))

@@ -270,7 +270,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
-        with self._running.user_hooks():
+        with self._running.split.user_hook():
             closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
             self._running.put_gradients_back(stepping=not self._accumulating)
             closure_loss = self.precision_plugin.post_backward(closure_loss, module)
@@ -281,8 +281,16 @@ class PipelineStrategy(Answers, ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.user_hooks():
+        with self._running.split.user_hook():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._running.around_batch(True)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.around_batch(False)
 
     # Collectives
 

@@ -130,7 +130,7 @@ class AttributeGuards:
 
     def __init__(self, root: nn.Module) -> None:
         self._names = {id(module): name for name, module in root.named_modules()}
-        self._before: dict[tuple[nn.Module, str], Any] = {}
+        self._before: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
 
     def install(self, attributes: list[tuple[nn.Module, str]]) -> None:
         """Guard these; one that was assigned anew since is guarded again."""
@@ -139,7 +139,7 @@ class AttributeGuards:
             value = own.get(name)
             if isinstance(value, Elsewhere | ElsewhereList | ElsewhereDict):
                 continue
-            self._before.setdefault((module, name), value)
+            self._before.setdefault((id(module), name), (module, value))
             prefix = self._names.get(id(module), "")
             what = f"attribute '{prefix}.{name}'" if prefix else f"attribute '{name}' of the LightningModule"
             kind = (
@@ -153,6 +153,6 @@ class AttributeGuards:
 
     def remove(self) -> None:
         """Put back what was there."""
-        for (module, name), value in self._before.items():
+        for (_, name), (module, value) in self._before.items():
             vars(module)[name] = value
         self._before.clear()

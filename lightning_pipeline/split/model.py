@@ -125,6 +125,10 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters of the whole module, tied ones once, in its order."""
+        return self._residence.parameter_names
+
     def owned_states(self) -> dict[str, Tensor]:
         """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage."""
         return self._residence.owned_states(set(self._programs), self.num_stages)
@@ -141,6 +145,14 @@ class SplitModel:
     def step_attributes(self, step: str) -> list[tuple[nn.Module, str]]:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
+
+    def guard_hooks(self, active: bool) -> None:
+        """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
+        self._parameters.active = active
+
+    def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
+        """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""
+        self._parameters.answers[caller] = answer
 
     @contextmanager
     def user_hook(self) -> Iterator[None]:

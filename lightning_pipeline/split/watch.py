@@ -37,8 +37,9 @@ class AttributeSnapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._prints = [self._read(module) for module in self._modules]
-        # By identity: a metric's hash changes with its state, and reads attributes. All held: no id is used twice.
-        self._values = {id(module): dict(vars(module)) for module in self._modules}
+        self._values = {
+            id(module): dict(vars(module)) for module in self._modules
+        }  # held: no id is used twice
 
     @staticmethod
     def _read(module: nn.Module) -> dict[str, Any]:
@@ -64,7 +65,7 @@ class ReadWatch:
 
     def __init__(self, on_read: Callable[[nn.Module, str], None]) -> None:
         self._on_read = on_read
-        self._classes: dict[int, tuple[nn.Module, type]] = {}
+        self._classes: dict[int, tuple[nn.Module, type]] = {}  # by id: a metric's hash is that of its state
 
     def watch(self, module: nn.Module, names: set[str] | None = None) -> None:
         """Watch these attributes of `module`, or all in its `__dict__`; more names join those before."""
@@ -74,7 +75,7 @@ class ReadWatch:
                 watched.update(names)
             return
         cls = type(module)
-        self._classes[id(module)] = module, cls
+        self._classes[id(module)] = (module, cls)
         on_read, ids = self._on_read, self._classes
 
         def read(self: nn.Module, name: str) -> Any:

@@ -371,17 +371,3 @@ def test_torch_clipping_in_a_hook_goes_by_all_stages(ranks: Ranks) -> None:
     for found, found_norms in ranks(2)(fit_clipping_in_hook, {"stages": 2, "partition": ["net.4"]}):
         assert found_norms == pytest.approx(norms, rel=1e-9)
         assert_same((found, {}), (expected, {}))
-
-
-class LogsNorms(Regression):
-    def on_before_optimizer_step(self, optimizer: Any) -> None:
-        self.log_dict(pl.utilities.grad_norm(self, 2))
-
-
-def fit_logging_norms() -> None:
-    trainer({"stages": 2}).fit(LogsNorms(), loader())
-
-
-def test_norms_of_one_stage_are_not_logged_as_the_model_s(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="lists this stage's part only"):
-        ranks(2)(fit_logging_norms)
