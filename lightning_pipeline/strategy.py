@@ -231,7 +231,9 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self._running.feed.alike():
+        assert self.lightning_module is not None
+        draws = _lightning.moves_batches_itself(self.lightning_module)
+        with self._running.feed.alike() if draws else nullcontext():
             return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
