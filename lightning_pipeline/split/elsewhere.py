@@ -1,6 +1,7 @@
 """What stands on a stage for something that only another stage has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -156,6 +157,16 @@ class AttributeGuards:
                 else Elsewhere
             )
             own[name] = kind(what)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the guards away for a moment, for a trace that looks at every attribute."""
+        guarded = [(module, name) for (_, name), (module, _) in self._before.items()]
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install(guarded)
 
     def remove(self) -> None:
         """Put back what was there."""
