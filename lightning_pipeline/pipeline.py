@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning, checkpoint
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
@@ -152,6 +153,7 @@ class Pipeline:
         self._start_equal()
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
         self._undo.append(metrics.restore)
+        self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
             self._module,

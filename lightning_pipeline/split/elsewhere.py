@@ -9,8 +9,12 @@ from torch import nn
 from lightning_pipeline.errors import PlaceholderError
 
 
+class ElsewhereError(PlaceholderError):
+    """Something was read that is on the last stage only."""
+
+
 def _refuse(what: str) -> NoReturn:
-    raise PlaceholderError(
+    raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
         "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
     )
@@ -77,10 +81,9 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(
-            (a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)), None
-        )
-        return _refuse(found._what if found is not None else "a value")
+        guards = (Elsewhere, ElsewhereList, ElsewhereDict)
+        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, guards)]
+        return _refuse(found[0]._what if found else "a value")
 
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
@@ -125,6 +128,9 @@ for _cls in (ElsewhereList, ElsewhereDict):
         setattr(_cls, _name, _silent)
 
 
+_MISSING = object()
+
+
 class AttributeGuards:
     """Puts guards in the place of attributes that a step sets on the last stage, and takes them away."""
 
@@ -136,7 +142,7 @@ class AttributeGuards:
         """Guard these; one that was assigned anew since is guarded again."""
         for module, name in attributes:
             own = vars(module)
-            value = own.get(name)
+            value = own.get(name, _MISSING)
             if isinstance(value, Elsewhere | ElsewhereList | ElsewhereDict):
                 continue
             self._before.setdefault((id(module), name), (module, value))
@@ -154,5 +160,8 @@ class AttributeGuards:
     def remove(self) -> None:
         """Put back what was there."""
         for (_, name), (module, value) in self._before.items():
-            vars(module)[name] = value
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
         self._before.clear()

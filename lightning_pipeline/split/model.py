@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.microbatch import signature_of
 from lightning_pipeline.split.elsewhere import AttributeGuards
 from lightning_pipeline.split.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.split.isolation import Isolation
 from lightning_pipeline.split.liveness import Liveness, backward_edges, stages_of_states
 from lightning_pipeline.split.partition import Partition
 from lightning_pipeline.split.patches import UnitPatches
@@ -19,7 +20,7 @@ from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.program import StageProgram, Step
 from lightning_pipeline.split.residence import Residence, SharedParameter
 from lightning_pipeline.split.seeds import StepSeeds
-from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.split.trace import Trace, step_function, trace_step
 
 Sink = Callable[..., None]
@@ -74,6 +75,7 @@ class SplitModel:
         self._step: Step | None = None
         self._microbatch = 0
         self.signatures: list[Hashable] = []
+        self._isolation = Isolation(root, self._no_value) if len(self._programs) > 1 else None
         self._install()
 
     def _program(self, stage: int) -> StageProgram:
@@ -96,6 +98,9 @@ class SplitModel:
         self._patches.install()
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
         self._parameters.install()
+        for stage, program in self._programs.items():
+            if self._isolation is not None and stage != max(self._programs):
+                program.apart = self._isolation
 
     def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Undo every patch.
@@ -186,6 +191,8 @@ class SplitModel:
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
         if not self.has_last_stage:
             self._guards.install(trace.attributes)
+        if self._isolation is not None:
+            self._isolation.begin(trace)
         context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
@@ -270,6 +277,16 @@ class SplitModel:
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None
+
+    def sinks_to(
+        self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Outside a step: give calls of `root.log(...)` and the like to `record`, with the method's name."""
+
+        def sink(name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: record(name, args, kwargs)
+
+        return replaced(self.root, {name: sink(name) for name in self._sinks})
 
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""

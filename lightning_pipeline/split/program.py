@@ -84,6 +84,7 @@ class StageProgram:
         self.index, self.root, self.is_last = index, root, is_last
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.current: _Saved | None = None  # whose backward is running
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
@@ -129,7 +130,7 @@ class StageProgram:
         if self.is_last:
             step.on_microbatch(microbatch)
         queue = WeightQueue() if step.split_backward else None
-        with self._deferring(queue), step.context():
+        with self._deferring(queue), self.apart(), step.context():
             done = self._replay(microbatch, step, incoming)
         if self.is_last:
             self._finish(microbatch, step, done)

@@ -53,9 +53,7 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self._glue_set = {
-            id(module) for module in self._glue_modules
-        }  # hashing a Metric reads its attributes
+        self._glue_set = set(map(id, self._glue_modules))
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
         self.glue = Glue(self)
@@ -299,6 +297,7 @@ class Tracer:
             )
 
     def _check_written_states(self) -> None:
+        self.trace.written_states = self.glue.all_written
         for name in self.glue.written_states:
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:

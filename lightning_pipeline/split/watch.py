@@ -65,7 +65,7 @@ class ReadWatch:
 
     def __init__(self, on_read: Callable[[nn.Module, str], None]) -> None:
         self._on_read = on_read
-        self._classes: dict[int, tuple[nn.Module, type]] = {}  # by id: a metric's hash is that of its state
+        self._classes: dict[int, tuple[nn.Module, type]] = {}  # by id: a metric's hash reads its attributes
 
     def watch(self, module: nn.Module, names: set[str] | None = None) -> None:
         """Watch these attributes of `module`, or all in its `__dict__`; more names join those before."""
