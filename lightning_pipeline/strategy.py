@@ -231,9 +231,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        assert self.lightning_module is not None
-        draws = _lightning.moves_batches_itself(self.lightning_module)
-        with self._running.feed.alike() if draws else nullcontext():
+        with self._running.feed.alike(self.lightning_module):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
