@@ -19,7 +19,7 @@ from lightning_pipeline.split.placeholder import (
     storage_key,
     written_tensors,
 )
-from lightning_pipeline.split.sinks import stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.split.structure import flatten, tensors_in, unflatten
 from lightning_pipeline.split.tags import Tag, TagStore
 from lightning_pipeline.split.trace import (
@@ -53,9 +53,7 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self._glue_set = {
-            id(module) for module in self._glue_modules
-        }  # hashing a Metric reads its attributes
+        self._glue_set = set(map(id, self._glue_modules))
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
         self.glue = Glue(self)
@@ -65,7 +63,8 @@ class Tracer:
     # ---- set-up
 
     def _find_glue_modules(self) -> list[nn.Module]:
-        inner = {id(module) for unit in self.patches.units for module in unit.module.modules()}
+        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
+        inner = {id(module) for one in apart for module in one.modules()}
         return [module for module in self.root.modules() if id(module) not in inner]
 
     def _name_states(self) -> None:
@@ -298,6 +297,7 @@ class Tracer:
             )
 
     def _check_written_states(self) -> None:
+        self.trace.written_states = self.glue.all_written
         for name in self.glue.written_states:
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:

@@ -440,7 +440,21 @@ def test_buffers_that_a_step_writes_are_right_or_refused(kind):
     same_or_refused(kind, "written by training_step|another stage|together", steps=3, num_microbatches=3)
 
 
-@pytest.mark.parametrize("kind", [CodebookUnused, Queue])
+class Prototypes(Net):
+    """SwAV: the step normalises a parameter before it runs the model."""
+
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            weight = self.layers[2].m.weight
+            weight.copy_(F.normalize(weight, dim=1))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_parameter_that_the_step_normalises_first_works():
+    assert_works(Prototypes, num_microbatches=1, steps=2)
+
+
+@pytest.mark.parametrize("kind", [CodebookUnused, Queue, BufferFromBatch])
 def test_buffers_written_and_read_at_one_place_work(kind):
     assert_works(kind, steps=3)
 
