@@ -73,7 +73,7 @@ class GlobalNorms:
         return result
 
     def _named_norms(self, module: nn.Module) -> list[tuple[str, _Norm]]:
-        """All stages' parameters that have a gradient, by name, for `grad_norm`, which asks from its frame."""
+        """All stages' parameters with a gradient, by name, for `grad_norm`, which asks from its frame."""
         norm_type = float(sys._getframe(2).f_locals["norm_type"])
         own = {
             name: float(parameter.grad.norm(norm_type))

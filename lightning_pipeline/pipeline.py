@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning, checkpoint
-from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.epochend import EpochEndHooks
+from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside

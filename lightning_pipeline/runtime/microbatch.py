@@ -34,7 +34,7 @@ def batch_size_of(batch: Any) -> int:
         )
     counts = Counter(lengths)
     (length, count), *others = counts.most_common()
-    if count == 1 and len(counts) > 2 or count > 1 and others and others[0][1] == count:
+    if (count == 1 and len(counts) > 2) or (count > 1 and others and others[0][1] == count):
         raise ConfigurationError(
             f"the parts of a batch have lengths {lengths}, none of them more common than all others, so the "
             f"number of samples cannot be told: {_OVERRIDE}"
