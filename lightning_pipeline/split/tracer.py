@@ -85,6 +85,7 @@ class Tracer:
         self.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
+        self._mirrors.clear()
 
     # ---- the run
 

@@ -191,7 +191,8 @@ class InplaceSkip(Net):
     "kind",
     [
         AddedPosition, InplaceResidual, MulInplace, SetItem, InplaceActivation, HookInplace, HookReplaces,
-        WriteThroughView, BufferOfSlots, ViewAdd, CopyInto, MaskedFillByPlaceholder, ChangedAndSkip, ViewOfOutput,
+        WriteThroughView, BufferOfSlots, ViewAdd, CopyInto, MaskedFillByPlaceholder, ChangedAndSkip,
+        ViewOfOutput,
         IntoBatch, FilledMask, DropoutInplaceEval, InplaceSkip,
     ],
 )  # fmt: skip
