@@ -118,7 +118,8 @@ class Ours:
         stages = range(self.plan.num_stages)
         forward = [seconds[s, "F"] for s in stages]
         halves = [
-            (seconds[s, "I"], seconds[s, "W"]) if (s, "I") in seconds else (seconds[s, "B"] / 2,) * 2 for s in stages
+            (seconds[s, "I"], seconds[s, "W"]) if (s, "I") in seconds else (seconds[s, "B"] / 2,) * 2
+            for s in stages
         ]
         costs = Costs(forward, [i for i, _ in halves], [w for _, w in halves])
         return simulate(self.plan, costs).makespan
@@ -137,7 +138,8 @@ class Torchs:
         indices = [rank, 2 * size - 1 - rank if vee else size + rank] if many else [rank]
         total = size * len(indices)
         stages = [
-            PipelineStage(NapModule(seconds / len(indices)), index, total, torch.device("cpu")) for index in indices
+            PipelineStage(NapModule(seconds / len(indices)), index, total, torch.device("cpu"))
+            for index in indices
         ]
         self.last = total - 1 in indices
         options: Any = {"loss_fn": lambda output, target: output.sum()}
@@ -191,11 +193,17 @@ def measure(num_microbatches: int, seconds: float, elements: int, rounds: int, t
 
 def _print(num_microbatches: int, times: dict[Any, list[float]], simulated: dict[str, float]) -> None:
     base = statistics.median(times["1F1B", "ours"])
-    print(f"m={num_microbatches}: schedule, measured ms, simulated ms, ratio, gain measured, simulated; torch ms")
+    print(
+        f"m={num_microbatches}: schedule, measured ms, simulated ms, ratio, gain measured, simulated; torch ms"
+    )
     for name in NAMES:
         ours = statistics.median(times[name, "ours"])
         gain, expected = 1 - ours / base, 1 - simulated[name] / simulated["1F1B"]
-        theirs = f"{1e3 * statistics.median(times[name, 'torch']):8.1f}" if (name, "torch") in times else "       -"
+        theirs = (
+            f"{1e3 * statistics.median(times[name, 'torch']):8.1f}"
+            if (name, "torch") in times
+            else "       -"
+        )
         print(
             f"{name:22s} {1e3 * ours:8.1f} {1e3 * simulated[name]:8.1f} {ours / simulated[name]:6.3f} "
             f"{gain:7.1%} {expected:7.1%} {theirs}",

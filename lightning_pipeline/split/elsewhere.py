@@ -1,6 +1,7 @@
 """What stands on a stage for something that only another stage has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -9,8 +10,12 @@ from torch import nn
 from lightning_pipeline.errors import PlaceholderError
 
 
+class ElsewhereError(PlaceholderError):
+    """Something was read that is on the last stage only."""
+
+
 def _refuse(what: str) -> NoReturn:
-    raise PlaceholderError(
+    raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
         "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
     )
@@ -152,6 +157,16 @@ class AttributeGuards:
                 else Elsewhere
             )
             own[name] = kind(what)
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the guards away for a moment, for a trace that looks at every attribute."""
+        guarded = [(module, name) for (_, name), (module, _) in self._before.items()]
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install(guarded)
 
     def remove(self) -> None:
         """Put back what was there."""

@@ -19,7 +19,7 @@ from lightning_pipeline.split.placeholder import (
     storage_key,
     written_tensors,
 )
-from lightning_pipeline.split.sinks import stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.split.structure import flatten, tensors_in, unflatten
 from lightning_pipeline.split.tags import Tag, TagStore
 from lightning_pipeline.split.trace import (
@@ -63,7 +63,8 @@ class Tracer:
     # ---- set-up
 
     def _find_glue_modules(self) -> list[nn.Module]:
-        inner = {id(module) for unit in self.patches.units for module in unit.module.modules()}
+        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
+        inner = {id(module) for one in apart for module in one.modules()}
         return [module for module in self.root.modules() if id(module) not in inner]
 
     def _name_states(self) -> None:
