@@ -135,8 +135,7 @@ class LowRank(Net):
     ],
 )  # fmt: skip
 def test_parameters_used_anywhere_have_the_gradient_of_one_process(kind):
-    assert_works(kind)
-    assert_works(kind, cuts=[["head"]], num_microbatches=3, steps=2)
+    assert_works(kind, num_microbatches=3, steps=2)
 
 
 class AuxiliaryLoss(Block):
