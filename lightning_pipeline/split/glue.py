@@ -46,6 +46,8 @@ class Glue:
         with torch.no_grad():
             for tensor, value in self._restores:
                 tensor.copy_(value)
+        for held in (self._poisoned, self._stand_ins, self._poisoned_by, self.written_states):
+            held.clear()
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation of glue; its results, and what it writes, come from all of its operands."""

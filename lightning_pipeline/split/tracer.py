@@ -86,6 +86,7 @@ class Tracer:
         self.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
+        self._mirrors.clear()
 
     # ---- the run
 

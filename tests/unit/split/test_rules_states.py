@@ -129,13 +129,13 @@ class LowRank(Net):
 @pytest.mark.parametrize(
     "kind",
     [
-        TiedHead, TiedModule, ChildOfUnit, Orthogonality, EarlyUse, GlueParameters, OtherMethod, ForwardDirectly,
+        TiedHead, TiedModule, ChildOfUnit, Orthogonality, EarlyUse, GlueParameters, OtherMethod,
+        ForwardDirectly,
         Functional, Parametrized, LowRank,
     ],
 )  # fmt: skip
 def test_parameters_used_anywhere_have_the_gradient_of_one_process(kind):
-    assert_works(kind)
-    assert_works(kind, cuts=[["head"]], num_microbatches=3, steps=2)
+    assert_works(kind, num_microbatches=3, steps=2)
 
 
 class AuxiliaryLoss(Block):
@@ -337,7 +337,7 @@ class PlainTensorAverage(Net):
 def test_state_for_the_next_step_is_right_or_refused(kind):
     same_or_refused(
         kind,
-        "is read by training_step before|written by training_step|is filled by the end|another stage|old value|kept together|together",
+        "is read by training_step before|written by training_step|is filled by the end|another stage",
         steps=3,
     )
 

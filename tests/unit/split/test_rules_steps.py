@@ -51,8 +51,7 @@ class AccuracyBranch(Net):
 
 @pytest.mark.parametrize("kind", [Logging, ItemThenLoss, AccuracyBranch])
 def test_logged_values_are_those_of_one_process(kind):
-    assert_works(kind)
-    assert_works(kind, cuts=[["head"]], num_microbatches=4, steps=2)
+    assert_works(kind, num_microbatches=4, steps=2)
 
 
 class Metrics(Net):
