@@ -20,7 +20,6 @@ from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors, tensors_in
 from lightning_pipeline.split.trace import Trace
 
-
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
 
@@ -262,7 +261,8 @@ class StageProgram:
         found = self._current_step().later_outputs[microbatch].get((unit, nth))
         if found is None:
             raise SplitError(
-                f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced"
+                f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was "
+                "traced"
             )
         return found
 
