@@ -9,14 +9,13 @@ from lightning_pipeline.errors import SplitError
 from tests.unit.split.nets import Net, batch_of, seeded
 from tests.unit.split.pipe import alone, assert_same, piped, split_arguments
 from tests.unit.split.test_rules_inplace import InplaceResidual, IntoBatch, ViewAdd
+from tests.unit.split.test_rules_parameters import GlueParameters, TiedHead
 from tests.unit.split.test_rules_random import ManyDraws, Mixup, NumpyGenerator
 from tests.unit.split.test_rules_states import (
     AnnealedFirst,
     BufferFromBatch,
     CodebookUnused,
-    GlueParameters,
     HookOnUnit,
-    TiedHead,
 )
 from tests.unit.split.test_rules_steps import Collecting, Logging, Metrics
 from tests.unit.split.test_rules_values import Siamese, UNet
