@@ -261,12 +261,8 @@ class StageProgram:
         found = self._current_step().later_outputs[microbatch].get((unit, nth))
         if found is None:
             raise SplitError(
-<<<<<<< HEAD
-                f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when traced"
-=======
                 f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was "
                 "traced"
->>>>>>> rules
             )
         return found
 

@@ -17,6 +17,7 @@ from lightning_pipeline.split.placeholder import (
     PlaceholderMode,
     is_placeholder,
     storage_key,
+    user_line,
     written_tensors,
 )
 from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
@@ -55,6 +56,8 @@ class Tracer:
         self._glue_modules = self._find_glue_modules()
         self._glue_set = set(map(id, self._glue_modules))
         self._reads = ReadWatch(self._attribute_read)
+        self._unit_reads: dict[tuple[int, str], str] = {}  # where glue read an attribute of a unit
+        self._changed_by_units: set[tuple[int, str]] = set()
         self._sinks = sinks
         self.glue = Glue(self)
         self._fake = FakeRun(self)
@@ -100,7 +103,7 @@ class Tracer:
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(self.root, self.tail_read, self._fake.scalar))
-            for module in self._glue_modules:
+            for module in (*self._glue_modules, *(unit.module for unit in self.patches.units)):
                 self._reads.watch(module)
             self.patches.runner, self.mode.watcher = self, self
             stack.enter_context(forward_context())
@@ -244,8 +247,15 @@ class Tracer:
         return Tag("effect", call.index) not in self.tags.of(tensor)
 
     def unit_attributes_changed(self, call: Call, changed: list[tuple[nn.Module, str]]) -> None:
-        """A unit set attributes of its modules: note who reads them outside it."""
+        """A unit set attributes of its modules: note who reads them outside it, before or after."""
         for module, name in changed:
+            line = self._unit_reads.get((id(module), name))
+            if line is not None:
+                raise SplitError(
+                    f"attribute {name!r} of unit {self._name(call.unit)} is set by its forward and read at {line} "
+                    "before it is called; on another stage it would have an old value"
+                )
+            self._changed_by_units.add((id(module), name))
             self._reads.watch(module, {name})
 
     # ---- reads at the end, attributes, hooks, checkpoint segments
@@ -266,6 +276,10 @@ class Tracer:
         if id(module) in self._glue_set:
             if self._before.holds(module, name):
                 self._old_reads.setdefault((id(module), name), len(self.trace.calls))
+            return
+        if (id(module), name) not in self._changed_by_units:
+            if not name.startswith("_"):  # nn.Module's own
+                self._unit_reads.setdefault((id(module), name), user_line())
             return
         value = vars(module).get(name)
         if not holds_tensor(value):

@@ -11,7 +11,17 @@ from lightning_pipeline.split.elsewhere import Elsewhere, ElsewhereDict, Elsewhe
 
 @pytest.mark.parametrize(
     "read",
-    [torch.stack, torch.cat, sum, len, list, bool, lambda o: o[0], lambda o: o + [], lambda o: [x for x in o]],
+    [
+        torch.stack,
+        torch.cat,
+        sum,
+        len,
+        list,
+        bool,
+        lambda o: o[0],
+        lambda o: o + [],
+        lambda o: [x for x in o],
+    ],
 )
 def test_a_list_raises_when_read_and_names_itself(read: Callable[[Any], Any]) -> None:
     with pytest.raises(ElsewhereError, match=r"attribute 'outputs' is filled .* last stage"):
@@ -26,7 +36,9 @@ def test_a_list_and_a_dictionary_take_writes() -> None:
     ElsewhereDict("attribute 'seen'")["x"] = 1
 
 
-@pytest.mark.parametrize("read", [float, lambda v: v + 1, lambda v: v.mean(), torch.sum, lambda v: v > 0, bool])
+@pytest.mark.parametrize(
+    "read", [float, lambda v: v + 1, lambda v: v.mean(), torch.sum, lambda v: v > 0, bool]
+)
 def test_a_value_raises_on_any_use(read: Callable[[Any], Any]) -> None:
     with pytest.raises(ElsewhereError, match="attribute 'loss'"):
         read(Elsewhere("attribute 'loss'"))

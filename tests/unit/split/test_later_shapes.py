@@ -1,9 +1,11 @@
 """Two passes through the same layers, with micro-batches of different sizes."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import SplitError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
@@ -27,3 +29,33 @@ def test_shapes_of_later_units_are_those_of_each_microbatch() -> None:
     module = TwoPasses()
     for stages in (2, 4):
         assert_same(piped(module, batch, stages=stages, num_microbatches=3), alone(module, batch, 3))
+
+
+class CountsInside(nn.Module):
+    """A unit with a counter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.calls = nn.Linear(6, 6, dtype=torch.float64), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.tanh(self.layer(x))
+
+
+class ReadsCounter(Module):
+    """Reads it before the unit of this step has run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(CountsInside(), CountsInside())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        scale = 1.0 + self.net[1].calls
+        return F.mse_loss(self.net(batch[0]), batch[1]) * scale
+
+
+def test_an_attribute_of_a_unit_that_is_read_before_the_unit_sets_it_is_refused() -> None:
+    batch = (torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64))
+    with pytest.raises(SplitError, match=r"attribute 'calls' of unit 'net\.1' .* test_later_shapes\.py:\d+"):
+        piped(ReadsCounter(), batch)
