@@ -252,8 +252,8 @@ class Tracer:
             line = self._unit_reads.get((id(module), name))
             if line is not None:
                 raise SplitError(
-                    f"attribute {name!r} of unit {self._name(call.unit)} is set by its forward and read at {line} "
-                    "before it is called; on another stage it would have an old value"
+                    f"attribute {name!r} of unit {self._name(call.unit)} is set by its forward and read at "
+                    f"{line} before it is called; on another stage it would have an old value"
                 )
             self._changed_by_units.add((id(module), name))
             self._reads.watch(module, {name})
