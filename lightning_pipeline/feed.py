@@ -32,7 +32,8 @@ class Feed:
     def __init__(self, replica: int, ranks: list[int], gather: Gather, outlet: Outlet | None) -> None:
         self._replica, self._ranks, self._gather, self._outlet = replica, ranks, gather, outlet
         self._prepared: list[tuple[Any, Peekable]] = []
-        self._moved = 0
+        self.moved = 0
+        """Batches moved to the device so far; what is drawn meanwhile follows from it."""
         self.seed = 0
         """Of random numbers drawn while a batch moves to the device; the same on all ranks."""
 
@@ -65,6 +66,6 @@ class Feed:
     @contextmanager
     def alike(self) -> Iterator[None]:
         """Inside, random numbers are the same on all stages of the replica, and new for every batch."""
-        self._moved += 1
-        with seeded(self.seed, self._replica, self._moved):
+        self.moved += 1
+        with seeded(self.seed, self._replica, self.moved):
             yield

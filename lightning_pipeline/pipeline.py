@@ -12,7 +12,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint.optimizers import bare, names_by_identity
+from lightning_pipeline.checkpoint.position import Position
+from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, Options
 from lightning_pipeline.errors import StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
@@ -71,6 +74,7 @@ class Pipeline:
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
         shared_data = self._from_last if settings.data == "broadcast" else None
         self.feed = Feed(groups.replica, self._ranks, self.gather, shared_data)
+        self.checkpoints = Checkpoints(options_of(settings), groups.numbering, groups.store)
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._failed = self._is_split = False
@@ -91,10 +95,13 @@ class Pipeline:
         self._trainer, self._module = trainer, trainer.lightning_module
         seed = seed_of_run(self._from_zero)
         self.feed.seed = seed
-        together = KeepTogether(self, self._from_last)
+        self.seed, self.position = seed, Position(trainer)
+        self._order = [name for name, _ in self._module.named_parameters()]
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
         together.equal_random_states()
         first = first_arguments(trainer)
         if trainer.training:
+            self._undo.append(self.position.install())
             self._undo.append(summarize_before_split(trainer))
             self._add_callback(trainer, together)
         if first is None:
@@ -216,7 +223,12 @@ class Pipeline:
     def names(self) -> dict[int, str]:
         """Names of this rank's parameters in the whole module, by `id`."""
         named = self.split.owned_parameters() if self._is_split else self._module.named_parameters()
-        return checkpoint.names_by_identity(named)
+        return names_by_identity(named)
+
+    def written_names(self) -> dict[int, str]:
+        """Those whose optimizer state this rank writes: of a shared parameter only its owner does."""
+        shared = self._not_counted if self._is_split else set()
+        return {identity: name for identity, name in self.names().items() if identity not in shared}
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
@@ -226,6 +238,7 @@ class Pipeline:
 
     def train(self, args: Sequence[Any]) -> dict[str, Any]:
         """Run a training step; its gradients are set aside."""
+        self.checkpoints.check()
         epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
         self.feed.check(args[0], batch_idx, "training_step")
         self._set_aside.begin(self._parameters)
@@ -300,19 +313,43 @@ class Pipeline:
 
     # Checkpoints
 
-    def load(
-        self, path: Path, optimizers: Sequence[Optimizer], names: dict[int, str], *, weights_only: bool | None
-    ) -> dict[str, Any]:
+    def holdings(self, optimizers: Sequence[Optimizer], names: dict[int, str], *, whole: bool) -> Holdings:
+        """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
+        configs = self._trainer.lr_scheduler_configs
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(optimizers)}
+        return Holdings(
+            tensors=held_states(self._module) if whole else self.own_state(),
+            optimizers=optimizers,
+            names=names,
+            schedulers=[numbers.get(id(bare(config.scheduler.optimizer)), 0) for config in configs],
+            order=self._order,
+            position=self._state_of_replica,
+            topology=self._topology(),
+        )
+
+    def _topology(self) -> dict[str, Any]:
+        return {
+            "ranks": self._placement.num_ranks,
+            "stages": self._placement.num_stages,
+            "replicas": self.groups.numbering.replicas,
+            "schedule": repr(self._settings.schedule),
+        }
+
+    def _state_of_replica(self) -> dict[str, Any]:
+        return {**self.position.state(), "seed": self.seed, "moved": self.feed.moved}
+
+    def load(self, path: Path, optimizers: Sequence[Optimizer], names: dict[int, str]) -> dict[str, Any]:
         """Fill this rank's stages, and in `fit` its optimizers, from a checkpoint; returns the rest of it."""
-        strict, own = self._module.strict_loading, held_states(self._module)
-        if not checkpoint.is_folder(path):
-            return checkpoint.load_file(path, own, self.gather, strict=strict, weights_only=weights_only)
-        checkpoint.load_model(path, own, self.gather, strict=strict)
-        if self._trainer.training:
-            checkpoint.load_optimizers(path, optimizers, names)
-            _lightning.forget_loaders(self._trainer.fit_loop)
-        numbering = self.groups.numbering
-        return checkpoint.read_meta(path, self.groups.rank, numbering.num_ranks, weights_only=weights_only)
+        training = bool(self._trainer.training)
+        held = self.holdings(optimizers, names, whole=True)
+        rest, stood = self.checkpoints.load(path, held, strict=self._module.strict_loading, training=training)
+        if training:
+            self.position.resume(stood)
+            if stood is not None:
+                self.seed = self.feed.seed = stood["seed"]
+                self.feed.moved = stood["moved"]
+                self.split.seed = stood["seed"]
+        return rest
 
     # The end
 
@@ -320,6 +357,7 @@ class Pipeline:
         """The run ended with an exception: no rank waits for another any more."""
         self._failed = True
         self.groups.abort()
+        self.checkpoints.close(failed=True)
 
     def close(self) -> None:
         """End the run: the module becomes whole on every rank, on CPU, with all stages' weights.
@@ -334,6 +372,7 @@ class Pipeline:
             self._make_whole()
         if not self._failed:
             self.groups.close()
+            self.checkpoints.close(failed=False)
 
     def _make_whole(self) -> None:
         if self._failed:
@@ -346,3 +385,10 @@ class Pipeline:
             for name, tensor in held_states(self._module).items():
                 tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
         self.split.restore(whole)
+
+
+def options_of(settings: Settings) -> Options:
+    """The settings that checkpoints need."""
+    return Options(
+        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout
+    )

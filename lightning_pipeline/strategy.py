@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,19 +11,22 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.layout import local_path
+from lightning_pipeline.checkpoint.optimizers import bare, flat_state
+from lightning_pipeline.checkpoint.whole import save_whole
 from lightning_pipeline.checks import check_run
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.layout import fit_to_devices
 from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
-from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.pipeline import Pipeline, options_of
 from lightning_pipeline.precision import with_global_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
@@ -50,6 +52,12 @@ class PipelineStrategy(Answers, ParallelStrategy):
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
         step_timeout: Longest wait for one message or collective in a step. Seconds or timedelta.
+        integrity: Checksums of checkpoint files, compared before anything is loaded: "sha256", "crc32"
+            (faster), or "off".
+        trust_checkpoint: Whether checkpoints may hold objects of any class; reading those can run code.
+        async_save: Whether checkpoints are written while training goes on, from a copy in host memory.
+        checkpoint_timeout: Longest wait for a rank while a checkpoint is written or read. Seconds or
+            timedelta.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -71,15 +79,21 @@ class PipelineStrategy(Answers, ParallelStrategy):
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,
+        integrity: Literal["sha256", "crc32", "off"] = "sha256",
+        trust_checkpoint: bool = False,
+        async_save: bool = False,
+        checkpoint_timeout: float | timedelta = 1800,
     ) -> None:
         self._settings = read_settings(
             stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
-            process_group_backend, init_timeout, step_timeout,
+            process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
+            checkpoint_timeout,
         )  # fmt: skip
         self._device_mesh: DeviceMesh | None = None
         self._accumulating = False
         self._printed = ""
         self._names: dict[int, str] = {}
+        self._written: dict[int, str] = {}
         self.num_nodes = 1
         super().__init__()
 
@@ -187,7 +201,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._running.split_module(trainer, self.precision_plugin)
-        self._names = self._running.names()
+        self._names, self._written = self._running.names(), self._running.written_names()
         self._print_stages()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -238,7 +252,9 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._running.feed.prepare(dataloader)
+        prepared = self._running.feed.prepare(dataloader)
+        self._running.position.prepared()
+        return prepared
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -342,7 +358,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return checkpoint.flat_state(getattr(optimizer, "_optimizer", optimizer), self._names)
+        return flat_state(bare(optimizer), self._written)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -350,18 +366,29 @@ class PipelineStrategy(Answers, ParallelStrategy):
             raise CheckpointError(
                 "storage_options reach only one-file checkpoints, and stages write a folder"
             )
-        self._save(Path(self.broadcast(filepath)), checkpoint)
+        path = local_path(self.broadcast(filepath))
+        if _lightning.is_interrupted(self.lightning_module and self.lightning_module.trainer):
+            rank_zero_warn(f"{path} is not saved: after an exception not every rank can take part")
+        elif self._pipeline is not None:
+            held = self._pipeline.holdings(self.optimizers, self._names, whole=False)
+            self._pipeline.checkpoints.save(path, checkpoint, held)
+        else:
+            save_whole(path, checkpoint, options_of(self._settings), self._layout()[1], self.optimizers, self._names)
 
-    def _save(self, path: Path, dumped: dict[str, Any]) -> None:
-        gather = self._pipeline.gather if self._pipeline else _alone
-        checkpoint.save_folder(
-            path, dumped, dumped.get("optimizer_states", []), gather, first=self.is_global_zero
-        )
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._running.checkpoints.retention.remove(local_path(filepath))
+
+    def _link_checkpoint(self, target: Any, link: Any) -> None:
+        if self.is_global_zero:
+            self._running.checkpoints.retention.link(local_path(target), local_path(link))
+        self.barrier()
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        return self._running.load(path, self.optimizers, self._names, weights_only=weights_only)
+        path = local_path(self.broadcast(checkpoint_path))
+        return self._running.load(path, self.optimizers, self._names)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -390,6 +417,3 @@ class PipelineStrategy(Answers, ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
 
-
-def _alone(value: Any) -> list[Any]:
-    return [value]

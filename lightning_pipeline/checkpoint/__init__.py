@@ -1,0 +1,1 @@
+"""Checkpoints: folders written by all ranks through DCP, committed by renaming, and safe to open."""
