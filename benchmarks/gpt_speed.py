@@ -113,8 +113,8 @@ def main(
         block_size: Bytes per text.
         num_microbatches: Parts of each batch.
     """
-    logging.getLogger("lightning").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", category=UserWarning)
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     shape = (batch_size, block_size)

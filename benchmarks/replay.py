@@ -18,7 +18,8 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_pipeline.split import SplitModule, partition, trace_step
+from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.split import SplitModel, find_units, partition, trace_step
 
 Batch = dict[str, Tensor]
 
@@ -40,50 +41,66 @@ class Llama(LightningModule):
 
 
 class Stages:
-    """All stages of a module in one process: a copy of the module for each."""
+    """All stages of a module in one process, each with a copy of the module."""
 
     def __init__(self, module: LightningModule, batch: Batch, num_stages: int) -> None:
-        begin = time.perf_counter()
-        trace = trace_step(module, "training_step", (batch, 0), {})
-        self.trace_seconds = time.perf_counter() - begin
-        cut = partition(trace, num_stages, how="uniform", num_microbatches=1)
-        copies = [copy.deepcopy(module) for _ in range(num_stages)]
-        self.splits = [SplitModule(one, cut, stages=[index]) for index, one in enumerate(copies)]
+        self.trace_seconds: list[float] = []
+        self.splits = [
+            self._split(copy.deepcopy(module), batch, num_stages, stage) for stage in range(num_stages)
+        ]
 
-    def forward(self, batch: Batch, step: int) -> None:
-        """One micro-batch through all stages, the values handed on."""
-        values: Any = None
-        for index, split in enumerate(self.splits):
-            split.begin(
-                "training_step", microbatches=[((batch, 0), {})], weights=None, key=(0, step), replica=0
-            )
-            values = split.stage(index).forward(0, values)
-            split.finish()
+    def _split(self, module: LightningModule, batch: Batch, num_stages: int, stage: int) -> SplitModel:
+        begin = time.perf_counter()
+        trace = trace_step(
+            module, "training_step", (batch, 0), {}, units=find_units(module, at_least=num_stages)
+        )
+        self.trace_seconds.append(time.perf_counter() - begin)
+        return SplitModel(module, partition(trace, num_stages, how="uniform"), [stage])
+
+    def forward(self, batches: list[Batch], step: int) -> None:
+        """Micro-batches through all stages, the values handed on, as in one training step."""
+        microbatches = [((batch, 0), {}) for batch in batches]
+        weights = [1 / len(batches)] * len(batches)
+        for split in self.splits:
+            split.begin("training_step", microbatches, weights=weights, key=(0, step))
+        for microbatch in range(len(batches)):
+            values: Any = None
+            for index, split in enumerate(self.splits):
+                values = received(split.stage(index).forward(microbatch, values))
+        for split in self.splits:
+            split.failed()  # there is no backward
+
+
+def received(values: Values | None) -> Values | None:
+    """What the next stage gets: the same numbers, not part of the sender's graph."""
+    if values is None:
+        return None
+    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
+    return Values(tensors, values.table, values.empty)
 
 
 def measure(
-    module: LightningModule, stages: Stages, batch: Batch, rounds: int
-) -> tuple[list[float], list[float]]:
-    """Seconds of one process's forward and of all stages' together, round by round."""
-    one: list[float] = []
-    summed: list[float] = []
-    with torch.no_grad():
-        for step in range(rounds):
-            begin = time.perf_counter()
-            module.training_step(batch, 0)
-            one.append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            stages.forward(batch, step)
-            summed.append(time.perf_counter() - begin)
-    return one, summed
+    module: LightningModule, stages: Stages, batches: list[Batch], rounds: int
+) -> list[tuple[float, float]]:
+    """Seconds per micro-batch of one process's forwards and of all stages' together, round by round."""
+    seconds = []
+    for step in range(rounds):
+        begin = time.perf_counter()
+        losses = [module.training_step(batch, 0) for batch in batches]
+        middle = time.perf_counter()
+        stages.forward(batches, step)
+        seconds.append(((middle - begin) / len(batches), (time.perf_counter() - middle) / len(batches)))
+        del losses
+    return seconds
 
 
 def main(
     widths: tuple[int, ...] = (32, 256),
     layers: int = 32,
     num_stages: int = 4,
-    rounds: int = 30,
-    warm_up: int = 5,
+    num_microbatches: int = 4,
+    rounds: int = 20,
+    warm_up: int = 3,
 ) -> None:
     """Measure and print a line per width.
 
@@ -91,23 +108,24 @@ def main(
         widths: Hidden sizes to measure.
         layers: Decoder layers.
         num_stages: Stages that the model is cut into.
-        rounds: Measured forwards of each side.
-        warm_up: Forwards before those.
+        num_microbatches: Forwards per round, each of 4 texts of 64 tokens.
+        rounds: Measured rounds of each side.
+        warm_up: Rounds before those.
     """
     torch.set_num_threads(1)
     print(f"{layers} layers, {num_stages} stages, torch {torch.__version__}, median of {rounds} rounds")
     for width in widths:
         torch.manual_seed(0)
         module = Llama(layers, width)
-        tokens = torch.randint(0, 256, (4, 64))
-        batch = {"input_ids": tokens, "labels": tokens}
-        stages = Stages(module, batch, num_stages)
-        one, summed = measure(module, stages, batch, rounds + warm_up)
-        ours, theirs = statistics.median(summed[warm_up:]), statistics.median(one[warm_up:])
-        print(
-            f"width {width:4d}: traced in {stages.trace_seconds:.2f} s; one process {1e3 * theirs:.2f} ms, "
-            f"stages together {1e3 * ours:.2f} ms, ratio {ours / theirs:.2f}"
-        )
+        batches = [
+            {"input_ids": tokens, "labels": tokens}
+            for tokens in torch.randint(256, (num_microbatches, 4, 64))
+        ]
+        stages = Stages(module, batches[0], num_stages)
+        seconds = measure(module, stages, batches, rounds + warm_up)[warm_up:]
+        one, summed = (1e3 * statistics.median(column) for column in zip(*seconds, strict=True))
+        print(f"width {width}: one process {one:.2f} ms, stages together {summed:.2f} ms, ", end="")
+        print(f"ratio {summed / one:.3f}; traced in {max(stages.trace_seconds):.2f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@
 """
 
 import dataclasses
+import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +93,7 @@ def main(
         accelerator: Lightning's name of the devices.
         out: Folder for what is written.
     """
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6.6 with torch 2.13
     seed_everything(1, verbose=False)
     out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
@@ -116,11 +119,14 @@ def main(
         default_root_dir=out,
     )
     trainer.validate(model, data, verbose=False)
+    if trainer.is_global_zero:
+        shutil.rmtree(out / "checkpoint", ignore_errors=True)
     begin = time.monotonic()
     trainer.fit(model, data)
-    trainer.save_checkpoint(out / "checkpoint")
+    trainer.save_checkpoint(out / "checkpoint", weights_only=False)
     if trainer.is_global_zero:
-        print(f"{steps} steps in {time.monotonic() - begin:.0f} s; the checkpoint is {out / 'checkpoint'}")
+        files = ", ".join(sorted(path.name for path in out.iterdir()))
+        print(f"{steps} steps in {time.monotonic() - begin:.0f} s; {out} holds {files}")
         whole = GPT(layers=layers, width=width, tied=tied)
         whole.load_state_dict(trained_weights(out / "checkpoint"))
         print("What the trained weights write:\n" + whole.generate("def ", 400))

@@ -1,5 +1,6 @@
 """Pipeline parallelism for the LightningModule you already have."""
 
+import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -19,19 +20,13 @@ _LIGHTNING = "lightning.pytorch"
 def __getattr__(name: str) -> Any:
     # Late, so that `import lightning_pipeline.schedules` stays free of torch.
     if name == "PipelineStrategy":
-        return _make_known()
+        return _make_known().PipelineStrategy
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-def _make_known() -> type["PipelineStrategy"]:
-    """Import the strategy, and put `strategy="pipeline"` into Lightning's registry."""
-    from lightning.pytorch.strategies import StrategyRegistry
-
-    from lightning_pipeline.strategy import PipelineStrategy
-
-    PipelineStrategy.register_strategies(StrategyRegistry)
-    globals()["PipelineStrategy"] = PipelineStrategy
-    return PipelineStrategy
+def _make_known() -> ModuleType:
+    """Import the strategy, which puts `strategy="pipeline"` into Lightning's registry."""
+    return importlib.import_module("lightning_pipeline.strategy")
 
 
 class _AfterLightning(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -57,7 +52,8 @@ class _AfterLightning(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None, "a module that is imported has a spec"
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        _make_known()
+        if "lightning_pipeline.strategy" not in sys.modules:  # else it is what imports Lightning
+            _make_known()
 
 
 if hasattr(sys.modules.get(_LIGHTNING), "Trainer"):

@@ -23,9 +23,6 @@ from lightning.fabric.utilities.distributed import (
 # Moves an optimizer's state to the device of the stage. Since 1.9.
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-
-# Resets the seed that `seed_everything` put into the environment. Since 1.9.
-from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -48,8 +45,8 @@ __all__ = [
     "evaluation_loop",
     "gather_over",
     "hook_name",
-    "is_overridden",
     "is_interrupted",
+    "is_overridden",
     "join_group",
     "link_through",
     "load_loader_states",
@@ -60,13 +57,17 @@ __all__ = [
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
-    "reset_seed",
     "set_device_mesh",
     "set_rank_zero",
     "silence_sync_dist_advice",
     "takes",
     "time_based_validation",
 ]
+
+
+def is_interrupted(trainer: Trainer | None) -> bool:
+    """Whether an exception is ending the run. `LightningModule.trainer` raises without one. Since 1.5."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
 def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
@@ -156,7 +157,8 @@ def around_epoch_start(
         original(fetcher)
         after(seen)
 
-    loop.on_run_start = on_run_start  # type: ignore[method-assign]
+    given: Any = loop
+    given.on_run_start = on_run_start
     return lambda: vars(loop).pop("on_run_start", None) and None
 
 
@@ -175,11 +177,6 @@ def load_loader_states(loop: Any, states: list[Any]) -> None:
     """Give the loaders their states. Since 2.0."""
     loop._combined_loader._load_state_dicts(states)
     loop._combined_loader_states_to_load = []
-
-
-def is_interrupted(trainer: Any) -> bool:
-    """Whether the Trainer is handling an exception. Since 1.6."""
-    return getattr(getattr(trainer, "state", None), "status", None) == TrainerStatus.INTERRUPTED
 
 
 def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], None]:

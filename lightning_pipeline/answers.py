@@ -3,8 +3,12 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.groups import Numbering
@@ -68,7 +72,27 @@ class Places:
 class Answers(Places):
     """What is known while the module is split. The strategy inherits these answers."""
 
+    lightning_module: LightningModule | None
     _pipeline: Pipeline | None = None
+    _device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
+        if self._device_mesh is None:
+            raise ConfigurationError(
+                "the device mesh exists once the processes have joined: ask for it in `setup`"
+            )
+        return self._device_mesh
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody would answer: before the group exists, and once this rank's run was interrupted.
+
+        Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
+        """
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return not dist.is_initialized() or _lightning.is_interrupted(trainer)
 
     def describe(self) -> StageTable:
         """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""

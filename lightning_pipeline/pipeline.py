@@ -1,7 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,23 +9,24 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint.optimizers import bare, names_by_identity
+from lightning_pipeline.checkpoint.optimizers import names_by_identity
 from lightning_pipeline.checkpoint.position import Position
-from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, Options
-from lightning_pipeline.errors import StageFailedError
+from lightning_pipeline.checkpoint.run import Checkpoints, options_of
+from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.precision import clip_to_norm, global_norm
+from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
+from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
 from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.split import SplitModel, StageTable
@@ -96,7 +96,7 @@ class Pipeline:
         seed = seed_of_run(self._from_zero)
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
-        self._order = [name for name, _ in self._module.named_parameters()]
+        self.order = [name for name, _ in self._module.named_parameters()]
         together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
         together.equal_random_states()
         first = first_arguments(trainer)
@@ -166,6 +166,10 @@ class Pipeline:
             self.groups.replica,
         )
         self._runner.num_microbatches = number
+        if isinstance(self._settings.schedule, Auto):
+            self._runner.reordering = Reordering(
+                self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
+            )
 
     def _start_equal(self) -> None:
         """Give replicas, and stages that share a parameter, the same values, seeded or not."""
@@ -233,6 +237,17 @@ class Pipeline:
     def own_state(self) -> dict[str, Tensor]:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
         return self.split.owned_states() if self._is_split else held_states(self._module)
+
+    def held_state(self) -> dict[str, Tensor]:
+        """What this rank fills from a checkpoint: copies of shared parameters too."""
+        return held_states(self._module)
+
+    def resume(self, stood: Mapping[str, Any] | None) -> None:
+        """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
+        self.position.resume(stood)
+        if stood is not None:
+            self.seed = self.feed.seed = self.split.seed = stood["seed"]
+            self.feed.moved = stood["moved"]
 
     # Steps
 
@@ -311,51 +326,22 @@ class Pipeline:
         dist.all_reduce(vote, dist.ReduceOp.MIN if all_of else dist.ReduceOp.MAX, group=self.groups.control)
         return bool(vote)
 
-    # Checkpoints
-
-    def holdings(self, optimizers: Sequence[Optimizer], names: dict[int, str], *, whole: bool) -> Holdings:
-        """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
-        configs = self._trainer.lr_scheduler_configs
-        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(optimizers)}
-        return Holdings(
-            tensors=held_states(self._module) if whole else self.own_state(),
-            optimizers=optimizers,
-            names=names,
-            schedulers=[numbers.get(id(bare(config.scheduler.optimizer)), 0) for config in configs],
-            order=self._order,
-            position=self._state_of_replica,
-            topology=self._topology(),
-        )
-
-    def _topology(self) -> dict[str, Any]:
-        return {
-            "ranks": self._placement.num_ranks,
-            "stages": self._placement.num_stages,
-            "replicas": self.groups.numbering.replicas,
-            "schedule": repr(self._settings.schedule),
-        }
-
-    def _state_of_replica(self) -> dict[str, Any]:
-        return {**self.position.state(), "seed": self.seed, "moved": self.feed.moved}
-
-    def load(self, path: Path, optimizers: Sequence[Optimizer], names: dict[int, str]) -> dict[str, Any]:
-        """Fill this rank's stages, and in `fit` its optimizers, from a checkpoint; returns the rest of it."""
-        training = bool(self._trainer.training)
-        held = self.holdings(optimizers, names, whole=True)
-        rest, stood = self.checkpoints.load(path, held, strict=self._module.strict_loading, training=training)
-        if training:
-            self.position.resume(stood)
-            if stood is not None:
-                self.seed = self.feed.seed = stood["seed"]
-                self.feed.moved = stood["moved"]
-                self.split.seed = stood["seed"]
-        return rest
-
     # The end
 
-    def fail(self) -> None:
-        """The run ended with an exception: no rank waits for another any more."""
+    def fail(self, exception: BaseException) -> None:
+        """The run ends with an exception: tell the other ranks, so that none waits for this one.
+
+        Args:
+            exception: Gets a note when another rank failed first.
+        """
         self._failed = True
+        alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
+        if not alike:  # every rank raises these by itself
+            failure = self.executor.failure if self._is_split else Failure(self.groups)
+            try:
+                failure.end(exception, Where("code outside a step"))
+            except StageFailedError as told:
+                exception.add_note(str(told))
         self.groups.abort()
         self.checkpoints.close(failed=True)
 
@@ -385,10 +371,3 @@ class Pipeline:
             for name, tensor in held_states(self._module).items():
                 tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
         self.split.restore(whole)
-
-
-def options_of(settings: Settings) -> Options:
-    """The settings that checkpoints need."""
-    return Options(
-        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout
-    )

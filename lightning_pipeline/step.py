@@ -12,6 +12,7 @@ from lightning_pipeline.errors import ConfigurationError, ScheduleError
 from lightning_pipeline.logging import LogRecorder, Report, ReportChannel, loss_of, replay
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.outputs import StepLists
+from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.merge import merge_outputs
 from lightning_pipeline.runtime.microbatch import batch_size_of, split_batch
@@ -50,6 +51,10 @@ class Plans:
             self._made[key] = rule.plan(self.num_ranks, num_microbatches)
         return self._made[key]
 
+    def use(self, plan: Plan) -> None:
+        """Run this one from now on for training batches of as many micro-batches."""
+        self._made[False, plan.num_microbatches] = plan
+
     def choose_number(self, batch_size: int | None) -> int:
         """A number of micro-batches for batches of a size: a divisor where there is a good one.
 
@@ -59,7 +64,9 @@ class Plans:
         if batch_size is None or self.num_ranks == 1:
             return 1
         most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
-        divisors: list[int] = [m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)]
+        divisors: list[int] = [
+            m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)
+        ]
         candidates: list[int] = [*divisors, *range(most, 0, -1)]
         for number in candidates:
             if self._serves(number):
@@ -146,6 +153,7 @@ class StepRunner:
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica = replica
         self.num_microbatches = 1
+        self.reordering: Reordering | None = None
 
     def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any]:
         """Run a training step, backward included.
@@ -187,10 +195,21 @@ class StepRunner:
     ) -> tuple[Report, Any]:
         lists = StepLists(self._module, step)
         losses, outputs = self._run_plan(step, parts, weights, key)
+        if self.reordering is not None and weights is not None:
+            self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
             report, output = self._finish(step, parts, losses, outputs, lists, training=weights is not None)
             replay(self._module, report, parts.batch_size)
         return report, output
+
+    def _reorder(self, reordering: Reordering, num_microbatches: int) -> None:
+        if num_microbatches != self.num_microbatches:
+            return
+        plan = self._plans.plan(num_microbatches, forward_only=False)
+        with self._executor.failure.watch("planning the order of the actions anew"):
+            better = reordering.after(plan, self._executor.timeline)
+        if better is not None:
+            self._plans.use(better)
 
     def _run_plan(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
@@ -201,7 +220,10 @@ class StepRunner:
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():
-                self._split.begin(step, microbatches, weights=weights, key=key, replica=self._replica)
+                self._split.begin(
+                    step, microbatches, weights=weights, key=key, replica=self._replica,
+                    split_backward=plan.splits_backward,
+                )  # fmt: skip
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:

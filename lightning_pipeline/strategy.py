@@ -1,6 +1,6 @@
 """The strategy: the only place that knows Lightning's strategy hooks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal
@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -19,20 +19,18 @@ from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
-from lightning_pipeline.checkpoint.layout import local_path
-from lightning_pipeline.checkpoint.optimizers import bare, flat_state
-from lightning_pipeline.checkpoint.whole import save_whole
+from lightning_pipeline.checkpoint.hooks import CheckpointHooks
 from lightning_pipeline.checks import check_run
-from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.layout import fit_to_devices
 from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
-from lightning_pipeline.pipeline import Pipeline, options_of
+from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.precision import with_global_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
 
 
-class PipelineStrategy(Answers, ParallelStrategy):
+class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
@@ -89,11 +87,8 @@ class PipelineStrategy(Answers, ParallelStrategy):
             process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
             checkpoint_timeout,
         )  # fmt: skip
-        self._device_mesh: DeviceMesh | None = None
         self._accumulating = False
         self._printed = ""
-        self._names: dict[int, str] = {}
-        self._written: dict[int, str] = {}
         self.num_nodes = 1
         super().__init__()
 
@@ -133,15 +128,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         return len(self.parallel_devices or ())
 
     @property
-    def device_mesh(self) -> DeviceMesh:
-        """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
-        if self._device_mesh is None:
-            raise ConfigurationError(
-                "the device mesh exists once the processes have joined: ask for it in `setup`"
-            )
-        return self._device_mesh
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica_index}
@@ -177,7 +163,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
-        _lightning.reset_seed()
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
@@ -201,7 +186,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._running.split_module(trainer, self.precision_plugin)
-        self._names, self._written = self._running.names(), self._running.written_names()
+        self.note_names(trainer)
         self._print_stages()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -313,14 +298,14 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if dist.is_initialized():
+        if not self._alone:
             nccl = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if nccl else None)
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         box = [obj]
-        if dist.is_initialized():
+        if not self._alone:
             dist.broadcast_object_list(box, src)
         return box[0]
 
@@ -337,73 +322,14 @@ class PipelineStrategy(Answers, ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks of the world."""
-        return self._running.decide(decision, all_of=all) if self._pipeline else decision
-
-    # Checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return flat_state(bare(optimizer), self._written)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise CheckpointError(
-                "storage_options reach only one-file checkpoints, and stages write a folder"
-            )
-        path = local_path(self.broadcast(filepath))
-        if _lightning.is_interrupted(self.lightning_module and self.lightning_module.trainer):
-            rank_zero_warn(f"{path} is not saved: after an exception not every rank can take part")
-        elif self._pipeline is not None:
-            held = self._pipeline.holdings(self.optimizers, self._names, whole=False)
-            self._pipeline.checkpoints.save(path, checkpoint, held)
-        else:
-            save_whole(path, checkpoint, options_of(self._settings), self._layout()[1], self.optimizers, self._names)
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.remove(local_path(filepath))
-
-    def _link_checkpoint(self, target: Any, link: Any) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.link(local_path(target), local_path(link))
-        self.barrier()
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = local_path(self.broadcast(checkpoint_path))
-        return self._running.load(path, self.optimizers, self._names)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the module."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
+        return decision if self._alone else self._running.decide(decision, all_of=all)
 
     # The end
 
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._pipeline is not None:
-            self._pipeline.fail()
+            self._pipeline.fail(exception)
 
     @override
     def teardown(self) -> None:
@@ -417,3 +343,5 @@ class PipelineStrategy(Answers, ParallelStrategy):
         if self.accelerator is not None:
             self.accelerator.teardown()
 
+
+PipelineStrategy.register_strategies(StrategyRegistry)

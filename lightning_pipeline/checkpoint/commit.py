@@ -15,7 +15,6 @@ _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2  # linux/fs.h
 
 
-
 def sync_folder(folder: Path) -> None:
     """Make the names in a folder last."""
     handle = os.open(folder, os.O_RDONLY)

@@ -101,7 +101,9 @@ def stage(path: Path, reader: Reader, target: Target) -> Staged:
     return Staged({name: tensors[key] for name, key in wanted.items()}, optimizers, meta)
 
 
-def _stage_optimizer(reader: Reader, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+def _stage_optimizer(
+    reader: Reader, index: int, optimizer: Optimizer, names: Mapping[int, str]
+) -> dict[str, Any]:
     """Keys are read for this rank's parameters only."""
     own, key = set(names_of(optimizer, names)), optimizer_key(index)
     wanted = {

@@ -1,4 +1,4 @@
-"""The manifest: plain JSON that says what a checkpoint holds. It is written last; without it there is none."""
+"""The manifest: plain JSON that says what a checkpoint holds, written last: without it there is none."""
 
 import hashlib
 import json
@@ -125,8 +125,8 @@ def safe_file(folder: Path, name: str) -> Path:
     path = folder / name
     if not name or Path(name).name != name or name in (".", "..") or path.is_symlink():
         raise UnsafeCheckpointError(
-            f"checkpoint {folder} names the file {name!r}, which is a link or lies outside the folder: it was "
-            "not opened. Do not use this checkpoint unless you know who made it"
+            f"checkpoint {folder} names the file {name!r}, which is a link or lies outside the folder: it "
+            "was not opened. Do not use this checkpoint unless you know who made it"
         )
     return path
 

@@ -89,7 +89,9 @@ def fill(
             group.update(options)
 
 
-def _by_parameter(flat: Mapping[str, Any], names: set[str]) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+def _by_parameter(
+    flat: Mapping[str, Any], names: set[str]
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
     """State and group options of each parameter."""
     found: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {}
     for full, value in flat.items():

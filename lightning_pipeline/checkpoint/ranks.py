@@ -126,7 +126,9 @@ class Ranks:
             box = [value]
             dist.broadcast_object_list(box, group=self.group, group_src=0)
             return box[0]
-        failed = isinstance(value, Failed) or (isinstance(value, list) and any(isinstance(v, Failed) for v in value))
+        failed = isinstance(value, Failed) or (
+            isinstance(value, list) and any(isinstance(v, Failed) for v in value)
+        )
         own: list[Any] = [None]
         given = [value] * self.size if failed else value
         dist.scatter_object_list(own, given if self.leads else None, group=self.group, group_src=0)
@@ -147,7 +149,9 @@ class Ranks:
     def _talk(self, what: str, exchange: Callable[[], Any]) -> Any:
         """Communicate; a rank that is gone or stuck is named, and all others are freed."""
         if self.group is None and self.size > 1:
-            raise CheckpointWriteError(f"{what} failed: an earlier save or load lost a rank; start the run again")
+            raise CheckpointWriteError(
+                f"{what} failed: an earlier save or load lost a rank; start the run again"
+            )
         self._steps += 1
         self._note(f"{self._name}/{self._steps}/{self.rank}", "here")
         try:
@@ -188,7 +192,9 @@ class Ranks:
     def _known(self) -> str:
         try:
             key = f"{self._name}/cause"
-            return self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+            return (
+                self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
+            )
         except RuntimeError:  # the store's host is gone
             return ""
 

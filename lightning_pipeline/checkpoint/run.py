@@ -24,6 +24,7 @@ from lightning_pipeline.checkpoint.safe import is_plain
 from lightning_pipeline.checkpoint.save import Part, as_bytes, without_ties, write
 from lightning_pipeline.checkpoint.schedulers import schedulers_for
 from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.settings import Settings
 
 _GRACE_SECONDS = 20.0
 
@@ -36,6 +37,13 @@ class Options:
     trust: bool
     in_background: bool
     timeout: timedelta
+
+
+def options_of(settings: Settings) -> Options:
+    """The settings that checkpoints need."""
+    return Options(
+        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout
+    )
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,11 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
-        if (module, name) in (("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath")):
+        if (module, name) in (
+            ("pathlib", "PosixPath"),
+            ("pathlib", "PurePosixPath"),
+            ("pathlib._local", "PosixPath"),
+        ):
             return pathlib.PurePosixPath
         raise UnsafeCheckpointError(f"{module}.{name}")
 

@@ -150,7 +150,12 @@ def _finish(
     write_manifest(
         folder,
         Manifest(
-            integrity=integrity, files=files, tensors=tensors, objects=objects, versions=_versions(), **part.about
+            integrity=integrity,
+            files=files,
+            tensors=tensors,
+            objects=objects,
+            versions=_versions(),
+            **part.about,
         ),
     )
 

@@ -5,7 +5,9 @@ from typing import Any
 
 
 def schedulers_for(
-    stored: Sequence[Mapping[str, Any]], groups: Sequence[Sequence[Mapping[str, Any]]], optimizer_of: Sequence[int]
+    stored: Sequence[Mapping[str, Any]],
+    groups: Sequence[Sequence[Mapping[str, Any]]],
+    optimizer_of: Sequence[int],
 ) -> list[Any]:
     """The scheduler states for one rank.
 

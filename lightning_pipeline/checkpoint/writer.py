@@ -8,7 +8,12 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan
 from typing_extensions import override
 
@@ -123,10 +128,8 @@ def described(metadata: Metadata) -> tuple[Mapping[str, Any], list[str]]:
     """Data type and shape of each tensor, and the keys of other values."""
     tensors, objects = {}, []
     for key, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "properties"):
+        if isinstance(entry, TensorStorageMetadata):
             tensors[key] = [str(entry.properties.dtype).removeprefix("torch."), *entry.size]
         else:
             objects.append(key)
     return tensors, sorted(objects)
-
-

@@ -2,8 +2,10 @@
 
 import pickle
 import zlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property
+
+import torch
 
 from lightning_pipeline.errors import MessageError
 from lightning_pipeline.runtime.header import header_bytes
@@ -50,7 +52,19 @@ class Agreement:
         """Whether values are as agreed: shapes, strides, types, what requires gradient, the table."""
         if self.table is not values.table and self.table != values.table:
             return False
-        return self.specs == specs_of(values.tensors)
+        if len(self.specs) != len(values.tensors):
+            return False
+        for spec, tensor in zip(self.specs, values.tensors, strict=True):
+            shape, stride, dtype, requires_grad = spec
+            if (
+                tensor.dtype is not dtype
+                or tensor.requires_grad is not requires_grad
+                or tensor.shape != shape
+            ):
+                return False
+            if tensor.layout is not torch.strided or tensor.stride() != stride:
+                return self.specs == specs_of(values.tensors)
+        return True
 
     @cached_property
     def with_gradient(self) -> tuple[int, ...]:
@@ -75,15 +89,25 @@ class Agreements:
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Agreement] = {}
+        self._signatures: Sequence[Hashable] = ()
+        self._frozen: dict[tuple[int, int], Agreement | None] = {}
         self._noted: dict[tuple[int, int], tuple[Hashable, Agreement]] = {}
 
-    def get(self, stage: int, signature: Hashable) -> Agreement | None:
-        """What was agreed before this run began, or None."""
-        return self._known.get((stage, signature))
+    def begin(self, signatures: Sequence[Hashable]) -> None:
+        """Start a run with these signatures of its micro-batches."""
+        self._signatures = signatures
+        self._frozen.clear()
 
-    def note(self, stage: int, microbatch: int, signature: Hashable, agreement: Agreement) -> None:
+    def get(self, stage: int, microbatch: int) -> Agreement | None:
+        """What was agreed before this run began, or None."""
+        key = (stage, microbatch)
+        if key not in self._frozen:
+            self._frozen[key] = self._known.get((stage, self._signatures[microbatch]))
+        return self._frozen[key]
+
+    def note(self, stage: int, microbatch: int, agreement: Agreement) -> None:
         """Remember what travelled in this run and was not as agreed."""
-        self._noted[microbatch, stage] = ((stage, signature), agreement)
+        self._noted[microbatch, stage] = ((stage, self._signatures[microbatch]), agreement)
 
     def commit(self) -> None:
         """Let what was noted enter, by micro-batch and stage; the oldest leave when there are too many."""

@@ -32,7 +32,6 @@ class Channel:
         self.link = link
         self._pinned = device.type == "cuda"
         self._agreements = Agreements()
-        self._signatures: Sequence[Hashable] = ()
         self._sent: dict[tuple[int, int], Agreement | None] = {}
         self._inbox = Inbox(link, device=device, sent=self._sent)
 
@@ -44,7 +43,7 @@ class Channel:
             signatures: Per micro-batch what its metadata is remembered by; the same on both ends.
             opening: What both ends must agree on; compared before the first message is received.
         """
-        self._signatures = signatures
+        self._agreements.begin(signatures)
         key = self._inbox.begin(expected, signatures, opening)
         buffer = torch.empty(header_bytes(0), dtype=torch.uint8)
         self._send(buffer, key, checksum=opening.plan, size=opening.signatures)
@@ -59,7 +58,7 @@ class Channel:
     def send_values(self, stage: int, microbatch: int, values: Values) -> None:
         """Send what a stage hands to `stage` on the peer."""
         key = Key(wire.FORWARD, stage, microbatch)
-        agreed = self._agreements.get(stage, self._signatures[microbatch])
+        agreed = self._agreements.get(stage, microbatch)
         if values.empty:
             self._sent[stage - 1, microbatch] = None
             self._send_plain(key, agreed, wire.EMPTY)
@@ -68,13 +67,14 @@ class Channel:
             self._send_tensors(key, agreed, agreed.layout, values.tensors)
         else:
             self._send_deviating(key, agreed, values)
-        self._inbox.post_ahead()
+        if self.link.is_free:  # the gradients' size is known now
+            self._inbox.post_ahead()
 
     def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
         if agreed is not None:
             self._send_plain(key, agreed, wire.DEVIATES)
         actual = Agreement.of(values)
-        self._agreements.note(key.stage, key.microbatch, self._signatures[key.microbatch], actual)
+        self._agreements.note(key.stage, key.microbatch, actual)
         self._sent[key.stage - 1, key.microbatch] = actual
         self._send_metadata(key, actual)
         self._send_tensors(key, actual, actual.layout, values.tensors)

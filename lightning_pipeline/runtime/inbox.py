@@ -57,7 +57,6 @@ class Inbox:
         self._pinned = device.type == "cuda"
         self._sent = sent
         self._agreements = Agreements()
-        self._signatures: Sequence[Hashable] = ()
         self._opening = Opening(0, 0, 0, 0)
         self._expected: deque[Key] = deque()
         self._arrived: dict[Key, Content] = {}
@@ -69,7 +68,7 @@ class Inbox:
 
     def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> Key:
         """Expect the messages of a run, the peer's opening first; returns the opening's key."""
-        self._signatures = signatures
+        self._agreements.begin(signatures)
         self._opening = opening
         first = Key(wire.OPEN, opening.number, opening.num_microbatches)
         self._expected.extend((first, *expected))
@@ -93,7 +92,7 @@ class Inbox:
 
     def post_ahead(self) -> None:
         """Post the receive of the next message, if none is posted and its size is known already."""
-        while self._expected and not self._link.posted:
+        while self._link.is_free and self._expected:
             kind, stage, microbatch = self._expected[0]
             if kind != wire.BACKWARD:
                 self._link.post(self._size_of(kind, stage, microbatch), pinned=self._pinned)
@@ -107,11 +106,12 @@ class Inbox:
     def _size_of(self, kind: int, stage: int, microbatch: int) -> int:
         if kind == wire.OPEN:
             return header_bytes(0)
-        agreed = self._agreements.get(stage, self._signatures[microbatch])
+        agreed = self._agreements.get(stage, microbatch)
         return wire.METADATA_BYTES if agreed is None else agreed.layout.num_bytes
 
     def _take_next(self) -> None:
-        self.post_ahead()
+        if self._link.is_free:
+            self.post_ahead()
         assert self._expected, "the plan has a receive without a send"
         key = self._expected[0]
         buffer = self._link.take()
@@ -124,7 +124,7 @@ class Inbox:
     def _checked(self, buffer: Tensor, key: Key) -> Header:
         header = read_header(buffer)
         sequence = self._link.received - 1
-        found = Key(*header[1:2], *header[3:5])
+        found = Key(header.kind, header.stage, header.microbatch)
         if header.magic != wire.MAGIC or found != key or header.sequence != sequence:
             what = str(found) if header.magic == wire.MAGIC else "something that is none of our messages"
             raise MessageError(
@@ -157,7 +157,7 @@ class Inbox:
 
     def _unpack_values(self, key: Key, header: Header, buffer: Tensor) -> None:
         _, stage, microbatch = key
-        agreed = self._agreements.get(stage, self._signatures[microbatch])
+        agreed = self._agreements.get(stage, microbatch)
         if agreed is not None:
             self._check_agreed(header, key, agreed, len(agreed.specs))
         if header.status == wire.EMPTY:
@@ -167,7 +167,7 @@ class Inbox:
             if agreed is not None:
                 header, buffer = self._take_more(key, wire.METADATA_BYTES)
             agreed = self._read_metadata(header, buffer)
-            self._agreements.note(stage, microbatch, self._signatures[microbatch], agreed)
+            self._agreements.note(stage, microbatch, agreed)
             header, buffer = self._take_more(key, agreed.layout.num_bytes)
             self._check_agreed(header, key, agreed, len(agreed.specs))
         assert agreed is not None, "values as agreed need an agreement"

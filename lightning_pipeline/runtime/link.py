@@ -67,9 +67,9 @@ class Link:
         self._posted: tuple[dist.Work, Tensor] | None = None
 
     @property
-    def posted(self) -> int:
-        """Receives posted and not yet waited for: 0 or 1."""
-        return int(self._posted is not None)
+    def is_free(self) -> bool:
+        """Whether no receive is posted that was not waited for."""
+        return self._posted is None
 
     def send(self, buffer: Tensor, *, release: Callable[[], None] | None = None) -> None:
         """Start to send a buffer. It must not change until `release` is called.

@@ -60,19 +60,19 @@ class Layout:
     def __init__(self, specs: tuple[TensorSpec, ...], start: int) -> None:
         self.specs = specs
         self.free: list[Parcel] = []
-        self._spans: list[tuple[int, int]] = []
+        self._places: list[tuple[torch.dtype, tuple[int, ...], tuple[int, ...], int]] = []
         end = start
         for spec in specs:
             begin = -(-end // ALIGNMENT) * ALIGNMENT
             end = begin + _numel(spec.shape) * spec.dtype.itemsize
-            self._spans.append((begin, end))
-        self.num_bytes = end
+            self._places.append((spec.dtype, spec.shape, spec.stride, begin // spec.dtype.itemsize))
+        self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
 
     def view(self, buffer: Tensor) -> list[Tensor]:
         """Look at a buffer as the tensors it holds; nothing is copied."""
+        typed = {dtype: buffer.view(dtype) for dtype, *_ in self._places}
         return [
-            buffer[begin:end].view(spec.dtype).as_strided(spec.shape, spec.stride)
-            for spec, (begin, end) in zip(self.specs, self._spans, strict=True)
+            typed[dtype].as_strided(shape, stride, offset) for dtype, shape, stride, offset in self._places
         ]
 
 
@@ -104,10 +104,9 @@ class Parcel:
 
     def fill(self, tensors: Sequence[Tensor | None]) -> None:
         """Copy tensors in; None leaves its place as it is."""
-        with torch.no_grad():
-            for view, tensor in zip(self.views, tensors, strict=True):
-                if tensor is not None:
-                    view.copy_(tensor)
+        for view, tensor in zip(self.views, tensors, strict=True):
+            if tensor is not None:
+                view.copy_(tensor.detach())
 
     def release(self) -> None:
         """Hand the buffer back once it is no longer in flight; one per layout is kept."""

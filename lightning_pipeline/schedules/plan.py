@@ -87,6 +87,11 @@ class Plan:
         """Positions in `plan[rank]` whose action runs as one with the action after it."""
         return self._pairs[rank]
 
+    @cached_property
+    def splits_backward(self) -> bool:
+        """Whether any backward is in two halves, I and W."""
+        return any(action.kind in ("I", "W") for actions in self for action in actions)
+
     def first(self, num_microbatches: int) -> "Plan":
         """The same plan for a batch with fewer micro-batches: the surplus left out, all else in place.
 

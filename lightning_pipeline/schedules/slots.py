@@ -57,7 +57,11 @@ class Slots:
 def pull_warm_up(ranks: list[Slots], caps: list[int]) -> None:
     """Pull what comes before the first backward of stage 0 as early as dependencies and memory allow."""
     end = min(slot for slot, a in ranks[0].actions.items() if a.kind == "I" and a.stage == 0)
-    _pull(ranks, caps, range(end))
+    heads = [Slots({slot: a for slot, a in rank.actions.items() if slot < end}) for rank in ranks]
+    _pull(heads, caps, range(end))
+    for rank, head in zip(ranks, heads, strict=True):
+        head.actions.update((slot, a) for slot, a in rank.actions.items() if slot >= end)
+        rank.actions = head.actions
 
 
 def pull_cool_down(ranks: list[Slots], caps: list[int]) -> None:
@@ -68,7 +72,7 @@ def pull_cool_down(ranks: list[Slots], caps: list[int]) -> None:
 
 def _pull(ranks: list[Slots], caps: list[int], window: range) -> None:
     slot_of = {action: slot for rank in ranks for slot, action in rank.actions.items()}
-    last = 2 * len(ranks) - 1
+    last = max(action.stage for action in slot_of)
     queue = sorted((slot, r, a) for r, rank in enumerate(ranks) for slot, a in rank.actions.items())
     for slot, r, action in queue:
         if slot not in window:

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.placeholder import is_placeholder, storage_key, user_line, written_tensors
-from lightning_pipeline.split.structure import map_tensors, tensors_in
-from lightning_pipeline.split.tags import Tag
+from lightning_pipeline.split.structure import TensorSpec, map_tensors, tensors_in
+from lightning_pipeline.split.tags import Tag, TagStore
 from lightning_pipeline.split.trace import refuse
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ class Glue:
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[tuple[int, str]] = []
         self._poisoned: dict[int, Tensor] = {}
+        self._stand_ins: dict[int, Tensor] = {}
+        self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
+        self.batch = TagStore()
 
     def close(self) -> None:
         """Put back what glue wrote into parameters and buffers."""
@@ -81,7 +84,10 @@ class Glue:
                 tracer.root,
             )
         self._tracer.trace.mutated |= {(tag.call, tag.leaf) for tag in self._tracer.handed.of(tensor)}
+        self.note_batch(tensor)
         self._tracer.tags.add(tensor, tags)
+        if storage_key(tensor) in self._poisoned_by:
+            self._tracer.tags.add(self._poisoned_by[storage_key(tensor)], tags)
         if faked and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
 
@@ -92,6 +98,11 @@ class Glue:
                 self.written_states[name] = tensor
                 if not is_placeholder(tensor) and not tensor.is_meta:
                     self._restores.append((tensor, tensor.detach().clone()))
+
+    def note_batch(self, written: Tensor) -> None:
+        """Note a write into the memory of the batch."""
+        if self.batch.of(written):
+            self._tracer.trace.writes_batch = True
 
     def is_poisoned(self, tensor: Tensor) -> bool:
         """Whether a placeholder was written into this real tensor."""
@@ -105,11 +116,20 @@ class Glue:
         def swap(tensor: Tensor) -> Tensor:
             if is_placeholder(tensor) or not self.is_poisoned(tensor):
                 return tensor
-            fake = self._tracer.mode.like(tensor.detach())
-            self._tracer.tags.add(fake, self._tracer.tags.of(tensor))
-            return fake
+            return self._stand_in(tensor)
 
         return map_tensors(swap, value)
+
+    def _stand_in(self, tensor: Tensor) -> Tensor:
+        """A view of the one placeholder for the memory of `tensor`; what is written there is noted here."""
+        base = self._stand_ins.get(storage_key(tensor))
+        if base is None:
+            count = tensor.untyped_storage().nbytes() // tensor.element_size()
+            spec = TensorSpec((count,), (1,), tensor.dtype, tensor.device.type, False)
+            base = self._stand_ins[storage_key(tensor)] = self._tracer.mode.make(spec)
+            self._poisoned_by[storage_key(base)] = tensor
+        self._tracer.tags.add(base, self._tracer.tags.of(tensor))
+        return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
         if not self.unknown_line:

@@ -154,8 +154,12 @@ class StageProgram:
         return nullcontext() if queue is None else self._deferral.into(queue)
 
     def _fresh(self, value: Any) -> Any:
-        """Containers of our own for each replay: steps pop from their batch, and write into it."""
-        return map_tensors(lambda tensor: tensor, value)
+        """Containers of our own for each replay, and tensors where the step writes into them.
+
+        Micro-batches are views of one batch: a write into one would count as a write into all.
+        """
+        copied = self._current_step().trace.writes_batch
+        return map_tensors(lambda tensor: tensor.clone() if copied else tensor, value)
 
     def _pass_empty(self, microbatch: int, step: Step) -> Values | None:
         if not self.is_last:

@@ -51,7 +51,8 @@ class ModuleState:
             [_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules
         ]
         self._containers = [_containers(values) for values in self._dicts]
-        self._buffers = [(buffer, _copy_values(buffer)) for buffer in root.buffers()]
+        plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
+        self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
 
     def restore(self) -> None:

@@ -57,8 +57,10 @@ class Trace:
         mutated: Values (call, leaf) that code between the units changes in place.
         together: Groups of units that must share a stage, with the reason.
         attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
+        early_attributes: Those that it sets before, which every stage does.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
+        writes_batch: Whether it changes tensors of the batch in place.
         host_random: Whether a unit draws from numpy's or Python's random state.
     """
 
@@ -70,8 +72,10 @@ class Trace:
     mutated: set[tuple[int, int]] = field(default_factory=set)
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    early_attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
+    writes_batch: bool = False
     host_random: bool = False
 
 

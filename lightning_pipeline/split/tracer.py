@@ -49,8 +49,8 @@ class Tracer:
         self._counts = [0] * len(patches.units)
         self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self._regions: dict[int, tuple[Any, list[int]]] = {}
-        self._early_reads: set[tuple[int, str]] = set()
-        self._mirrors: dict[int, Tensor] = {}
+        self._old_reads: dict[tuple[int, str], int] = {}  # attributes read as they were: before which call
+        self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
         self._glue_set = set(self._glue_modules)
@@ -69,7 +69,7 @@ class Tracer:
     def _name_states(self) -> None:
         holders = {id(m): n for n, unit in enumerate(self.patches.units) for m in unit.module.modules()}
         for prefix, module in self.root.named_modules():
-            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_readable(module)]:
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_plain(module)]:
                 if tensor is None:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
@@ -92,7 +92,9 @@ class Tracer:
         """Call the step and return what was seen."""
         function = step_function(self.root, self.trace.step)
         before = AttributeSnapshot(self._glue_modules)
-        self._at_call = before
+        for tensor in tensors_in((args, kwargs)):
+            self.glue.batch.add(tensor, frozenset({Tag("batch")}))
+        self._before, self._at_first = before, before
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(self.root, self.tail_read, self._fake.scalar))
@@ -142,6 +144,8 @@ class Tracer:
         if self.inside is not None:  # a unit that is called by another is part of that
             return self.patches.originals[unit](*args, **kwargs)
         self._before_call(unit)
+        if not self.trace.calls:
+            self._at_first = AttributeSnapshot(self._glue_modules)
         call = Call(len(self.trace.calls), unit, self._counts[unit])
         self._counts[unit] += 1
         self.trace.calls.append(call)
@@ -155,7 +159,6 @@ class Tracer:
         values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
         self._note_shared(call, list(tensors_in((args, kwargs))), tensors, values)
         result = unflatten(list(values), call.structure)
-        self._at_call = AttributeSnapshot(self._glue_modules)
         return result
 
     def _before_call(self, unit: int) -> None:
@@ -206,7 +209,8 @@ class Tracer:
         call.reads |= self.tags.union(operands) - own
         result = run()
         for tensor in written_tensors(func, args, kwargs):
-            origin = self._mirrors.get(storage_key(tensor), tensor)
+            origin = self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
+            self.glue.note_batch(origin)
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
@@ -221,7 +225,7 @@ class Tracer:
         if any(returned.alias_info is not None for returned in func._schema.returns):
             for tensor in results:  # the view of a real tensor has a stand-in for its memory
                 if operands and not is_placeholder(operands[0]):
-                    self._mirrors.setdefault(storage_key(tensor), operands[0])
+                    self._mirrors.setdefault(storage_key(tensor), (tensor, operands[0]))
             return
         for tensor in results:
             if not self.tags.of(tensor):
@@ -258,8 +262,8 @@ class Tracer:
         if self.inside is not None:
             return
         if module in self._glue_set:
-            if self._more_calls_expected():
-                self._early_reads.add((id(module), name))
+            if self._before.holds(module, name):
+                self._old_reads.setdefault((id(module), name), len(self.trace.calls))
             return
         value = vars(module).get(name)
         if not holds_tensor(value):
@@ -269,27 +273,27 @@ class Tracer:
                 self.root,
             )
 
-    def _more_calls_expected(self) -> bool:
-        called = {call.unit for call in self.trace.calls}
-        return len(called) < len(self.patches.units)
-
     def _note_attributes(self, before: AttributeSnapshot) -> None:
-        after_last_call = self._at_call.changed()
+        after_first_call = {(id(module), name) for module, name in self._at_first.changed()}
         for module, name in before.changed():
             value = vars(module).get(name)
-            late = any(module is m and name == n for m, n in after_last_call)
             if holds_tensor(value):
                 self.tail_read(value)
-                late = True
-            if late:
-                self.trace.attributes.append((module, name))
-                if (id(module), name) in self._early_reads and not isinstance(value, list | dict):
-                    raise SplitError(
-                        f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before "
-                        "the model and set after it: earlier stages would read an old value. Update it in a "
-                        "hook such as on_train_batch_end instead"
-                    )
+            elif (id(module), name) not in after_first_call:
+                self.trace.early_attributes.append((module, name))
+                continue
+            self.trace.attributes.append((module, name))
+            if not isinstance(value, list | dict):
+                self._check_old_read(module, name)
         self._check_written_states()
+
+    def _check_old_read(self, module: nn.Module, name: str) -> None:
+        if self._old_reads.get((id(module), name), len(self.trace.calls)) < len(self.trace.calls):
+            raise SplitError(
+                f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before the end "
+                "of the model, and set after its beginning: some stages would read an old value. Update it "
+                "in a hook such as on_train_batch_end instead"
+            )
 
     def _check_written_states(self) -> None:
         for name in self.glue.written_states:
@@ -320,12 +324,9 @@ class Tracer:
         self._regions.clear()
 
 
-def _readable(module: nn.Module) -> list[tuple[str, Tensor]]:
-    return [
-        (name, value)
-        for name, value in vars(module).items()
-        if isinstance(value, Tensor) and is_placeholder(value)
-    ]
+def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers, among them what stands for those of other stages."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
 
 
 def _containers(value: Any) -> list[Any]:

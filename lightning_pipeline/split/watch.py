@@ -37,11 +37,16 @@ class AttributeSnapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._prints = [self._read(module) for module in self._modules]
-        self._held = [list(vars(module).values()) for module in self._modules]  # so that no id is used twice
+        self._values = {module: dict(vars(module)) for module in self._modules}  # held: no id is used twice
 
     @staticmethod
     def _read(module: nn.Module) -> dict[str, Any]:
         return {name: _print_of(value) for name, value in vars(module).items() if name not in _IGNORED}
+
+    def holds(self, module: nn.Module, name: str) -> bool:
+        """Whether the attribute is still the object that it was."""
+        held = self._values.get(module)
+        return held is not None and name in held and held[name] is vars(module).get(name)
 
     def changed(self) -> list[tuple[nn.Module, str]]:
         """Attributes that are new, gone, replaced, or whose container was changed since."""

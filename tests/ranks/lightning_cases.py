@@ -66,7 +66,8 @@ def trainer(pipeline: dict[str, Any] | None, **options: Any) -> pl.Trainer:
     """A quiet Trainer; `pipeline=None` is one device."""
     given: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 1, **options,
+        "enable_progress_bar": False, "inference_mode": False,
+        "enable_model_summary": False, "log_every_n_steps": 1, **options,
     }  # fmt: skip
     if pipeline is None:
         return pl.Trainer(devices=1, **given)
@@ -91,7 +92,11 @@ def assert_same(found: Any, expected: Any, tolerance: float = 1e-10) -> None:
     (found_weights, found_logs), (weights_, logs) = found, expected
     assert found_logs.keys() == logs.keys()
     for name, value in logs.items():
-        assert abs(found_logs[name] - value) <= tolerance * max(1.0, abs(value)), (name, found_logs[name], value)
+        assert abs(found_logs[name] - value) <= tolerance * max(1.0, abs(value)), (
+            name,
+            found_logs[name],
+            value,
+        )
     assert list(found_weights) == list(weights_)
     for name, value in weights_.items():
         torch.testing.assert_close(found_weights[name], value, rtol=tolerance, atol=tolerance, msg=name)

@@ -108,7 +108,7 @@ def watch_posts(link: Link, groups: Groups, posted: list[int]) -> None:
 
     def post(num_bytes: int, *, pinned: bool = False) -> None:
         original(num_bytes, pinned=pinned)
-        posted.append(sum(other.posted for other in groups.links.values()))
+        posted.append(sum(not other.is_free for other in groups.links.values()))
 
     link.post = post  # type: ignore[method-assign]
 

@@ -55,11 +55,11 @@ class Faulty(Toy):
         return super().backward(microbatch, gradients)
 
 
-def run_faulty(num_ranks: int, culprit: int, fault: str, kind: str) -> None:
+def run_faulty(num_ranks: int, culprit: int, fault: str, kind: str, timeout: timedelta = TIMEOUT) -> None:
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     plan = get_schedule("1F1B").plan(num_ranks, 4)
-    groups = Groups(plan, step_timeout=TIMEOUT)
+    groups = Groups(plan, step_timeout=timeout)
     make = Faulty if groups.rank == culprit else (lambda *args: Toy(*args[:3]))
     executor = Executor({groups.rank: make(groups.rank, num_ranks, 4, fault, kind)}, groups)
     for _ in range(3):
@@ -82,6 +82,22 @@ def test_all_ranks_report_the_exception_of_one(ranks: Ranks, culprit: int, kind:
             assert f"because rank {culprit} (global rank {2 - culprit}) failed in {culprit}{kind}2" in text
             assert "ValueError: the layer had enough" in text
             assert "in maybe_fail" in text
+
+
+def fail_and_stay() -> None:
+    try:
+        run_faulty(3, 1, "raise", "F", timedelta(seconds=60))
+    except ValueError:
+        time.sleep(5)  # a callback's on_exception that takes its time
+        raise
+
+
+def test_a_failed_rank_that_lives_on_frees_its_peers_at_once(ranks: Ranks) -> None:
+    outcomes = ranks(3).outcomes(fail_and_stay, timeout=20)
+    assert isinstance(outcomes[1].error, ValueError)
+    for outcome in (outcomes[0], outcomes[2]):
+        assert "because rank 1 (global rank 1) failed in 1F2" in str(outcome.error)
+        assert outcome.seconds < 4
 
 
 @pytest.mark.parametrize("fault", ["kill", "exit"])
@@ -137,7 +153,7 @@ def disagree(what: str) -> None:
     else:
         channel = next(iter(executor.channels.values()))
         if odd:
-            channel._agreements.get(1, "s").checksum ^= 1
+            channel._agreements._known[1, "s"].checksum ^= 1
         executor.run(plan, ["s"] * 4)
 
 

@@ -31,6 +31,7 @@ PUBLIC = {
     ],
     "lightning_pipeline.schedules": [
         "Action",
+        "Auto",
         "Costs",
         "DualPipeV",
         "ForwardOnly",

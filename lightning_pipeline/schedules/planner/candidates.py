@@ -10,6 +10,7 @@ from lightning_pipeline.schedules.one_f_one_b import OneFOneB
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.planner.list_order import TASTES, list_order
 from lightning_pipeline.schedules.planner.problem import Orders, Problem
+from lightning_pipeline.schedules.planner.waves import wave_orders
 from lightning_pipeline.schedules.planner.zero_bubble_heuristic import zero_bubble_orders
 from lightning_pipeline.schedules.schedule import Schedule
 from lightning_pipeline.schedules.v_shape import VHalf, VMin
@@ -50,6 +51,8 @@ def orders_to_fill(problem: Problem, named: list[Plan]) -> Iterator[Orders]:
     p, stages_per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
     if problem.placement == loop(p, stages_per_rank):
         yield from _loop_orders(problem, stages_per_rank)
+    if stages_per_rank > 1 and problem.placement == zigzag(p, stages_per_rank):
+        yield from wave_orders(problem)
     for plan in named:
         yield problem.without_weights(plan)
     if stages_per_rank == 1:

@@ -7,11 +7,12 @@ from lightning_pipeline.schedules.planner.problem import Orders, Problem
 
 
 class Filled(NamedTuple):
-    """An order with its weight gradients, and how long it takes."""
+    """An order with its weight gradients, how long it takes, and by code when each F and I ends."""
 
     makespan: float
     span: float
     orders: Orders
+    ends: list[float]
 
     def length(self, problem: Problem) -> float:
         """The duration that the problem wants small."""
@@ -41,7 +42,7 @@ def fill_gaps(problem: Problem, orders: Orders, patience: Sequence[float]) -> Fi
         clock.written[rank] += waiting[clock.first[rank] :]
         clock.now[rank] += sum(problem.duration[code] for code in waiting[clock.first[rank] :])
     span = max(now - begin for now, begin in zip(clock.now, clock.begin, strict=True))
-    return Filled(max(clock.now) - min(clock.begin), span, clock.written)
+    return Filled(max(clock.now) - min(clock.begin), span, clock.written, clock.end)
 
 
 class _Clock:

@@ -4,13 +4,17 @@ from typing import NamedTuple
 
 from lightning_pipeline.schedules.costs import Costs
 from lightning_pipeline.schedules.plan import Plan
-from lightning_pipeline.schedules.planner.candidates import named_plans, orders_to_fill
+from lightning_pipeline.schedules.planner.candidates import forwards_and_inputs, named_plans, orders_to_fill
+from lightning_pipeline.schedules.planner.climb import climb
 from lightning_pipeline.schedules.planner.gaps import Filled, fill_gaps
 from lightning_pipeline.schedules.planner.problem import Orders, Problem
 from lightning_pipeline.schedules.planner.zero_bubble_heuristic import zero_bubble_orders
 from lightning_pipeline.schedules.simulate import peak_memory, simulate
 
 _PATIENCE = (0.75, 1.0, 0.5, 0.25, 0.0)
+_EFFORT, _MOST_TRIALS = 150_000, 250
+"""What local search may cost, in actions and in moves: fixed, so that every machine finds the same plan."""
+
 _HOPELESS = 1.15
 """An order that is this many times as long as the best one is not tried with another patience."""
 
@@ -35,11 +39,22 @@ def best_plan(problem: Problem, costs: Costs) -> Found | None:
     for orders in orders_to_fill(problem, named):
         best = _filled(problem, orders, best)
     if best is not None:
+        best = _climbed(problem, best)
         found.append(Found(best.length(problem), problem.plan(best.orders)))
     if problem.num_stages == problem.num_ranks:
         heuristic = [problem.plan(orders) for orders in zero_bubble_orders(problem)]
         found += [f for f in (_judged(problem, plan, costs) for plan in heuristic) if f is not None]
     return min(found, key=lambda f: f.length, default=None)
+
+
+def _climbed(problem: Problem, best: Filled) -> Filled:
+    """The best that local search finds from here, with W's that wait for long gaps and with others."""
+    trials = min(_MOST_TRIALS, _EFFORT // problem.size)
+    start = forwards_and_inputs(problem, best.orders)
+    for patience in (1.0, 0.5):
+        climbed = climb(problem, start, [patience] * problem.num_ranks, trials)
+        best = _better(problem, best, climbed) or best
+    return best
 
 
 def _judged(problem: Problem, plan: Plan, costs: Costs) -> Found | None:

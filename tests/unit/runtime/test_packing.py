@@ -80,10 +80,11 @@ def test_agreements_enter_after_the_run_and_the_oldest_leave() -> None:
     agreements = Agreements()
     agreement = Agreement.of(Values([]))
     for run in range(1030):
-        agreements.note(1, 0, run, agreement)
-        assert agreements.get(1, run) is None
+        agreements.begin([run])
+        agreements.note(1, 0, agreement)
+        assert agreements.get(1, 0) is None
         agreements.commit()
-        assert agreements.get(1, run) is agreement
+    agreements.begin(range(1030))
     assert agreements.get(1, 5) is None
     assert agreements.get(1, 6) is agreement
 

@@ -1,0 +1,107 @@
+"""A rank that fails ends all ranks with the first cause, and bad settings end them alike."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+
+
+class RaisesInStep(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net[0](batch[0])
+        if batch_idx == 1 and self.trainer.global_rank == 1:
+            raise ValueError("too much")
+        loss = (self.net[1:](out) - batch[1]).square().mean()
+        if batch_idx == 1 and getattr(self, "late", False):
+            raise ValueError("too much")
+        return loss
+
+
+class RaisesInTail(RaisesInStep):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        if batch_idx == 1 and self.trainer.global_rank == 0:
+            raise ValueError("too much")
+        return loss
+
+
+class RaisesInHook(Regression):
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_rank == 1 and self.trainer.global_step == 2:
+            raise ValueError("too much")
+
+
+def fit_raising(kind: str, folder: str) -> None:
+    module = {"step": RaisesInStep, "tail": RaisesInTail, "hook": RaisesInHook}[kind]()
+    saver = ModelCheckpoint(folder, save_on_exception=True)
+    run = trainer({"stages": 2, "num_microbatches": 4}, enable_checkpointing=True, callbacks=[saver])
+    run.fit(module, loader())
+
+
+@pytest.mark.parametrize(("kind", "origin"), [("step", 1), ("tail", 0), ("hook", 1)])
+def test_both_ranks_report_the_first_cause(ranks: Ranks, tmp_path: Any, kind: str, origin: int) -> None:
+    outcomes = ranks(2).outcomes(fit_raising, kind, str(tmp_path), timeout=30, dies=True)
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert outcome.seconds < 10
+        assert "ValueError: too much" in outcome.output
+    assert "StageFailedError" in outcomes[1 - origin].output or "Error" in outcomes[1 - origin].output
+
+
+class Closures(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters())
+
+
+class Manual(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Steers(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[0](batch[0])
+        if hidden.sum() > 0:
+            hidden = -hidden
+        return (self.net[1:](hidden) - batch[1]).square().mean()
+
+
+def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"pruning": {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}}
+    kinds = {"lbfgs": Closures, "manual": Manual, "steers": Steers}
+    run = trainer(pipeline, **options.get(kind, {}))
+    run.fit(kinds.get(kind, Regression)(), loader())
+
+
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "message"),
+    [
+        ("lbfgs", {"stages": 2}, "ConfigurationError: LBFGS"),
+        ("manual", {"stages": 2}, "ConfigurationError: Manual cannot run .*automatic_optimization=False"),
+        ("steers", {"stages": 2}, "(Split|Placeholder)Error.*test_lightning_failure.py"),
+        ("pruning", {"stages": 2}, "ConfigurationError.*StochasticWeightAveraging"),
+        ("plain", {"stages": 2, "partition": ["net.9"]}, "PartitionError: .*net.9"),
+        ("plain", {"stages": 2, "partition": ["net.0"]}, "PartitionError: .*out of order"),
+        ("plain", {"stages": 2, "units": ["net"]}, "PartitionError: 2 stages .* 1 unit"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_bad_input_ends_every_rank_with_the_same_message(
+    ranks: Ranks, kind: str, pipeline: dict[str, Any], message: str
+) -> None:
+    import re
+
+    for outcome in ranks(2).outcomes(fit_bad, kind, pipeline, timeout=30, dies=True):
+        assert outcome.exit_code == 1, outcome
+        assert outcome.seconds < 10
+        assert re.search(f"(?s){message}", outcome.output), outcome.output

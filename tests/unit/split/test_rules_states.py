@@ -1,0 +1,496 @@
+"""R2, R3, R8: parameters used outside their unit, side outputs of units, state that a step writes."""
+
+from functools import lru_cache
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from tests.unit.split.nets import WIDTH, Block, Net, assert_refused, assert_works, batch_of, same_or_refused
+
+
+class TiedHead(Net):
+    def loss(self, h, batch):
+        return F.mse_loss(F.linear(h, self.emb.weight)[:, :2], batch["y"])
+
+
+class TiedModule(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, WIDTH)
+        self.out.weight = self.emb.weight
+
+    def loss(self, h, batch):
+        return F.mse_loss(self.out(h)[:, :2], batch["y"]) + self.head(h).pow(2).mean()
+
+
+class ChildOfUnit(Net):
+    def body(self, h):
+        h = super().body(h)
+        return h + self.layers[1].m(h) + self.layers[3].m(h)
+
+
+class Orthogonality(Net):
+    def loss(self, h, batch):
+        penalty = sum((layer.m.weight @ layer.m.weight.T).pow(2).mean() for layer in self.layers)
+        return super().loss(h, batch) + 0.1 * penalty
+
+
+class EarlyUse(Net):
+    """A late unit's weight is read before the model."""
+
+    def body(self, h):
+        return super().body(h @ self.layers[3].m.weight)
+
+
+class GlueParameters(Net):
+    """A bias handed to all layers, a temperature at the end, a token at the start."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.randn(WIDTH))
+        self.temperature = nn.Parameter(torch.ones(()))
+        self.token = nn.Parameter(torch.randn(1, WIDTH))
+        self.double()
+
+    def body(self, h):
+        h = h + self.token
+        for layer in self.layers:
+            h = layer(h + self.bias)
+        return h
+
+    def loss(self, h, batch):
+        return super().loss(h / self.temperature, batch)
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Linear(WIDTH, WIDTH)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.m(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+
+class OtherMethod(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vae = Encoder()
+
+    def body(self, h):
+        return self.vae.encode(super().body(self.vae.encode(h)))
+
+
+class ForwardDirectly(Net):
+    def body(self, h):
+        for layer in self.layers:
+            h = layer.forward(h)
+        return h
+
+
+class Functional(Net):
+    def body(self, h):
+        for layer in self.layers:
+            h = torch.func.functional_call(layer, {"m.bias": torch.ones(WIDTH, dtype=h.dtype)}, (h,))
+        return h
+
+
+class Parametrized(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers[1:]:
+            parametrizations.weight_norm(layer.m)
+        parametrizations.orthogonal(self.layers[0].m)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter, as PEFT dresses a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(WIDTH, WIDTH)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(WIDTH, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, WIDTH, bias=False)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class LowRank(Net):
+    def __init__(self) -> None:
+        super().__init__(Adapter)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        TiedHead, TiedModule, ChildOfUnit, Orthogonality, EarlyUse, GlueParameters, OtherMethod, ForwardDirectly,
+        Functional, Parametrized, LowRank,
+    ],
+)  # fmt: skip
+def test_parameters_used_anywhere_have_the_gradient_of_one_process(kind):
+    assert_works(kind)
+    assert_works(kind, cuts=[["head"]], num_microbatches=3, steps=2)
+
+
+class AuxiliaryLoss(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = 0.0
+        self.seen: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.pow(2).mean()
+        return super().forward(x)
+
+
+class ReadsAttributes(Net):
+    def __init__(self) -> None:
+        super().__init__(AuxiliaryLoss)
+
+    def loss(self, h, batch):
+        return super().loss(h, batch) + sum(layer.aux for layer in self.layers)
+
+
+class Appending(AuxiliaryLoss):
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(x.pow(2).mean())
+        return Block.forward(self, x)
+
+
+class ReadsLists(Net):
+    def __init__(self) -> None:
+        super().__init__(Appending)
+
+    def loss(self, h, batch):
+        total = super().loss(h, batch) + sum(sum(layer.seen) for layer in self.layers)
+        for layer in self.layers:
+            layer.seen.clear()
+        return total
+
+
+class HooksInside(Net):
+    """Hooks on a child of a unit, and on a unit, that keep what they see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = []
+        for layer in self.layers:
+            layer.m.register_forward_hook(self._keep)
+
+    def _keep(self, module, inputs, output):
+        self.kept.append(output.pow(2).mean())
+
+    def loss(self, h, batch):
+        total = super().loss(h, batch) + sum(self.kept)
+        self.kept.clear()
+        return total
+
+
+class CountsCalls(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) / self.calls
+
+
+class ReadsCounter(Net):
+    def __init__(self) -> None:
+        super().__init__(CountsCalls)
+
+    def loss(self, h, batch):
+        return super().loss(h, batch) * sum(layer.calls for layer in self.layers)
+
+
+@pytest.mark.parametrize("kind", [ReadsAttributes, ReadsLists, HooksInside, ReadsCounter])
+def test_side_outputs_of_units_are_right_or_refused(kind):
+    same_or_refused(
+        kind,
+        "beside its output|set by a unit's forward|changes a list|another stage|kept together|are together",
+    )
+
+
+class HookOnUnit(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = []
+        for layer in self.layers:
+            layer.register_forward_hook(self._keep)
+
+    def _keep(self, module, inputs, output):
+        self.kept.append(output)
+
+    def training_step(self, batch, batch_idx):
+        self.kept.clear()
+        total = super().training_step(batch, batch_idx)
+        return total + sum(h.pow(2).mean() for h in self.kept)
+
+
+class OwnCounter(Net):
+    """A unit's own state that only the unit reads."""
+
+    def __init__(self) -> None:
+        super().__init__(CountsCalls)
+
+
+@pytest.mark.parametrize("kind", [HookOnUnit, OwnCounter])
+def test_what_a_hook_on_a_unit_keeps_and_what_a_unit_counts_is_right(kind):
+    assert_works(kind, steps=2)
+
+
+class ListArgument(Net):
+    class Appends(Block):
+        def forward(self, x, feats):
+            feats.append(x)
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(ListArgument.Appends)
+
+    def body(self, h):
+        feats = []
+        for layer in self.layers:
+            h = layer(h, feats)
+        return h + sum(feats)
+
+
+def test_a_unit_that_fills_a_list_it_is_given_is_refused():
+    assert_refused(ListArgument, "layers.0.*changes a list")
+
+
+class Annealed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+
+    def training_step(self, batch, batch_idx):
+        h = self.body(self.emb(batch["x"]) * self.tau)
+        self.tau *= 0.5
+        return self.loss(h, batch)
+
+
+class AnnealedFirst(Net):
+    """Updated before the model: each stage does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tau = 1.0
+
+    def training_step(self, batch, batch_idx):
+        self.tau *= 0.5
+        return self.loss(self.body(self.emb(batch["x"]) * self.tau), batch)
+
+
+class Memories(Net):
+    """Transformer-XL: the step keeps hidden states for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mems = None
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        kept = []
+        for i, layer in enumerate(self.layers):
+            kept.append(h.detach())
+            h = layer(h if self.mems is None else h + self.mems[i])
+        self.mems = kept
+        return self.loss(h, batch)
+
+
+class MemoryAtEnd(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def training_step(self, batch, batch_idx):
+        h = self.body(self.emb(batch["x"]))
+        if self.last is not None:
+            h = h + self.last
+        self.last = h.detach()
+        return self.loss(h, batch)
+
+
+class PlainTensorAverage(Net):
+    """A running mean in a plain attribute, changed in place, read before the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"]) - self.mean
+        h = self.body(h)
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return self.loss(h, batch)
+
+
+@pytest.mark.parametrize("kind", [Annealed, AnnealedFirst, Memories, MemoryAtEnd, PlainTensorAverage])
+def test_state_for_the_next_step_is_right_or_refused(kind):
+    same_or_refused(
+        kind,
+        "is read by training_step before|written by training_step|is filled by the end|another stage|old value|kept together|together",
+        steps=3,
+    )
+
+
+def test_state_that_only_the_start_uses_works():
+    assert_works(AnnealedFirst, steps=3)
+
+
+class Toggles(Net):
+    """An evaluation pass inside the step; the exit comes in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def training_step(self, batch, batch_idx):
+        self.eval()
+        with torch.no_grad():
+            target = self.body(self.norm(self.emb(batch["x"])))
+        self.train()
+        h = self.body(self.norm(self.emb(batch["x"])))
+        return self.loss(h, batch) + F.mse_loss(h, target)
+
+
+class FlagToggles(Net):
+    def training_step(self, batch, batch_idx):
+        self.emb.requires_grad_(False)
+        h = self.body(self.emb(batch["x"]))
+        self.emb.requires_grad_(True)
+        return self.loss(h, batch)
+
+
+@pytest.mark.parametrize("kind", [Toggles, FlagToggles])
+def test_flags_that_a_step_toggles_are_put_back(kind):
+    assert_works(kind, steps=2)
+
+
+class CodebookAverage(Net):
+    """A buffer that glue between units averages: used by the same step, or not at all."""
+
+    used = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("avg", torch.ones(WIDTH, dtype=torch.float64))
+
+    def body(self, h):
+        for i, layer in enumerate(self.layers):
+            h = layer(h)
+            if i == 1:
+                self.avg.mul_(0.9).add_(0.1 * h.detach().mean(0))
+                h = h - self.avg if self.used else h
+        return h
+
+
+class CodebookUnused(CodebookAverage):
+    used = False
+
+
+class Queue(Net):
+    """MoCo: a queue of keys and its pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.zeros(8, WIDTH, dtype=torch.float64))
+        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
+
+    def loss(self, h, batch):
+        logits = h @ self.queue.clone().T
+        start = int(self.pointer)
+        self.queue[start : start + h.shape[0]] = h.detach()
+        self.pointer[0] = (start + h.shape[0]) % 8
+        return super().loss(h, batch) + logits.pow(2).mean()
+
+
+class BufferFromBatch(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.mean.lerp_(batch["x"].mean(0), 0.5)
+        return self.loss(self.body(self.emb(batch["x"] - self.mean)), batch)
+
+
+class BufferReplaced(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("avg", torch.ones(WIDTH, dtype=torch.float64))
+
+    def loss(self, h, batch):
+        self.avg = 0.9 * self.avg + 0.1 * h.detach().mean(0)
+        return super().loss(h - self.avg, batch)
+
+
+@pytest.mark.parametrize("kind", [CodebookAverage, CodebookUnused, Queue, BufferFromBatch, BufferReplaced])
+def test_buffers_that_a_step_writes_are_right_or_refused(kind):
+    same_or_refused(kind, "written by training_step|another stage|together", steps=3, num_microbatches=3)
+
+
+@pytest.mark.parametrize("kind", [CodebookUnused, Queue])
+def test_buffers_written_and_read_at_one_place_work(kind):
+    assert_works(kind, steps=3)
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
+
+
+def test_running_statistics_are_those_of_real_micro_batches_only():
+    assert_works(Normed, steps=2, batch=batch_of(6))
+
+
+@lru_cache(maxsize=8)
+def _table(width: int, sign: int) -> Tensor:
+    return torch.arange(width, dtype=torch.float64).mul(sign)
+
+
+_CACHE: dict[int, Tensor] = {}
+
+
+class Caching(Block):
+    """Fills a `lru_cache`, a dictionary of the file and an attribute on first use."""
+
+    mask = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.mask is None:
+            self.mask = torch.tril(torch.ones(WIDTH, WIDTH, dtype=x.dtype))
+        if WIDTH not in _CACHE:
+            _CACHE[WIDTH] = torch.ones(WIDTH, dtype=x.dtype)
+        return super().forward(x @ self.mask + _table(WIDTH, 1)) + _CACHE[WIDTH]
+
+
+class Cached(Net):
+    def __init__(self) -> None:
+        super().__init__(Caching)
+
+
+def test_caches_filled_in_a_unit_hold_no_placeholder_after_the_trace():
+    _table.cache_clear()
+    _CACHE.clear()
+    assert_works(Cached, cuts=[["layers.1"]], steps=2)
+    _table.cache_clear()
+    _CACHE.clear()
+    from tests.unit.split.nets import seeded
+    from tests.unit.split.pipe import alone, assert_same, piped
+
+    module = seeded(Cached)
+    split_first = piped(module, batch_of(), stages=2)
+    assert_same(split_first, alone(module, batch_of()))
+    assert type(_table(WIDTH, 1)) is Tensor
+    assert type(_CACHE[WIDTH]) is Tensor

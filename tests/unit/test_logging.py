@@ -1,0 +1,87 @@
+"""What is recorded over micro-batches is what one device would have logged."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torchmetrics import MeanMetric
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.gradients import SetAside
+from lightning_pipeline.logging import LogRecorder
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleDict({"mean": MeanMetric()})
+
+
+def recorded(calls: list[tuple[int, str, float, dict[str, object]]], sizes: list[int]) -> dict[str, float]:
+    recorder = LogRecorder(Module())
+    recorder.begin(sizes)
+    for microbatch, name, value, options in calls:
+        recorder.log(microbatch, name, torch.tensor(value, dtype=torch.float64), **options)
+    report = recorder.report(None)
+    assert report.values is not None
+    return {entry.name: float(value) for entry, value in zip(report.entries, report.values, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, (1.0 * 3 + 4.0 * 1) / 4),
+        ({"reduce_fx": "sum"}, 5.0),
+        ({"reduce_fx": torch.max}, 4.0),
+        ({"reduce_fx": "min"}, 1.0),
+        ({"batch_size": 10}, 2.5),
+    ],
+)
+def test_values_are_reduced_over_microbatches(options: dict[str, object], expected: float) -> None:
+    found = recorded([(0, "a", 1.0, options), (1, "a", 4.0, options)], [3, 1])
+    assert found == {"a": pytest.approx(expected)}
+
+
+def test_a_name_that_some_microbatches_log_is_averaged_over_those() -> None:
+    found = recorded([(0, "a", 1.0, {}), (0, "b", 7.0, {}), (1, "a", 3.0, {})], [1, 1])
+    assert found == {"a": 2.0, "b": 7.0}
+
+
+def test_a_given_batch_size_is_summed_and_a_metric_is_found_by_its_path() -> None:
+    module = Module()
+    recorder = LogRecorder(module)
+    recorder.begin([2, 2])
+    for microbatch in range(2):
+        recorder.log(microbatch, "a", 1.0, batch_size=5)
+        recorder.log_dict(microbatch, {"m": module.inner["mean"], "b": 2}, on_epoch=True)
+    a, metric, b = recorder.report(torch.tensor(1.0)).entries
+    assert (a.batch_size, metric.metric, metric.dtype, b.options) == (
+        10,
+        "inner.mean",
+        None,
+        (("on_epoch", True),),
+    )
+
+
+def test_what_cannot_be_logged_is_refused() -> None:
+    recorder = LogRecorder(Module())
+    recorder.begin([1])
+    with pytest.raises(ConfigurationError, match="no attribute of the LightningModule"):
+        recorder.log(0, "m", MeanMetric())
+    with pytest.raises(ConfigurationError, match="2 elements"):
+        recorder.log(0, "m", torch.zeros(2))
+    with pytest.raises(ConfigurationError, match="sync_dist_group"):
+        recorder.log(0, "m", 1.0, sync_dist_group=object())
+
+
+def test_fresh_gradients_survive_zero_grad_and_add_to_accumulated_ones() -> None:
+    a, b, c = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    a.grad, b.grad = torch.ones(1), torch.ones(1)
+    gradients = SetAside()
+    gradients.begin([a, b, c])
+    assert [p.grad for p in (a, b, c)] == [None] * 3
+    a.grad, c.grad = torch.full((1,), 5.0), torch.full((1,), 7.0)
+    gradients.end()
+    assert [p.grad is not None and p.grad.item() for p in (a, b, c)] == [1.0, 1.0, False]
+    gradients.put_back()
+    assert [p.grad is not None and p.grad.item() for p in (a, b, c)] == [6.0, 1.0, 7.0]

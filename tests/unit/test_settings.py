@@ -1,0 +1,131 @@
+"""Settings that cannot work are refused at once, all of them, with the way out."""
+
+from datetime import timedelta
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.errors import ConfigurationError, PipelineError
+from lightning_pipeline.layout import fit_to_devices
+from lightning_pipeline.schedules import GPipe, OneFOneB
+from lightning_pipeline.settings import Settings, read_settings
+
+
+def read(**changes: Any) -> Settings:
+    given: dict[str, Any] = {
+        "stages": 2, "num_microbatches": "auto", "schedule": "1F1B", "stages_per_rank": 1, "partition": "auto",
+        "units": None, "data_parallel_size": "auto", "data": "replicate", "process_group_backend": None,
+        "init_timeout": 300, "step_timeout": timedelta(minutes=1), **changes,
+    }  # fmt: skip
+    return read_settings(**given)
+
+
+def test_settings_are_read() -> None:
+    settings = read(schedule=GPipe, units="net.*", init_timeout=1.5)
+    assert isinstance(settings.schedule, GPipe)
+    assert settings.units == ["net.*"]
+    assert (settings.init_timeout, settings.step_timeout) == (timedelta(seconds=1.5), timedelta(minutes=1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"stages": 0}, r"stages=0 must be a whole number of at least 1"),
+        ({"stages": -2}, r"stages=-2"),
+        ({"stages": True}, r"stages=True"),
+        ({"stages": 1.5}, r"stages=1.5"),
+        ({"stages": "all"}, r"stages='all' must be .* or 'auto'"),
+        ({"num_microbatches": 0}, r"num_microbatches=0"),
+        ({"stages_per_rank": 0}, r"stages_per_rank=0"),
+        ({"stages_per_rank": 2}, r"schedule='1F1B' holds 1 stage\(s\) per rank and cannot hold stages_per_rank=2"),
+        ({"schedule": OneFOneB(), "stages_per_rank": 3}, r"contradicts OneFOneB\(\), which holds 1"),
+        ({"schedule": "2F2B"}, r"no schedule '2F2B': known are .*1F1B.*GPipe"),
+        ({"schedule": 7}, r"schedule=7 is no schedule"),
+        ({"partition": "equal"}, r"partition='equal' is unknown: use 'auto', 'uniform', 'parameters', or a list"),
+        ({"partition": ["a", "b"]}, r"partition names 2 first unit\(s\) of later stages, but 2 stages have 1"),
+        ({"units": [1]}, r"units=\[1\] must be a list of name patterns"),
+        ({"data_parallel_size": 0}, r"data_parallel_size=0"),
+        ({"data": "both"}, r"data='both' is unknown: use 'replicate' or 'broadcast'"),
+        ({"step_timeout": 0}, r"step_timeout=0 must be seconds or a timedelta"),
+        ({"process_group_backend": "pigeon"}, r"process_group_backend='pigeon' is not available"),
+    ],
+)  # fmt: skip
+def test_a_wrong_setting_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        read(**changes)
+
+
+def test_all_wrong_settings_are_named_at_once() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)3 problems.*stages=0.*num_microbatches=0.*data='x'"):
+        PipelineStrategy(stages=0, num_microbatches=0, data="x")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "nodes", "sizes"),
+    [
+        ({}, 2, 1, (2, 1)),
+        ({}, 4, 1, (2, 2)),
+        ({}, 1, 2, (2, 1)),
+        ({"stages": "auto"}, 3, 1, (3, 1)),
+        ({"stages": "auto", "data_parallel_size": 2}, 4, 2, (4, 2)),
+    ],
+)
+def test_devices_are_shared_out(
+    changes: dict[str, Any], devices: int, nodes: int, sizes: tuple[int, int]
+) -> None:
+    placement, numbering = fit_to_devices(read(**changes), devices, nodes, "cpu")
+    assert (placement.num_ranks, numbering.replicas) == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "devices", "message"),
+    [
+        (
+            {},
+            1,
+            r"num_nodes=1 is 1, but stages=2 \* data_parallel_size=1 is 2; devices='auto' on CPU is 1",
+        ),
+        ({}, 3, r"devices=3 .* stages=2 \* data_parallel_size=1 is 2: use Trainer\(devices=2\)"),
+        ({"data_parallel_size": 2}, 2, r"stages=2 \* data_parallel_size=2 is 4: use Trainer\(devices=4\)"),
+    ],
+)
+def test_stages_that_do_not_fit_the_devices_are_refused(
+    changes: dict[str, Any], devices: int, message: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=message):
+        fit_to_devices(read(**changes), devices, 1, "cpu")
+
+
+def test_the_trainer_refuses_devices_that_do_not_fit() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"devices=1 .*devices='auto' on CPU is 1: use Trainer\(devices=2\)"
+    ):
+        pl.Trainer(accelerator="cpu", strategy=PipelineStrategy(stages=2), logger=False)
+
+
+def test_the_registered_name_takes_all_devices() -> None:
+    trainer = pl.Trainer(accelerator="cpu", devices=3, strategy="pipeline", logger=False)
+    assert isinstance(trainer.strategy, PipelineStrategy)
+    assert [trainer.strategy.stage_index(rank) for rank in range(3)] == [2, 1, 0]
+
+
+def test_the_other_lightning_says_what_to_import() -> None:
+    with pytest.raises(ValueError, match=r"use `from lightning\.pytorch import Trainer`"):
+        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(stages=2))
+
+
+def test_half_precision_with_a_scaler_is_refused() -> None:
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    with pytest.raises(ConfigurationError, match="precision='16-mixed' .* use precision='bf16-mixed'"):
+        PipelineStrategy(stages=2).precision_plugin = MixedPrecision("16-mixed", "cpu")
+
+
+def test_asking_too_early_is_an_error() -> None:
+    strategy = PipelineStrategy(stages=2)
+    for ask in (lambda: strategy.stage_index(0), strategy.describe, lambda: strategy.device_mesh):
+        with pytest.raises(PipelineError):
+            ask()
