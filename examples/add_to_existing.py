@@ -56,9 +56,7 @@ def main() -> None:
         logger=False,
         enable_checkpointing=False,
     )
-    order = torch.Generator().manual_seed(
-        0
-    )  # of the samples, the same on one device and on two
+    order = torch.Generator().manual_seed(0)  # of the samples, the same on one device and on two
     trainer.fit(Classifier(), DataLoader(ring_points(), batch_size=64, shuffle=True, generator=order))
     if trainer.is_global_zero:
         print({name: round(float(value), 4) for name, value in trainer.callback_metrics.items()})

@@ -8,7 +8,7 @@ from lightning_pipeline.schedules.costs import Costs
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.planner.candidates import loop, zigzag
 from lightning_pipeline.schedules.planner.problem import Problem
-from lightning_pipeline.schedules.planner.search import Found, best_plan
+from lightning_pipeline.schedules.planner.search import best_plan
 from lightning_pipeline.schedules.schedule import Schedule, require_sizes
 
 
@@ -64,16 +64,7 @@ class Auto(Schedule):
             ScheduleError: No plan fits in the memory, or the costs are for another number of ranks.
         """
         require_sizes(num_ranks, num_microbatches)
-        costs = self.costs or Costs(1, 1, 1)
-        placements = self._placements(num_ranks)
-        found = [
-            best
-            for placement in placements
-            if (best := self._search(placement, num_ranks, num_microbatches, costs)) is not None
-        ]
-        if not found:
-            raise ScheduleError(self._too_little(costs, placements[0]))
-        plan = min(found, key=lambda f: f.length).plan
+        plan = self._search(self._placements(num_ranks), num_microbatches, self.costs or Costs(1, 1, 1))
         self.stages_per_rank = plan.num_stages // num_ranks
         return plan
 
@@ -88,11 +79,7 @@ class Auto(Schedule):
         Raises:
             ScheduleError: No plan fits in the memory.
         """
-        num_ranks = max(placement) + 1
-        best = self._search(tuple(placement), num_ranks, num_microbatches, costs)
-        if best is None:
-            raise ScheduleError(self._too_little(costs, tuple(placement)))
-        return best.plan
+        return self._search([tuple(placement)], num_microbatches, costs)
 
     def _placements(self, num_ranks: int) -> list[tuple[int, ...]]:
         """Placements to try, those with fewer stages per rank first, so that they win a draw."""
@@ -110,12 +97,21 @@ class Auto(Schedule):
         both = [make(num_ranks, count) for count in counts for make in (loop, zigzag)]
         return list(dict.fromkeys(both))
 
-    def _search(
-        self, placement: tuple[int, ...], num_ranks: int, num_microbatches: int, costs: Costs
-    ) -> Found | None:
-        stage_costs = costs.per_stage([placement.count(rank) for rank in placement])
-        free = Problem(placement, num_microbatches, stage_costs, (0.0,) * num_ranks, self.objective)
-        return best_plan(replace(free, caps=self._caps(free.shares)), costs)
+    def _search(self, placements: list[tuple[int, ...]], num_microbatches: int, costs: Costs) -> Plan:
+        problems = []
+        for placement in placements:
+            stage_costs = costs.per_stage([placement.count(rank) for rank in placement])
+            free = (0.0,) * (max(placement) + 1)
+            problem = Problem(placement, num_microbatches, stage_costs, free, self.objective)
+            problems.append(replace(problem, caps=self._caps(problem.shares)))
+        plan = best_plan(problems, costs)
+        if plan is None:
+            need = round(max(problems[0].shares), 6)
+            raise ScheduleError(
+                f"memory={self.memory} holds no plan: one micro-batch alone takes {need} on the rank that "
+                f"needs most"
+            )
+        return plan
 
     def _caps(self, shares: list[float]) -> tuple[float, ...]:
         """By rank, what it may hold, given what one micro-batch takes on all stages of each rank."""
@@ -127,13 +123,3 @@ class Auto(Schedule):
         if self.memory is not None:
             return (self.memory,) * num_ranks
         return (max((num_ranks - rank) * share for rank, share in enumerate(shares)),) * num_ranks
-
-    def _too_little(self, costs: Costs, placement: tuple[int, ...]) -> str:
-        held = costs.per_stage([placement.count(rank) for rank in placement]).activation
-        needs = [
-            sum(a for a, at in zip(held, placement, strict=True) if at == rank) for rank in set(placement)
-        ]
-        return (
-            f"memory={self.memory} holds no plan: one micro-batch alone takes {round(max(needs), 6)} on the "
-            f"rank that needs most"
-        )

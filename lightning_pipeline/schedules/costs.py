@@ -74,7 +74,7 @@ class Costs:
         if len(set(lengths.values())) > 1:
             problems.append(f"sequences give a value for each stage, but their lengths differ: {lengths}")
         if not isinstance(self.send, (int, float)):
-            problems.append("send is one number: the latency of any hop")
+            problems.append("send is one number: the latency of any hop")  # type: ignore[unreachable]
         if not problems and self.weight_activation is not None:
             stages = range(self.num_stages or 1)
             if any(_at(self.weight_activation, s) > _at(self.activation, s) for s in stages):

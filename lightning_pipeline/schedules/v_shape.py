@@ -51,7 +51,7 @@ class VMin(Schedule):
 
 
 def _build(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Plan:
-    """Repeat the block, fill in W's, pull what waits, re-time, pull the cool-down once more without W's.
+    """Repeat the block, fill in W's, pull the warm-up, re-time, pull the cool-down with W's taken out.
 
     Args:
         blocks: Per rank the slots of F first, F second, I second, I first of micro-batch 0.
@@ -60,7 +60,6 @@ def _build(blocks: list[tuple[int, int, int, int]], num_microbatches: int) -> Pl
     ranks = [_repeat(rank, blocks, num_microbatches).with_weights() for rank in range(len(blocks))]
     caps = [rank.peak() for rank in ranks]
     pull_warm_up(ranks, caps)
-    pull_cool_down(ranks, caps)
     ranks = _retimed(_plan(ranks))
     ranks = [rank.without_weights() for rank in ranks]
     pull_cool_down(ranks, caps)

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.costs import operation_cost
+from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key
 from lightning_pipeline.split.state import ObjectState
 from lightning_pipeline.split.structure import TensorSpec, map_tensors
@@ -29,6 +30,7 @@ class FakeRun:
 
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
+        self._generators = Generators(tracer.root.modules())
 
     def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of a unit with no values in it; what it costs is noted on `call`."""
@@ -36,13 +38,13 @@ class FakeRun:
         module = tracer.patches.units[call.unit].module
         args, kwargs = tracer.glue.without_poison((args, kwargs))
         before = AttributeSnapshot(module.modules())
-        draws = _host_draws()
+        draws = _host_draws(self._generators)
         tracer.inside = call
         try:
             output = self._try_fake(call, args, kwargs)
         finally:
             tracer.inside = None
-        tracer.trace.host_random |= draws != _host_draws()
+        tracer.trace.host_random |= draws != _host_draws(self._generators)
         tracer.unit_attributes_changed(call, before.changed())
         return output
 
@@ -123,9 +125,10 @@ def _quiet() -> Iterator[None]:
         logger.disabled = before
 
 
-def _host_draws() -> tuple[int, int]:
-    """Where numpy's and Python's generators stand in their blocks."""
-    return int(numpy.random.get_state(legacy=False)["state"]["pos"]), random.getstate()[1][-1]
+def _host_draws(generators: Generators) -> str:
+    """Where numpy's and Python's generators stand in their blocks, and those of the module."""
+    host: Any = numpy.random.get_state(legacy=False)
+    return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
 
 
 def _made_up(tensor: Tensor) -> Tensor:

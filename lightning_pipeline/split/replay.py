@@ -161,10 +161,12 @@ class Replay:
         self._counts[unit] = nth + 1
         stage = self._program.stage_of[unit]
         if stage == self._program.index:
-            return self._own(unit, nth, args, kwargs)
-        if stage < self._program.index:
-            return self._earlier(unit, nth)
-        return self._later(unit, nth)
+            output = self._own(unit, nth, args, kwargs)
+        else:
+            output = self._earlier(unit, nth) if stage < self._program.index else self._later(unit, nth)
+        if self._program.host_random:
+            self._seeds.host(unit, nth)
+        return output
 
     def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
@@ -175,8 +177,6 @@ class Replay:
         self._own_left -= 1
         self._seeds.unit(unit, nth)
         output = self._really(unit, args, kwargs)
-        if program.host_random:
-            self._seeds.host(unit + 1)
         return self._record(unit, nth, output)
 
     def _really(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -207,8 +207,6 @@ class Replay:
         return unflatten(tensors, structure) if copied else output
 
     def _earlier(self, unit: int, nth: int) -> Any:
-        if self._program.host_random:
-            self._seeds.host(unit + 1)
         known = self._specs.get((unit, nth))
         if known is None:
             raise SplitError(

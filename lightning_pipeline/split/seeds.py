@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.state import random_state_kept
 
 _MASK = (1 << 63) - 1
@@ -58,12 +59,13 @@ class StepSeeds:
 
     def __init__(self, root: nn.Module, key: Sequence[int]) -> None:
         self._key = mix(*key)
+        self._generators = Generators(root.modules())
         self._kept: AbstractContextManager[None] = random_state_kept(root)
         self._kept.__enter__()
 
     def microbatch(self, microbatch: int) -> "MicrobatchSeeds":
         """Seed everything for one micro-batch."""
-        return MicrobatchSeeds(mix(self._key, microbatch))
+        return MicrobatchSeeds(mix(self._key, microbatch), self._generators)
 
     def close(self) -> None:
         """Put back the states from before the batch."""
@@ -73,17 +75,19 @@ class StepSeeds:
 class MicrobatchSeeds:
     """The draws of one micro-batch."""
 
-    def __init__(self, key: int) -> None:
+    def __init__(self, key: int, generators: Generators) -> None:
         self._key = key
+        self._generators = generators
         self._draws = 0
         self.host()
         seed_torch(key)
 
-    def host(self, number: int = 0) -> None:
-        """Seed numpy and Python, on entry and where a unit was seen to draw from them."""
-        seed = mix(self._key, number)
+    def host(self, *call: int) -> None:
+        """Seed numpy and Python, on entry and after calls where a unit was seen to draw from them."""
+        seed = mix(self._key, *call)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
+        self._generators.seed_host(seed)
 
     def draw(self, generator: torch.Generator | None = None) -> None:
         """Seed for the next random call between units."""
@@ -96,4 +100,6 @@ class MicrobatchSeeds:
 
     def unit(self, number: int, nth: int) -> None:
         """Seed for a call of a unit."""
-        seed_torch(mix(self._key, _UNIT_DRAWS + number, nth))
+        seed = mix(self._key, _UNIT_DRAWS + number, nth)
+        seed_torch(seed)
+        self._generators.seed_torch(seed)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.placeholder import is_placeholder
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -23,22 +24,15 @@ def random_state_kept(root: nn.Module | None = None) -> Iterator[None]:
     """Restore torch's, numpy's and Python's random state, and the generators that modules hold, on exit."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     host, python = numpy.random.get_state(), random.getstate()
-    generators = [(g, g.get_state()) for g in _generators(root)]
+    generators = Generators(root.modules() if root is not None else None)
+    own = generators.states()
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             numpy.random.set_state(host)
             random.setstate(python)
-            for generator, state in generators:
-                generator.set_state(state)
-
-
-def _generators(root: nn.Module | None) -> list[torch.Generator]:
-    modules = root.modules() if root is not None else ()
-    return [
-        value for module in modules for value in vars(module).values() if isinstance(value, torch.Generator)
-    ]
+            generators.restore(own)
 
 
 class ModuleState:

@@ -52,12 +52,12 @@ class Uneven(pl.LightningModule):
 def fit(schedule: str | None) -> tuple[list[float], list[str]]:
     module = Uneven()
     if schedule is None:
-        module.on_train_batch_end = lambda outputs, batch, batch_idx: module.losses.append(float(outputs["loss"]))  # type: ignore[method-assign]
+        module.on_train_batch_end = lambda outputs, batch, batch_idx: module.losses.append(
+            float(outputs["loss"])
+        )  # type: ignore[method-assign]
     strategy: Any = "auto"
     if schedule is not None:
-        strategy = PipelineStrategy(
-            stages=2, schedule=schedule, num_microbatches=4, partition=["net.1"]
-        )
+        strategy = PipelineStrategy(stages=2, schedule=schedule, num_microbatches=4, partition=["net.1"])
     trainer = pl.Trainer(
         accelerator="cpu", devices=1 if schedule is None else 2, strategy=strategy, max_epochs=4, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

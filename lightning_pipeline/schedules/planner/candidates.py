@@ -49,7 +49,7 @@ def named_plans(placement: tuple[int, ...], num_ranks: int, microbatches: int) -
 def orders_to_fill(problem: Problem, named: list[Plan]) -> Iterator[Orders]:
     """Orders of F's and I's, for W's to be put into their gaps."""
     p, stages_per_rank = problem.num_ranks, problem.num_stages // problem.num_ranks
-    if problem.placement == loop(p, stages_per_rank):
+    if problem.is_loop:
         yield from _loop_orders(problem, stages_per_rank)
     if stages_per_rank > 1 and problem.placement == zigzag(p, stages_per_rank):
         yield from wave_orders(problem)

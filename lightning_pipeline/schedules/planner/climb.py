@@ -21,9 +21,7 @@ class _Move(NamedTuple):
     before: int
 
 
-def climb(
-    problem: Problem, orders: Orders, patience: Sequence[float], trials: int
-) -> Filled | None:
+def climb(problem: Problem, orders: Orders, patience: Sequence[float], trials: int) -> Filled | None:
     """Move actions into gaps, largest gap first, while the plan gets shorter or its actions end earlier.
 
     Args:

@@ -47,6 +47,11 @@ class Problem:
         return len(self.placement)
 
     @cached_property
+    def is_loop(self) -> bool:
+        """Whether rank r holds stages r, r + p, r + 2p and so on."""
+        return all(rank == stage % self.num_ranks for stage, rank in enumerate(self.placement))
+
+    @cached_property
     def size(self) -> int:
         """Stages times micro-batches: how many actions there are of each kind."""
         return self.num_stages * self.microbatches

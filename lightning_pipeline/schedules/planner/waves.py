@@ -12,6 +12,9 @@ _SPACINGS = ((4, 2, 2, 4), (2, 1, 1, 2), (1, 1, 1, 1), (3, 1, 3, 3), (2, 2, 2, 4
 The first is ZB-V's, for all the memory of 1F1B; the others hold less.
 """
 
+_MANY = 2_000
+"""Forwards of all stages from which on the first spacing that fits in the memory must do."""
+
 
 def wave_orders(problem: Problem) -> list[Orders]:
     """Orders of F's and I's in which every micro-batch does what the one before did a period earlier.
@@ -30,6 +33,8 @@ def wave_orders(problem: Problem) -> list[Orders]:
             orders = _repeated(problem, block)
             if orders is not None:
                 found.append(orders)
+        if found and problem.size > _MANY:
+            break
     return found
 
 

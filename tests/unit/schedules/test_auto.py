@@ -33,9 +33,9 @@ def planned(costs: Costs, p: int, m: int, **options) -> tuple[Plan, float]:
     ("costs", "stages", "most", "bound"),
     [
         (ROW_15, 1, 0.1585, 0.1083),
-        (ROW_15, 3, 0.0722, 0.0412),
-        (ROW_15, 4, 0.0668, 0.0321),
-        (ROW_62, 4, 0.0482, 0.0285),
+        (ROW_15, 2, 0.0703, 0.0589),
+        (ROW_15, 4, 0.0663, 0.0321),
+        (ROW_62, 4, 0.0383, 0.0285),
     ],
 )
 def test_bubbles_at_1f1bs_memory_with_measured_costs(costs, stages, most, bound) -> None:

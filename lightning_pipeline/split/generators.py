@@ -1,0 +1,72 @@
+"""Random generators that modules own as attributes: torch's, numpy's and Python's."""
+
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import torch
+from torch import nn
+
+_KINDS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+class Generators:
+    """The generators that a module tree holds, each once.
+
+    Args:
+        modules: Where to look; None has none.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module] | None) -> None:
+        found = [v for module in modules or () for v in vars(module).values() if isinstance(v, _KINDS)]
+        self._all = list({id(generator): generator for generator in found}.values())
+
+    def states(self) -> list[Any]:
+        """Where each of them stands."""
+        return [_state(generator) for generator in self._all]
+
+    def restore(self, states: list[Any]) -> None:
+        """Put them back."""
+        for generator, state in zip(self._all, states, strict=True):
+            _set_state(generator, state)
+
+    def host_states(self) -> list[Any]:
+        """The same without torch's."""
+        return [_state(generator) for generator in self._all if not isinstance(generator, torch.Generator)]
+
+    def seed_host(self, seed: int) -> None:
+        """Seed numpy's and Python's alike."""
+        for generator in self._all:
+            if not isinstance(generator, torch.Generator):
+                _seed(generator, seed)
+
+    def seed_torch(self, seed: int) -> None:
+        """Seed torch's alike."""
+        for generator in self._all:
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(seed)
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+def _seed(generator: Any, seed: int) -> None:
+    if isinstance(generator, numpy.random.Generator):
+        generator.bit_generator.state = type(generator.bit_generator)(seed).state
+    else:
+        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
