@@ -333,6 +333,7 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self.note_position()
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -29,6 +28,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
     _settings: Settings
     _names: Mapping[int, str] = {}
     _written: Mapping[int, str] = {}
+    _stood: Mapping[str, Any] | None = None
 
     def note_names(self, trainer: Trainer) -> None:
         """Once the module is split: what its parameters are called, and how its callbacks link.
@@ -51,8 +51,8 @@ class CheckpointHooks(Answers, ParallelStrategy):
     def checkpoint_io(self, io: CheckpointIO) -> None:
         raise ConfigurationError(
             f"CheckpointIO plugin {type(io).__name__} writes one file from one rank, and no rank of a "
-            "pipeline has the whole model: remove it. PipelineStrategy writes folders by itself, in the background "
-            "with async_save=True"
+            "pipeline has the whole model: remove it. PipelineStrategy writes folders by itself, in the "
+            "background with async_save=True"
         )
 
     @property
@@ -80,18 +80,20 @@ class CheckpointHooks(Answers, ParallelStrategy):
             raise CheckpointError(
                 "storage_options reach only one-file checkpoints, and stages write a folder: leave them out"
             )
-        module = self.lightning_module
-        if _lightning.is_interrupted(module.trainer if module is not None else None):
-            rank_zero_warn(
-                f"{filepath} was not saved: the run was interrupted, and a checkpoint needs all ranks"
-            )
+        if self._alone:
+            rank_zero_warn(f"{filepath} was not saved: the run was interrupted, and it needs all ranks")
             return
         path = local_path(self.broadcast(filepath))
         if self._pipeline is not None:
             self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
         else:
             options, (_, numbering) = options_of(self._settings), self._layout()
-            save_whole(path, checkpoint, options, numbering, self.optimizers, self._names)
+            save_whole(path, checkpoint, options, numbering, self.optimizers, self._written, self._stood)
+
+    def note_position(self) -> None:
+        """Before a run ends: where it stands, for a save that comes later."""
+        if self._pipeline is not None and not self._alone:
+            self._stood = self._position()
 
     def _held(self, *, whole: bool) -> Holdings:
         """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
@@ -111,6 +113,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             names=self._names,
             schedulers=[numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs],
             order=pipeline.order,
+            parameters=set(pipeline.order),
             position=self._position,
             topology=topology,
         )

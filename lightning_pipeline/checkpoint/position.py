@@ -48,6 +48,8 @@ class Position:
 
     def state(self) -> dict[str, Any]:
         """What `resume` takes. Plain data."""
+        if self._resumed and self._saved is not None:
+            return dict(self._saved)  # no batch came since
         return {
             "now": self._now(),
             "created": self._created,

@@ -19,7 +19,7 @@ class _PlainPlanner(DefaultLoadPlanner):
     """Reads values that are no tensors as plain data."""
 
     def __init__(self, folder: Path, *, trust: bool) -> None:
-        super().__init__(flatten_state_dict=False)
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self._folder, self._trust = folder, trust
 
     @override
@@ -77,7 +77,7 @@ class Reader:
             raise CheckpointCorruptError(
                 f"checkpoint {self._folder} cannot be read: {type(error).__name__}: {error}"
             ) from error
-        return state
+        return {key: planner.state_dict[key] for key in state}
 
 
 def _place_for(entry: Any) -> Any:

@@ -1,7 +1,7 @@
 """The checkpoints of one run: what the strategy's hooks call."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -55,7 +55,8 @@ class Holdings:
         optimizers: With this rank's parameters.
         names: Of this rank's parameters, by `id`.
         schedulers: The optimizer of each LR scheduler, by index.
-        order: All parameter names of the module.
+        order: All parameter names of the module, tied ones once.
+        parameters: All parameter names of the module.
         position: This replica's random states and loaders; asked on one rank of a replica.
         topology: How the run is spread over ranks, for the manifest.
     """
@@ -65,6 +66,7 @@ class Holdings:
     names: Mapping[int, str]
     schedulers: Sequence[int]
     order: Sequence[str]
+    parameters: Collection[str]
     position: Callable[[], Any]
     topology: Mapping[str, Any]
 
@@ -114,6 +116,8 @@ class Checkpoints:
 
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
         tensors, aliases = without_ties(held.tensors)
+        if self._replica != 0:  # parameters are alike; of buffers those of the first replica count
+            tensors = {name: tensor for name, tensor in tensors.items() if name in held.parameters}
         state: dict[str, dict[str, Any]] = {"model": dict(tensors)}
         for index, flat in enumerate(dumped.get("optimizer_states", ())):
             if flat:

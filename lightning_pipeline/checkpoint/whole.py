@@ -19,6 +19,7 @@ def save_whole(
     numbering: Numbering,
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
+    stood: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
 
@@ -28,7 +29,8 @@ def save_whole(
         options: Of the strategy; it is written before this returns.
         numbering: Of the run that ended.
         optimizers: With this rank's parameters.
-        names: Of those parameters, by `id`.
+        names: Of the parameters whose state this rank writes, by `id`.
+        stood: Where this replica stood in its data when the run ended.
 
     Raises:
         CheckpointWriteError: It was not written.
@@ -41,7 +43,7 @@ def save_whole(
     options = Options(options.integrity, options.trust, False, options.timeout)
     checkpoints = Checkpoints(options, numbering, store)
     order = list(dumped["state_dict"])
-    held = Holdings(state, optimizers, names, [], order, lambda: None, {"ranks": numbering.num_ranks})
+    held = Holdings(state, optimizers, names, [], order, order, lambda: stood, {"ranks": numbering.num_ranks})
     try:
         checkpoints.save(path, dumped, held)
     finally:

@@ -16,6 +16,7 @@ class Noisy(Regression):
 
     def __init__(self) -> None:
         super().__init__()
+        del self.error
         self.save_hyperparameters({"width": 8})
         self.net = nn.Sequential(
             nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 8), nn.Dropout(0.2), nn.Linear(8, 8),
@@ -60,8 +61,10 @@ def fit_noisy(pipeline: dict[str, Any] | None, *, resume: str | None = None, sav
     run.fit(module, data, ckpt_path=resume)
     if save is not None:
         run.save_checkpoint(save)
+    of_first = pipeline is None or run.strategy.replica_index == 0  # as with DDP, the others' are not kept
+    buffers = {name: value.clone() for name, value in module.named_buffers() if of_first}
     return {
-        "weights": {**weights(module), **{k: v.clone() for k, v in module.named_buffers()}},
+        "weights": {**weights(module), **buffers},
         "optimizer": state_of(run, module),
         "rates": [group["lr"] for group in run.optimizers[0].param_groups],
         "steps": module.steps,
