@@ -1,7 +1,7 @@
 """Reads parts of a checkpoint through DCP, in one process and without running code of the files."""
 
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,9 @@ from typing_extensions import override
 
 from lightning_pipeline.checkpoint.safe import load_object, read_metadata
 from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
+
+
+Place = Callable[..., torch.Tensor]
 
 
 class _PlainPlanner(DefaultLoadPlanner):
@@ -44,6 +47,7 @@ class Reader:
     def __init__(self, folder: Path, *, trust: bool) -> None:
         self._folder, self._trust = folder, trust
         self._metadata: Metadata = read_metadata(folder, trust=trust)
+        self._places: dict[str, list[tuple[str, int]]] = {}
 
     @property
     def entries(self) -> Mapping[str, Any]:
@@ -55,14 +59,25 @@ class Reader:
         start = f"{prefix}."
         return {k.removeprefix(start): entry for k, entry in self.entries.items() if k.startswith(start)}
 
-    def read(self, keys: Iterable[str]) -> dict[str, Any]:
+    def place_of(self, key: str) -> tuple[Any, ...]:
+        """Where an entry's bytes lie: the same for the names of a tied tensor."""
+        if not self._places:
+            for index, info in self._metadata.storage_data.items():
+                self._places.setdefault(index.fqn, []).append((info.relative_path, info.offset))
+        return tuple(sorted(self._places[key]))
+
+    def read(self, keys: Iterable[str], place: Place = torch.empty) -> dict[str, Any]:
         """Read entries into new memory.
+
+        Args:
+            keys: Of the entries.
+            place: Makes the tensor for a size and data type. Default: in memory.
 
         Raises:
             CheckpointCorruptError: A file cannot be read.
             UnsafeCheckpointError: A value would run code.
         """
-        state = {key: _place_for(self.entries[key]) for key in keys}
+        state = {key: _place_for(self.entries[key], place) for key in keys}
         if not state:
             return state
         reader, planner = FileSystemReader(self._folder), _PlainPlanner(self._folder, trust=self._trust)
@@ -80,7 +95,7 @@ class Reader:
         return {key: planner.state_dict[key] for key in state}
 
 
-def _place_for(entry: Any) -> Any:
+def _place_for(entry: Any, place: Place) -> Any:
     if isinstance(entry, TensorStorageMetadata):
-        return torch.empty(entry.size, dtype=entry.properties.dtype)
+        return place(entry.size, dtype=entry.properties.dtype)
     return None

@@ -152,6 +152,7 @@ class Checkpoints:
             "ranks": [{key: entry[key] for key in ("lr_schedulers", "groups")} for entry in first],
             "replicas": [entry["position"] for entry in speaking],
             "order": list(held.order),
+            "schedulers": list(held.schedulers),
         }
         self._warn_of_objects(rest)
         return as_bytes(rest)
