@@ -52,7 +52,9 @@ def save(path: Path, seed: int, ranks: Ranks | None = None, integrity: str = "sh
     write(part_of(seed, ranks.rank), path, ranks, integrity)
 
 
-def load(path: Path, into: int, ranks: Ranks | None = None, *, trust: bool = False, checksums: bool = True) -> Any:
+def load(
+    path: Path, into: int, ranks: Ranks | None = None, *, trust: bool = False, checksums: bool = True
+) -> Any:
     """Load into a stage made from another seed; gives what it held before and after."""
     ranks = ranks or alone()
     tensors, optimizer, names = stage(into, ranks.rank)

@@ -68,4 +68,3 @@ def verify_folder(folder: str) -> None:
     manifest = verify(Path(folder))
     checked = "sizes" if manifest.integrity == "off" else f"sizes and {manifest.integrity}"
     print(f"{folder} is whole: {checked} of {len(manifest.files)} files are right")
-

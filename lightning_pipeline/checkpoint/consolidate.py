@@ -64,7 +64,9 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
     _replace(file, lambda temporary: torch.save(checkpoint, temporary))
 
 
-def _training_state(reader: Reader, tensors: "_Mapped", own: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
+def _training_state(
+    reader: Reader, tensors: "_Mapped", own: Mapping[str, Any]
+) -> tuple[list[Any], list[Any]]:
     ranks, order = own["ranks"], own["order"]
     groups = [
         merged_groups([rank["groups"][index] for rank in ranks], order)
@@ -118,7 +120,7 @@ def _replace(file: Path, write: Any) -> None:
 
 
 def to_safetensors(folder: Path, file: Path) -> None:
-    """Write the weights as safetensors, tensor after tensor. Further names of tied tensors go to its metadata.
+    """Write the weights as safetensors, tensor after tensor; further names of tied ones go to its metadata.
 
     Args:
         folder: The checkpoint.
@@ -167,4 +169,4 @@ def _write_safetensors(path: Path, entries: Mapping[str, Any], reader: Reader, n
 def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
     flat = tensor.contiguous().view(-1)
     if flat.numel():
-        yield memoryview(flat.view(torch.uint8).numpy())
+        yield flat.view(torch.uint8).numpy().data

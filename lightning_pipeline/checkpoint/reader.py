@@ -1,39 +1,24 @@
-"""Reads parts of a checkpoint through DCP, in one process and without running code of the files."""
+"""Reads parts of a checkpoint in DCP's layout, in one process and without running code of the files."""
 
-import io
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from typing_extensions import override
 
 from lightning_pipeline.checkpoint.safe import load_object, read_metadata
-from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
+from lightning_pipeline.errors import CheckpointCorruptError
 
-
-Place = Callable[..., torch.Tensor]
-
-
-class _PlainPlanner(DefaultLoadPlanner):
-    """Reads values that are no tensors as plain data."""
-
-    def __init__(self, folder: Path, *, trust: bool) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._folder, self._trust = folder, trust
-
-    @override
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        key = read_item.dest_index.fqn
-        where = f"entry {key!r} of checkpoint {self._folder}"
-        self.state_dict[key] = load_object(value, where, trust=self._trust)
+Place = Callable[[torch.Size, torch.dtype], torch.Tensor]
 
 
 class Reader:
     """The tensors and values of a checkpoint folder, by key.
+
+    DCP's own `load` copies every tensor from a fresh one into a given one; here the fresh one is what is
+    staged, which saves a copy of everything.
 
     Args:
         folder: The checkpoint. Its files were verified.
@@ -47,7 +32,10 @@ class Reader:
     def __init__(self, folder: Path, *, trust: bool) -> None:
         self._folder, self._trust = folder, trust
         self._metadata: Metadata = read_metadata(folder, trust=trust)
-        self._places: dict[str, list[tuple[str, int]]] = {}
+        self._storage = FileSystemReader(folder)
+        self._places: dict[str, list[Any]] = {}
+        for index, info in self._metadata.storage_data.items():
+            self._places.setdefault(index.fqn, []).append(info)
 
     @property
     def entries(self) -> Mapping[str, Any]:
@@ -59,43 +47,57 @@ class Reader:
         start = f"{prefix}."
         return {k.removeprefix(start): entry for k, entry in self.entries.items() if k.startswith(start)}
 
-    def place_of(self, key: str) -> tuple[Any, ...]:
-        """Where an entry's bytes lie: the same for the names of a tied tensor."""
-        if not self._places:
-            for index, info in self._metadata.storage_data.items():
-                self._places.setdefault(index.fqn, []).append((info.relative_path, info.offset))
-        return tuple(sorted(self._places[key]))
+    def place_of(self, key: str) -> tuple[str, int]:
+        """Where an entry's bytes lie: the same for the names of a tied tensor.
 
-    def read(self, keys: Iterable[str], place: Place = torch.empty) -> dict[str, Any]:
+        Raises:
+            CheckpointCorruptError: They lie nowhere, or in several pieces.
+        """
+        places = self._places.get(key, [])
+        if len(places) != 1:
+            raise CheckpointCorruptError(
+                f"entry {key!r} of checkpoint {self._folder} is in {len(places)} pieces instead of one"
+            )
+        return str(places[0].relative_path), int(places[0].offset)
+
+    def read(self, keys: Iterable[str], place: Place | None = None) -> dict[str, Any]:
         """Read entries into new memory.
 
         Args:
             keys: Of the entries.
-            place: Makes the tensor for a size and data type. Default: in memory.
+            place: Makes the tensor for a size and data type. Default: what was read stays where it is.
 
         Raises:
             CheckpointCorruptError: A file cannot be read.
             UnsafeCheckpointError: A value would run code.
         """
-        state = {key: _place_for(self.entries[key], place) for key in keys}
-        if not state:
-            return state
-        reader, planner = FileSystemReader(self._folder), _PlainPlanner(self._folder, trust=self._trust)
-        try:
-            planner.set_up_planner(state, self._metadata, is_coordinator=True)
-            reader.set_up_storage_reader(self._metadata, is_coordinator=True)
-            plan = planner.finish_plan(reader.prepare_local_plan(planner.create_local_plan()))
-            reader.read_data(plan, planner).wait()
-        except CheckpointError:
-            raise
-        except Exception as error:  # damaged files raise anything
+        found: dict[str, Any] = dict.fromkeys(keys)
+        by_file: dict[str, list[tuple[int, str]]] = {}
+        for key in found:
+            name, offset = self.place_of(key)
+            by_file.setdefault(name, []).append((offset, key))
+        for name, wanted in by_file.items():
+            try:
+                with (self._folder / name).open("rb") as file:
+                    for _, key in sorted(wanted):
+                        found[key] = self._entry(file, key, place)
+            except OSError as error:
+                raise CheckpointCorruptError(
+                    f"checkpoint file {self._folder / name} cannot be read: {error}"
+                ) from error
+        return found
+
+    def _entry(self, file: Any, key: str, place: Place | None) -> Any:
+        where = f"entry {key!r} of checkpoint {self._folder}"
+        view = self._storage._slice_file(file, self._places[key][0])
+        value, entry = load_object(view, where, trust=self._trust), self.entries[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return value
+        if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
+            entry.size,
+            entry.properties.dtype,
+        ):
             raise CheckpointCorruptError(
-                f"checkpoint {self._folder} cannot be read: {type(error).__name__}: {error}"
-            ) from error
-        return {key: planner.state_dict[key] for key in state}
-
-
-def _place_for(entry: Any, place: Place) -> Any:
-    if isinstance(entry, TensorStorageMetadata):
-        return place(entry.size, dtype=entry.properties.dtype)
-    return None
+                f"{where} is not the tensor that {self._folder / '.metadata'} tells of"
+            )
+        return value if place is None else place(value.shape, value.dtype).copy_(value)

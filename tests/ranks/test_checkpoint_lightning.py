@@ -16,7 +16,14 @@ from lightning_pipeline.__main__ import main
 from lightning_pipeline.checkpoint.consolidate import verify
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 from tests.pool import Pool
-from tests.ranks.checkpoint_cases import Noisy, fit_and_save, fit_noisy, fit_resumed, loader, names_in, trainer
+from tests.ranks.checkpoint_cases import (
+    Noisy,
+    fit_and_save,
+    fit_resumed,
+    loader,
+    names_in,
+    trainer,
+)
 from tests.ranks.lightning_cases import Regression, weights
 
 Ranks = Callable[[int], Pool]

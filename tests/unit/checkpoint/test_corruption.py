@@ -87,7 +87,9 @@ def test_misfits_are_listed_together(tmp_path: Path) -> None:
     write(part, tmp_path / "a.ckpt", alone(), "sha256")
     tensors, optimizer, run = load(tmp_path / "a.ckpt", 2)
     before = values(tensors, optimizer)
-    with pytest.raises(CheckpointError, match=r"missing: layer0.weight; unexpected: other; wrong shape: layer0.bias \(\(4"):
+    with pytest.raises(
+        CheckpointError, match=r"missing: layer0.weight; unexpected: other; wrong shape: layer0.bias \(\(4"
+    ):
         run()
     assert same(before, values(tensors, optimizer))
 

@@ -32,7 +32,10 @@ def seal(folder: Path) -> None:
     content.pop("checksum")
     for path in folder.iterdir():
         if path.name != "manifest.json":
-            content["files"][path.name] = {"size": path.stat().st_size, "checksum": checksum_of(path, "sha256")}
+            content["files"][path.name] = {
+                "size": path.stat().st_size,
+                "checksum": checksum_of(path, "sha256"),
+            }
     (folder / "manifest.json").write_bytes(manifests.to_bytes(manifests.Manifest(**content)))
 
 
