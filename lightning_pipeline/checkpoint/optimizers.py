@@ -108,32 +108,37 @@ def _beside(key: str, value: Any, parameter: Tensor) -> Any:
     return value
 
 
-def merged_groups(by_rank: Sequence[Sequence[Any]], order: Sequence[str]) -> list[dict[str, Any]]:
+def merged_groups(
+    by_rank: Sequence[Sequence[Any]], order: Sequence[str], sizes: Sequence[int] | None = None
+) -> list[dict[str, Any]]:
     """The groups of the whole module's optimizer from those of the stages.
 
-    Where all ranks have as many groups, groups of one position belong together. Elsewhere they were made per
-    layer, and follow each other in the order of the module.
+    Groups of one position belong together where all ranks have as many, with the same options. Elsewhere
+    they were made per layer, and follow each other in the order of the module.
 
     Args:
         by_rank: The groups of each rank, as `groups_of` gives them.
         order: All parameter names of the module.
+        sizes: Parameters in each group of the whole module's optimizer, where that is known.
     """
     rank_of = {name: number for number, name in enumerate(order)}
-    if len({len(groups) for groups in by_rank}) == 1:
-        merged = [
-            {
-                "names": [name for group in same for name in group["names"]],
-                "options": next((g["options"] for g in same if g["names"]), same[0]["options"]),
-            }
-            for same in zip(*by_rank, strict=True)
-        ]
-    else:
-        filled = [group for groups in by_rank for group in groups if group["names"]]
-        merged = sorted(filled, key=lambda group: min(rank_of[name] for name in group["names"]))
-    return [
-        {"names": sorted(dict.fromkeys(group["names"]), key=rank_of.__getitem__), "options": group["options"]}
-        for group in merged
-    ]
+    alike = len({len(groups) for groups in by_rank}) == 1
+    together = [_sorted(same, rank_of) for same in zip(*by_rank, strict=True)] if alike else []
+    filled = [group for groups in by_rank for group in groups if group["names"]]
+    apart = [_sorted([group], rank_of) for group in filled]
+    apart.sort(key=lambda group: rank_of[group["names"][0]])
+    if sizes is not None and [len(group["names"]) for group in apart] == list(sizes):
+        return apart
+    if sizes is None and alike:
+        alike = all(len({repr(g["options"]) for g in same}) == 1 for same in zip(*by_rank, strict=True))
+    return together if alike else apart
+
+
+def _sorted(same: Sequence[Any], rank_of: Mapping[str, int]) -> dict[str, Any]:
+    """One group from several; a parameter that stages share is in it once."""
+    names = dict.fromkeys(name for group in same for name in group["names"])
+    options = next((group["options"] for group in same if group["names"]), same[0]["options"])
+    return {"names": sorted(names, key=rank_of.__getitem__), "options": options}
 
 
 def from_numbered(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

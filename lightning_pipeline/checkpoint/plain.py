@@ -92,10 +92,11 @@ def _stage(
             "state: load the weights into the module with load_from_checkpoint, and fit without ckpt_path"
         )
     for index, optimizer in enumerate(target.optimizers):
-        merged = merged_groups([rank[index] for rank in groups], order)
         try:
+            sizes = [len(group["params"]) for group in states[index]["param_groups"]]
+            merged = merged_groups([rank[index] for rank in groups], order, sizes)
             flat = from_numbered(states[index], merged)
-        except (ValueError, IndexError) as error:
+        except (ValueError, IndexError, KeyError) as error:
             raise CheckpointError(
                 f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
             ) from error
