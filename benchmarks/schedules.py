@@ -27,8 +27,8 @@ from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.schedules import Auto, Costs, Plan, get_schedule, simulate
 
 NAMES = (
-    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBH1", "ZBH2", "InterleavedZeroBubble", "ZBV", "VHalf", "VMin",
-    "DualPipeV", "Auto",
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBH1", "ZBH2", "InterleavedZeroBubble", "ZBV", "VHalf",
+    "VMin", "DualPipeV", "Auto",
 )  # fmt: skip
 IN_TORCH = {
     "1F1B": "1F1B", "GPipe": "GPipe", "Interleaved1F1B": "Interleaved1F1B", "LoopedBFS": "LoopedBFS",
@@ -194,7 +194,7 @@ def measure(num_microbatches: int, seconds: float, elements: int, rounds: int, t
 def _print(num_microbatches: int, times: dict[Any, list[float]], simulated: dict[str, float]) -> None:
     base = statistics.median(times["1F1B", "ours"])
     print(
-        f"m={num_microbatches}: schedule, measured ms, simulated ms, ratio, gain measured, simulated; torch ms"
+        f"m={num_microbatches}: schedule, ms measured, simulated, ratio, gain measured, simulated; torch ms"
     )
     for name in NAMES:
         ours = statistics.median(times[name, "ours"])

@@ -4,13 +4,13 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 # Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
 from lightning.fabric.utilities.distributed import (
@@ -40,11 +40,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 __all__ = [
     "around_epoch_start",
     "backend_of",
+    "brings_checkpoint_io",
     "combined_loader_of",
     "configured_to_log_graph",
     "evaluation_loop",
     "gather_over",
-    "hook_name",
     "is_interrupted",
     "is_overridden",
     "join_group",
@@ -54,12 +54,14 @@ __all__ = [
     "loader_states",
     "loader_states_to_load",
     "make_launcher",
+    "moves_batches_itself",
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
     "set_device_mesh",
     "set_rank_zero",
     "silence_sync_dist_advice",
+    "syncs_batch_norm",
     "takes",
     "time_based_validation",
 ]
@@ -198,20 +200,27 @@ def prepared_batch(trainer: Trainer, batch: Any) -> Any:
     return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
 
 
-@contextmanager
-def hook_name(module: LightningModule, name: str) -> Iterator[None]:
-    """`self.log` asks in which hook it is called. Since 1.5."""
-    previous = module._current_fx_name
-    module._current_fx_name = name
-    try:
-        yield
-    finally:
-        module._current_fx_name = previous
+def moves_batches_itself(module: LightningModule) -> bool:
+    """Whether the user's code runs while a batch moves, such as random augmentation. Since 2.0."""
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    datamodule = getattr(module.trainer, "datamodule", None)
+    found = [is_overridden(hook, module) for hook in hooks]
+    return any(found) or (datamodule is not None and any(is_overridden(hook, datamodule) for hook in hooks))
 
 
 def time_based_validation(trainer: Trainer) -> Any:
     """`Trainer(val_check_interval=<time>)`: each rank reads its own clock. Since 2.6."""
     return getattr(trainer, "_val_check_time_interval", None)
+
+
+def syncs_batch_norm(strategy: Any) -> bool:
+    """`Trainer(sync_batchnorm=True)` reaches a strategy as a plugin that it must apply itself. Since 1.9."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def brings_checkpoint_io(strategy: Any) -> bool:
+    """A plugin of the user for one-file checkpoints; the public getter would make one. Since 1.6."""
+    return type(getattr(strategy, "_checkpoint_io", None)) not in (type(None), TorchCheckpointIO)
 
 
 def configured_to_log_graph(logger: Any) -> bool:

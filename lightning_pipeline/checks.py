@@ -13,8 +13,10 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline._lightning import (
+    brings_checkpoint_io,
     configured_to_log_graph,
     is_overridden,
+    syncs_batch_norm,
     takes,
     time_based_validation,
 )
@@ -83,6 +85,10 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
             "val_check_interval is a time, which every rank reads off its own clock: give a number of "
             "batches or a share of the epoch"
         )
+    if syncs_batch_norm(trainer.strategy) and trainer.strategy.num_replicas > 1:  # type: ignore[attr-defined]
+        yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
+    if brings_checkpoint_io(trainer.strategy):
+        yield "a CheckpointIO plugin writes one file, but each stage writes its own part: remove the plugin"
     for logger in trainer.loggers:
         if configured_to_log_graph(logger):
             yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"

@@ -4,6 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from lightning.pytorch import LightningModule
+
+from lightning_pipeline._lightning import moves_batches_itself
 from lightning_pipeline.data import (
     CHECKED_BATCHES,
     Gather,
@@ -64,8 +67,15 @@ class Feed:
             check_same_batch(batch, self._gather, self._ranks, f"batch {batch_idx} of {step}")
 
     @contextmanager
-    def alike(self) -> Iterator[None]:
-        """Inside, random numbers are the same on all stages of the replica, and new for every batch."""
+    def alike(self, module: LightningModule | None) -> Iterator[None]:
+        """Inside, random numbers are the same on all stages of the replica, and new for every batch.
+
+        Args:
+            module: Whose hooks may draw; without any of the user's nothing is done.
+        """
         self.moved += 1
+        if module is None or not moves_batches_itself(module):
+            yield
+            return
         with seeded(self.seed, self._replica, self.moved):
             yield

@@ -10,6 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_pipeline.sharing import Outlet
+from lightning_pipeline.split import ElsewhereError
 
 
 class SharedMetrics:
@@ -25,7 +26,7 @@ class SharedMetrics:
     """
 
     def __init__(self, module: nn.Module, outlet: Outlet, replicas: dist.ProcessGroup | None) -> None:
-        self._outlet, self._inside = outlet, False
+        self._outlet, self._inside, self._elsewhere = outlet, False, False
         self._saved: list[tuple[Metric, dict[str, Any]]] = []
         several = replicas is not None and replicas.size() > 1
         for metric in {id(m): m for m in module.modules() if isinstance(m, Metric)}.values():
@@ -36,6 +37,10 @@ class SharedMetrics:
             _set(metric, changed)
 
     def _compute(self, compute: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._elsewhere:
+            raise ElsewhereError(
+                "the value of a metric is on the last stage, which runs this hook to its end"
+            )
         if self._inside:  # a step on the last stage, or a metric that computes others
             return compute(*args, **kwargs)
         with self.local():
@@ -49,6 +54,15 @@ class SharedMetrics:
             yield
         finally:
             self._inside = before
+
+    @contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Inside, `compute()` raises: the last stage works it out without the others."""
+        self._elsewhere = True
+        try:
+            yield
+        finally:
+            self._elsewhere = False
 
     def restore(self) -> None:
         """Give the metrics their own `compute` and group back."""

@@ -14,12 +14,14 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.optimizers import names_by_identity
 from lightning_pipeline.checkpoint.position import Position
 from lightning_pipeline.checkpoint.run import Checkpoints, options_of
+from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
+from lightning_pipeline.norms import GlobalNorms
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
@@ -151,9 +153,12 @@ class Pipeline:
             id(shared.parameter) for shared in self.split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
         }  # fmt: skip
+        self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
+        self._undo.append(lambda: self.around_batch(False))
         self._start_equal()
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
         self._undo.append(metrics.restore)
+        self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
             self._module,
@@ -270,6 +275,16 @@ class Pipeline:
         batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
         self.feed.check(args[0], batch_idx, step)
         return self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
+
+    def around_batch(self, active: bool) -> None:
+        """From the start of a training batch to the end of its hooks: guard what sees one stage only.
+
+        Args:
+            active: Whether the guards are up.
+        """
+        if self._is_split:
+            self.split.guard_hooks(active)
+            (self._norms.install if active else self._norms.remove)()
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.

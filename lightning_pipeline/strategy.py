@@ -243,7 +243,7 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
-        with self._running.feed.alike():
+        with self._running.feed.alike(self.lightning_module):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     # Steps
@@ -293,6 +293,14 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     ) -> Any:
         with self._running.split.user_hook():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self._running.around_batch(True)
+
+    @override
+    def on_validation_start(self) -> None:
+        self._running.around_batch(False)
 
     # Collectives
 

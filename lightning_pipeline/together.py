@@ -22,6 +22,10 @@ class Ranks(Protocol):
         """An object of every rank of this replica."""
         ...
 
+    def around_batch(self, active: bool) -> None:
+        """Guard what sees one stage only, around a training batch."""
+        ...
+
 
 class KeepTogether(Callback):
     """Added by the strategy.
@@ -61,6 +65,7 @@ class KeepTogether(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ranks.around_batch(False)
         self._stop_together(trainer)
 
     @override

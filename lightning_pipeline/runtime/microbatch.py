@@ -20,11 +20,11 @@ _OVERRIDE = "override `split_batch(batch, num_microbatches)` on the LightningMod
 def batch_size_of(batch: Any) -> int:
     """How many samples a batch has: the most common length of its tensors' first dimension.
 
-    Where two lengths are equally common, the one that comes first counts. Without any tensor that has a
+    Of two parts with different lengths, the first one's counts. Without any tensor that has a
     dimension, the lengths of the lists count. NumPy arrays count as tensors here.
 
     Raises:
-        ConfigurationError: Nothing in the batch has a length, or everything has another one.
+        ConfigurationError: Nothing in the batch has a length, or no length is the most common one.
     """
     lengths = [array.shape[0] for array in _arrays(batch)] or list(_list_lengths(batch))
     if not lengths:
@@ -33,11 +33,11 @@ def batch_size_of(batch: Any) -> int:
             f"{_OVERRIDE}"
         )
     counts = Counter(lengths)
-    length, count = counts.most_common(1)[0]
-    if count == 1 and len(counts) > 2:
+    (length, count), *others = counts.most_common()
+    if (count == 1 and len(counts) > 2) or (count > 1 and others and others[0][1] == count):
         raise ConfigurationError(
-            f"the parts of a batch have lengths {lengths}, no two alike, so the number of samples cannot "
-            f"be told: {_OVERRIDE}"
+            f"the parts of a batch have lengths {lengths}, none of them more common than all others, so the "
+            f"number of samples cannot be told: {_OVERRIDE}"
         )
     return length
 

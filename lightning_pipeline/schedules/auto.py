@@ -28,6 +28,9 @@ class Auto(Schedule):
             that overlap.
         max_stages_per_rank: Most stages per rank to try.
 
+    Attributes:
+        stages_per_rank: Those of the last plan that was made; 1 before.
+
     Raises:
         ConfigurationError: A setting is not one of these.
 
@@ -123,3 +126,9 @@ class Auto(Schedule):
         if self.memory is not None:
             return (self.memory,) * num_ranks
         return (max((num_ranks - rank) * share for rank, share in enumerate(shares)),) * num_ranks
+
+    def __repr__(self) -> str:
+        return (
+            f"Auto(costs={self.costs!r}, memory={self.memory!r}, objective={self.objective!r}, "
+            f"max_stages_per_rank={self.max_stages_per_rank!r})"
+        )

@@ -1,7 +1,6 @@
 """When each action of a plan would run, and the memory it would hold."""
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipeline.errors import ScheduleError
@@ -100,20 +99,41 @@ def peak_memory(plan: Plan, costs: StageCosts) -> tuple[float, ...]:
     return tuple(peaks)
 
 
+class _Step(NamedTuple):
+    """How a kind of action on a stage is timed: what it waits for, how long it takes, where its end goes."""
+
+    waits_for: dict[int, float] | None
+    shift: int
+    hop: float
+    duration: float
+    ends: dict[int, float]
+
+
 class _Clock:
     """Runs a plan's actions in order on each rank; a rank that waits is woken by what it waits for."""
 
     def __init__(self, plan: Plan, costs: StageCosts) -> None:
         self._plan = plan
         self._microbatches = plan.num_microbatches
-        stages = range(plan.num_stages)
-        rank_of = [plan.rank_of(stage) for stage in stages]
-        self._duration = {(s, k): costs.duration(s, k) for s in stages for k in COMPUTE}
-        # The hop between each stage and the next.
-        self._hop = [costs.send if a != b else 0.0 for a, b in pairwise(rank_of)]
+        # End times by stage * microbatches + microbatch. What waits for a weight half does not exist.
         self._forward: dict[int, float] = {}
         self._backward: dict[int, float] = {}
-        self._sleepers: dict[tuple[bool, int], int] = {}
+        self._weight: dict[int, float] = {}
+        self._steps = {(s, k): self._step(s, k, costs) for s in range(plan.num_stages) for k in COMPUTE}
+        self._sleepers: dict[tuple[int, int], int] = {}
+
+    def _step(self, stage: int, kind: str, costs: StageCosts) -> _Step:
+        plan, m, duration = self._plan, self._microbatches, costs.duration(stage, kind)
+        if kind == "W":
+            return _Step(self._backward, 0, 0.0, duration, self._weight)
+        other = stage - 1 if kind == "F" else stage + 1
+        ends = self._forward if kind == "F" else self._backward
+        if other < 0:
+            return _Step(None, 0, 0.0, duration, ends)
+        if other == plan.num_stages:
+            return _Step(self._forward, 0, 0.0, duration, ends)
+        hop = costs.send if plan.rank_of(other) != plan.rank_of(stage) else 0.0
+        return _Step(ends, m * (other - stage), hop, duration, ends)
 
     def run(self) -> list[list[Timed]]:
         """All actions with their times, per rank.
@@ -144,40 +164,31 @@ class _Clock:
 
     def _start(self, group: tuple[Action, ...], free: float, rank: int) -> float | None:
         """When a group can start; None, and the rank sleeps, when something it needs has no time yet."""
-        start = free
         for stage, kind, microbatch in group:
+            waits_for, shift, hop, _, _ = self._steps[stage, kind]
+            if waits_for is None:
+                continue
             key = stage * self._microbatches + microbatch
-            if kind == "F":
-                if stage == 0:
-                    continue
-                source, needed, hop = self._forward, key - self._microbatches, self._hop[stage - 1]
-            elif kind == "W":
-                source, needed, hop = self._backward, key, 0.0
-            elif stage == len(self._hop):
-                source, needed, hop = self._forward, key, 0.0
-            else:
-                source, needed, hop = self._backward, key + self._microbatches, self._hop[stage]
-            end = source.get(needed)
-            if end is None or (kind in "BI" and key not in self._forward):
-                self._sleepers[source is self._forward, needed] = rank
+            end = waits_for.get(key + shift)
+            if end is None or (kind != "F" and key not in self._forward):
+                self._sleepers[id(waits_for), key + shift] = rank
                 return None
-            start = max(start, end + hop)
-        return start
+            free = max(free, end + hop)
+        return free
 
     def _finish(
         self, group: tuple[Action, ...], start: float, rank: int, mine: list[Timed], awake: list[int]
     ) -> float:
         """Write a group down and wake who waited for it; when it ends."""
         for action in group:
-            end = start + self._duration[action.stage, action.kind]
+            end = start + self._steps[action.stage, action.kind].duration
             mine.append(Timed(action, rank, start, end))
             start = end
         for stage, kind, microbatch in group:
-            if kind == "W":
-                continue
-            key = stage * self._microbatches + microbatch
-            (self._forward if kind == "F" else self._backward)[key] = start
-            sleeper = self._sleepers.pop((kind == "F", key), None)
-            if sleeper is not None:
-                awake.append(sleeper)
+            key, ends = stage * self._microbatches + microbatch, self._steps[stage, kind].ends
+            ends[key] = start
+            if self._sleepers:
+                sleeper = self._sleepers.pop((id(ends), key), None)
+                if sleeper is not None:
+                    awake.append(sleeper)
         return start

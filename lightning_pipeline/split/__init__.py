@@ -1,5 +1,6 @@
 """The unmodified module: units, trace, liveness, partition, replay."""
 
+from lightning_pipeline.split.elsewhere import ElsewhereError
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
@@ -8,6 +9,7 @@ from lightning_pipeline.split.trace import Trace, trace_step
 from lightning_pipeline.split.units import Unit, find_units
 
 __all__ = [
+    "ElsewhereError",
     "Partition",
     "SharedParameter",
     "SplitModel",

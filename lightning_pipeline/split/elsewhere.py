@@ -1,6 +1,7 @@
 """What stands on a stage for something that only another stage has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -9,8 +10,12 @@ from torch import nn
 from lightning_pipeline.errors import PlaceholderError
 
 
+class ElsewhereError(PlaceholderError):
+    """Something was read that is on the last stage only."""
+
+
 def _refuse(what: str) -> NoReturn:
-    raise PlaceholderError(
+    raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
         "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
     )
@@ -77,10 +82,9 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = next(
-            (a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)), None
-        )
-        return _refuse(found._what if found is not None else "a value")
+        guards = (Elsewhere, ElsewhereList, ElsewhereDict)
+        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, guards)]
+        return _refuse(found[0]._what if found else "a value")
 
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
@@ -125,21 +129,24 @@ for _cls in (ElsewhereList, ElsewhereDict):
         setattr(_cls, _name, _silent)
 
 
+_MISSING = object()
+
+
 class AttributeGuards:
     """Puts guards in the place of attributes that a step sets on the last stage, and takes them away."""
 
     def __init__(self, root: nn.Module) -> None:
         self._names = {id(module): name for name, module in root.named_modules()}
-        self._before: dict[tuple[nn.Module, str], Any] = {}
+        self._before: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
 
     def install(self, attributes: list[tuple[nn.Module, str]]) -> None:
         """Guard these; one that was assigned anew since is guarded again."""
         for module, name in attributes:
             own = vars(module)
-            value = own.get(name)
+            value = own.get(name, _MISSING)
             if isinstance(value, Elsewhere | ElsewhereList | ElsewhereDict):
                 continue
-            self._before.setdefault((module, name), value)
+            self._before.setdefault((id(module), name), (module, value))
             prefix = self._names.get(id(module), "")
             what = f"attribute '{prefix}.{name}'" if prefix else f"attribute '{name}' of the LightningModule"
             kind = (
@@ -151,8 +158,21 @@ class AttributeGuards:
             )
             own[name] = kind(what)
 
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """Take the guards away for a moment, for a trace that looks at every attribute."""
+        guarded = [(module, name) for (_, name), (module, _) in self._before.items()]
+        self.remove()
+        try:
+            yield
+        finally:
+            self.install(guarded)
+
     def remove(self) -> None:
         """Put back what was there."""
-        for (module, name), value in self._before.items():
-            vars(module)[name] = value
+        for (_, name), (module, value) in self._before.items():
+            if value is _MISSING:
+                vars(module).pop(name, None)
+            else:
+                vars(module)[name] = value
         self._before.clear()

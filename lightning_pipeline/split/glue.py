@@ -33,6 +33,7 @@ class Glue:
         self._tracer = tracer
         self.unknown_line = ""
         self.written_states: dict[str, Tensor] = {}
+        self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[tuple[int, str]] = []
         self._poisoned: dict[int, Tensor] = {}
@@ -45,6 +46,8 @@ class Glue:
         with torch.no_grad():
             for tensor, value in self._restores:
                 tensor.copy_(value)
+        for held in (self._poisoned, self._stand_ins, self._poisoned_by, self.written_states):
+            held.clear()
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation of glue; its results, and what it writes, come from all of its operands."""
@@ -60,7 +63,7 @@ class Glue:
         written = list(written_tensors(func, args, kwargs))
         if poisoned:
             args, kwargs = self.without_poison((args, kwargs))
-        self._note_states(func, tags, written)
+        self._note_states(written, faked)
         if func._schema.name in SCALAR_READS:
             if faked:
                 return self._scalar(func, operands)
@@ -91,13 +94,21 @@ class Glue:
         if faked and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
 
-    def _note_states(self, func: Any, tags: frozenset[Tag], written: list[Tensor]) -> None:
+    def _note_states(self, written: list[Tensor], faked: bool) -> None:
         for tensor in written:
             name = self._tracer.states.get(storage_key(tensor))
-            if name is not None and name not in self.written_states:
-                self.written_states[name] = tensor
-                if not is_placeholder(tensor) and not tensor.is_meta:
-                    self._restores.append((tensor, tensor.detach().clone()))
+            if name is None:
+                continue
+            if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
+                self._restores.append((tensor, tensor.detach().clone()))
+            self._seen_states.add(name)
+            if faked or self._tracer.trace.calls:  # before any unit, every stage does the same
+                self.written_states.setdefault(name, tensor)
+
+    @property
+    def all_written(self) -> list[str]:
+        """Every parameter, buffer and plain tensor that glue writes, before the units too."""
+        return sorted(self._seen_states)
 
     def note_batch(self, written: Tensor) -> None:
         """Note a write into the memory of the batch."""

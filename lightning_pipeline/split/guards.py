@@ -13,16 +13,31 @@ from lightning_pipeline.split.placeholder import user_line
 from lightning_pipeline.split.program import StageProgram
 
 # Library code that asks a whole model for its parameters around a step and is right with a part of them:
-# torch's own recursion, norms and clipping (made global by the strategy), look-ups of dtype and device.
+# torch's own recursion, look-ups of dtype and device.
 _ALLOWED = (
     "torch.nn.modules.",
-    "torch.nn.utils.clip_grad",
     "lightning.",
     "lightning_pipeline.",
     "transformers.modeling_utils",
     "torchmetrics.",
 )
 _METHODS = ("parameters", "named_parameters", "state_dict")
+_CLIPPING = "torch.nn.utils.clip_grad"  # its norm is made global by the strategy, so it may see a part
+
+
+class _Unread:
+    """What `parameters()` returns where it is guarded: clipping may read it, any other code may not."""
+
+    def __init__(self, parameters: Iterator[Any], refuse: Callable[[], SplitError]) -> None:
+        self._parameters, self._refuse = parameters, refuse
+
+    def __iter__(self) -> "_Unread":
+        return self
+
+    def __next__(self) -> Any:
+        if sys._getframe(1).f_globals.get("__name__") != _CLIPPING:
+            raise self._refuse()
+        return next(self._parameters)
 
 
 class ParameterGuard:
@@ -34,6 +49,9 @@ class ParameterGuard:
 
     def __init__(self, root: nn.Module, modules: list[nn.Module]) -> None:
         self.active = False
+        self.answers: dict[
+            str, Callable[[nn.Module], Any]
+        ] = {}  # instead of a method, by the caller's module
         self._root = root
         self._modules = modules
 
@@ -61,16 +79,26 @@ class ParameterGuard:
     def _guarded(self, module: nn.Module, name: str) -> Callable[..., Any]:
         original = getattr(type(module), name)
 
+        def refuse() -> SplitError:
+            return SplitError(
+                f"{name}() of a module that is spread over stages is used inside a step or a hook around "
+                "it, where it lists this stage's part only. Use the optimizer's weight_decay for a "
+                "penalty, Trainer(gradient_clip_val=...) or clip_grad_norm_ for clipping, and "
+                "on_train_epoch_end or later for what one stage may do alone [at "
+                f"{user_line(self._root)}]"
+            )
+
         def method(*args: Any, **kwargs: Any) -> Any:
-            if self.active and not sys._getframe(1).f_globals.get("__name__", "").startswith(_ALLOWED):
-                raise SplitError(
-                    f"{name}() of a module that is spread over stages is used inside a step or a hook around "
-                    "it, where it lists this stage's part only. Use the optimizer's weight_decay for a "
-                    "penalty, Trainer(gradient_clip_val=...) or clip_grad_norm_ for clipping, and "
-                    "on_train_epoch_end or later for what one stage may do alone [at "
-                    f"{user_line(self._root)}]"
-                )
-            return original(module, *args, **kwargs)
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if not self.active:
+                return original(module, *args, **kwargs)
+            if caller in self.answers:
+                return self.answers[caller](module)
+            if caller.startswith(_ALLOWED):
+                return original(module, *args, **kwargs)
+            if name == "parameters":
+                return _Unread(original(module, *args, **kwargs), refuse)
+            raise refuse()
 
         return method
 

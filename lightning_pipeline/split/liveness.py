@@ -18,13 +18,16 @@ class Liveness:
         messages: For each stage but the first, the values that it is sent, in the order of their calls.
         own_calls: For each stage, the calls (unit, nth) of its units.
         mutated: Values that code between the units changes in place.
-        tail_stage_only: Whether no unit is called after stage s's own, by stage.
+        has_later_calls: By stage, whether units of later stages are called at all.
+        meets_later_calls: By stage, whether one is called before the stage's own last call, as in two passes
+            through the same layers.
     """
 
     messages: list[list[ValueKey]]
     own_calls: list[frozenset[tuple[int, int]]]
     mutated: frozenset[ValueKey]
     has_later_calls: list[bool] = field(default_factory=list)
+    meets_later_calls: list[bool] = field(default_factory=list)
 
 
 def liveness_of(trace: Trace, stage_of: Sequence[int], num_stages: int) -> Liveness:
@@ -56,7 +59,14 @@ def liveness_of(trace: Trace, stage_of: Sequence[int], num_stages: int) -> Liven
     ]
     mutated = frozenset((trace.calls[i].unit, trace.calls[i].nth, leaf) for i, leaf in trace.mutated)
     later = [any(own[s] for s in range(stage + 1, num_stages)) for stage in range(num_stages)]
-    return Liveness(messages, own, mutated, later)
+    meets = [_meets_later(trace, stage_of, stage) for stage in range(num_stages)]
+    return Liveness(messages, own, mutated, later, meets)
+
+
+def _meets_later(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
+    stages = [stage_of[call.unit] for call in trace.calls]
+    last = max((index for index, found in enumerate(stages) if found == stage), default=0)
+    return any(found > stage for found in stages[:last])
 
 
 def backward_edges(trace: Trace, stage_of: Sequence[int]) -> list[tuple[str, str]]:

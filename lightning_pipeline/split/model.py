@@ -12,14 +12,15 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.microbatch import signature_of
 from lightning_pipeline.split.elsewhere import AttributeGuards
 from lightning_pipeline.split.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.split.isolation import Isolation
 from lightning_pipeline.split.liveness import Liveness, backward_edges, stages_of_states
 from lightning_pipeline.split.partition import Partition
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
-from lightning_pipeline.split.program import StageProgram, Step
+from lightning_pipeline.split.program import StageProgram, Step, TracedOutput
 from lightning_pipeline.split.residence import Residence, SharedParameter
 from lightning_pipeline.split.seeds import StepSeeds
-from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.split.trace import Trace, step_function, trace_step
 
 Sink = Callable[..., None]
@@ -70,10 +71,12 @@ class SplitModel:
         self._guards = AttributeGuards(root)
         self._parameters = ParameterGuard(root, self._shared_modules())
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
+        self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
         self._microbatch = 0
         self.signatures: list[Hashable] = []
+        self._isolation = Isolation(root, self._no_value) if len(self._programs) > 1 else None
         self._install()
 
     def _program(self, stage: int) -> StageProgram:
@@ -96,6 +99,9 @@ class SplitModel:
         self._patches.install()
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
         self._parameters.install()
+        for stage, program in self._programs.items():
+            if self._isolation is not None and stage != max(self._programs):
+                program.apart = self._isolation
 
     def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Undo every patch.
@@ -125,6 +131,10 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters of the whole module, tied ones once, in its order."""
+        return self._residence.parameter_names
+
     def owned_states(self) -> dict[str, Tensor]:
         """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage."""
         return self._residence.owned_states(set(self._programs), self.num_stages)
@@ -141,6 +151,14 @@ class SplitModel:
     def step_attributes(self, step: str) -> list[tuple[nn.Module, str]]:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
+
+    def guard_hooks(self, active: bool) -> None:
+        """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
+        self._parameters.active = active
+
+    def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
+        """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""
+        self._parameters.answers[caller] = answer
 
     @contextmanager
     def user_hook(self) -> Iterator[None]:
@@ -174,6 +192,8 @@ class SplitModel:
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
         if not self.has_last_stage:
             self._guards.install(trace.attributes)
+        if self._isolation is not None:
+            self._isolation.begin(trace)
         context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self.root, (self.seed, sum(step.encode()), *key, replica))
@@ -188,6 +208,7 @@ class SplitModel:
             self._context,
             self._at,
             split_backward,
+            self._later_outputs(step, microbatches, liveness),
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
@@ -196,13 +217,29 @@ class SplitModel:
         for program in self._programs.values():
             program.begin(self._step)
 
-    def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
-        with self._parameters.on():
-            trace = trace_step(
+    def _later_outputs(
+        self, step: str, microbatches: Sequence[MicrobatchArguments], liveness: Liveness
+    ) -> list[dict[tuple[int, int], TracedOutput]]:
+        """Where a stage meets calls of later ones half way, their shapes: a trace for each new signature."""
+        if not any(liveness.meets_later_calls[stage] for stage in self._programs):
+            return [{} for _ in microbatches]
+        for signature, microbatch in zip(self.signatures, microbatches, strict=True):
+            if signature not in self._traced_outputs:
+                calls = self._traced(step, microbatch).calls
+                outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
+                self._traced_outputs[signature] = outputs
+        return [self._traced_outputs[signature] for signature in self.signatures]
+
+    def _traced(self, step: str, microbatch: MicrobatchArguments) -> Trace:
+        with self._parameters.on(), self._guards.lifted():
+            return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,
                 sinks=tuple(self._sinks) or ("log", "log_dict"),
             )  # fmt: skip
+
+    def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
+        trace = self._traced(step, microbatch)
         wrong = backward_edges(trace, self._stage_of)
         if wrong:
             source, reader = wrong[0]
@@ -258,6 +295,16 @@ class SplitModel:
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None
+
+    def sinks_to(
+        self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Outside a step: give calls of `root.log(...)` and the like to `record`, with the method's name."""
+
+        def sink(name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: record(name, args, kwargs)
+
+        return replaced(self.root, {name: sink(name) for name in self._sinks})
 
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""

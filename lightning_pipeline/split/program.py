@@ -20,6 +20,8 @@ from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors, tensors_in
 from lightning_pipeline.split.trace import Trace
 
+TracedOutput = tuple[Structure, list[TensorSpec]]
+
 
 @dataclass(slots=True)
 class Step:
@@ -35,6 +37,7 @@ class Step:
         seeds: The random state of the batch.
         context: Makes the precision's context for one forward.
         split_backward: Whether the plan has I and W actions.
+        later_outputs: By micro-batch, what units of later stages return, as traced.
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
@@ -50,6 +53,7 @@ class Step:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     on_microbatch: Callable[[int], None] = lambda microbatch: None
     split_backward: bool = False
+    later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
 
@@ -84,6 +88,7 @@ class StageProgram:
         self.index, self.root, self.is_last = index, root, is_last
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.current: _Saved | None = None  # whose backward is running
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
@@ -129,7 +134,7 @@ class StageProgram:
         if self.is_last:
             step.on_microbatch(microbatch)
         queue = WeightQueue() if step.split_backward else None
-        with self._deferring(queue), step.context():
+        with self._deferring(queue), self.apart(), step.context():
             done = self._replay(microbatch, step, incoming)
         if self.is_last:
             self._finish(microbatch, step, done)
@@ -142,7 +147,7 @@ class StageProgram:
 
     def _replay(self, microbatch: int, step: Step, incoming: Values | None) -> Replayed:
         args, kwargs = step.microbatches[microbatch]
-        replay = Replay(self, incoming, step.seeds.microbatch(microbatch))
+        replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
         self._patches.runner, self.mode.watcher = replay, replay
         try:
             with reentrant_checkpoint_replaced():
@@ -251,14 +256,15 @@ class StageProgram:
             found = self._placeholders[key, spec] = self.mode.make(spec)
         return found
 
-    def traced_output(self, unit: int, nth: int) -> tuple[Structure, list[TensorSpec]]:
-        """What a unit of a later stage returned when the step was traced."""
-        for call in self._current_step().trace.calls:
-            if (call.unit, call.nth) == (unit, nth):
-                return call.structure, call.specs
-        raise SplitError(
-            f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was traced"
-        )
+    def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput:
+        """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
+        found = self._current_step().later_outputs[microbatch].get((unit, nth))
+        if found is None:
+            raise SplitError(
+                f"unit {self.unit_name(unit)!r} is called (call {nth}), which it was not when the step was "
+                "traced"
+            )
+        return found
 
     def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
         """What earlier units returned for this micro-batch, by call."""

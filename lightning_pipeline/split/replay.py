@@ -60,8 +60,10 @@ class Replayed:
 class Replay:
     """One micro-batch on one stage. Answers every call of a unit, and watches every placeholder."""
 
-    def __init__(self, program: "StageProgram", incoming: Values | None, seeds: MicrobatchSeeds) -> None:
-        self._program = program
+    def __init__(
+        self, program: "StageProgram", microbatch: int, incoming: Values | None, seeds: MicrobatchSeeds
+    ) -> None:
+        self._program, self._microbatch = program, microbatch
         self.is_last = program.is_last
         self._seeds = seeds
         self._counts = [0] * len(program.stage_of)
@@ -233,7 +235,7 @@ class Replay:
         if self._own_left <= 0:
             self._exited = True
             raise StageDone
-        structure, specs = self._program.traced_output(unit, nth)
+        structure, specs = self._program.traced_output(unit, nth, self._microbatch)
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         return unflatten(list(tensors), structure)
 

@@ -52,6 +52,7 @@ class Residence:
         self._root, self._stages, self._mode = root, stages, mode
         self._dropped: list[_Dropped] = []
         self._first_names = _first_names(root)
+        self.parameter_names = [name for name, _ in root.named_parameters()]
         self.shared = self._find_shared()
 
     def _find_shared(self) -> list[SharedParameter]:

@@ -58,6 +58,7 @@ class Trace:
         together: Groups of units that must share a stage, with the reason.
         attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
         early_attributes: Those that it sets before, which every stage does.
+        written_states: Parameters, buffers and plain tensors that glue changes in place.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
@@ -73,6 +74,7 @@ class Trace:
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
     early_attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    written_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
     writes_batch: bool = False

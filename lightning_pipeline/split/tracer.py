@@ -19,7 +19,7 @@ from lightning_pipeline.split.placeholder import (
     storage_key,
     written_tensors,
 )
-from lightning_pipeline.split.sinks import stub_metrics, stub_sinks
+from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.split.structure import flatten, tensors_in, unflatten
 from lightning_pipeline.split.tags import Tag, TagStore
 from lightning_pipeline.split.trace import (
@@ -53,7 +53,7 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self._glue_set = set(self._glue_modules)
+        self._glue_set = set(map(id, self._glue_modules))
         self._reads = ReadWatch(self._attribute_read)
         self._sinks = sinks
         self.glue = Glue(self)
@@ -63,7 +63,8 @@ class Tracer:
     # ---- set-up
 
     def _find_glue_modules(self) -> list[nn.Module]:
-        inner = {id(module) for unit in self.patches.units for module in unit.module.modules()}
+        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
+        inner = {id(module) for one in apart for module in one.modules()}
         return [module for module in self.root.modules() if id(module) not in inner]
 
     def _name_states(self) -> None:
@@ -85,6 +86,7 @@ class Tracer:
         self.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
+        self._mirrors.clear()
 
     # ---- the run
 
@@ -261,7 +263,7 @@ class Tracer:
     def _attribute_read(self, module: nn.Module, name: str) -> None:
         if self.inside is not None:
             return
-        if module in self._glue_set:
+        if id(module) in self._glue_set:
             if self._before.holds(module, name):
                 self._old_reads.setdefault((id(module), name), len(self.trace.calls))
             return
@@ -296,6 +298,7 @@ class Tracer:
             )
 
     def _check_written_states(self) -> None:
+        self.trace.written_states = self.glue.all_written
         for name in self.glue.written_states:
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:

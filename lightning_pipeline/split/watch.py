@@ -37,7 +37,9 @@ class AttributeSnapshot:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = list(modules)
         self._prints = [self._read(module) for module in self._modules]
-        self._values = {module: dict(vars(module)) for module in self._modules}  # held: no id is used twice
+        self._values = {
+            id(module): dict(vars(module)) for module in self._modules
+        }  # held: no id is used twice
 
     @staticmethod
     def _read(module: nn.Module) -> dict[str, Any]:
@@ -45,7 +47,7 @@ class AttributeSnapshot:
 
     def holds(self, module: nn.Module, name: str) -> bool:
         """Whether the attribute is still the object that it was."""
-        held = self._values.get(module)
+        held = self._values.get(id(module))
         return held is not None and name in held and held[name] is vars(module).get(name)
 
     def changed(self) -> list[tuple[nn.Module, str]]:
@@ -63,20 +65,18 @@ class ReadWatch:
 
     def __init__(self, on_read: Callable[[nn.Module, str], None]) -> None:
         self._on_read = on_read
-        self._classes: dict[nn.Module, type] = {}
-        self._ids: set[int] = set()
+        self._classes: dict[int, tuple[nn.Module, type]] = {}  # by id: a metric's hash reads its attributes
 
     def watch(self, module: nn.Module, names: set[str] | None = None) -> None:
         """Watch these attributes of `module`, or all in its `__dict__`; more names join those before."""
-        if module in self._classes:
+        if id(module) in self._classes:
             watched = type(module)._watched  # type: ignore[attr-defined]
             if watched is not None and names is not None:
                 watched.update(names)
             return
         cls = type(module)
-        self._classes[module] = cls
-        self._ids.add(id(module))
-        on_read, ids = self._on_read, self._ids
+        self._classes[id(module)] = (module, cls)
+        on_read, ids = self._on_read, self._classes
 
         def read(self: nn.Module, name: str) -> Any:
             if name not in _IGNORED and id(self) in ids:
@@ -91,10 +91,9 @@ class ReadWatch:
 
     def stop(self) -> None:
         """Give every module its own class back."""
-        for module, cls in self._classes.items():
+        for module, cls in self._classes.values():
             module.__class__ = cls
         self._classes.clear()
-        self._ids.clear()
 
 
 def holds_tensor(value: Any) -> bool:

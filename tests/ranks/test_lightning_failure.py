@@ -105,3 +105,21 @@ def test_bad_input_ends_every_rank_with_the_same_message(
         assert outcome.exit_code == 1, outcome
         assert outcome.seconds < 10
         assert re.search(f"(?s){message}", outcome.output), outcome.output
+
+
+class OneRankCannotTrace(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_rank == 1:
+            raise ValueError("no library on this machine")
+        return self.loss(batch)
+
+
+def fit_one_rank() -> None:
+    trainer({"stages": 2}).fit(OneRankCannotTrace(), loader())
+
+
+def test_a_rank_that_cannot_set_up_ends_the_others(ranks: Ranks) -> None:
+    for outcome in ranks(2).outcomes(fit_one_rank, timeout=30, dies=True):
+        assert outcome.exit_code == 1
+        assert outcome.seconds < 10
+        assert "no library on this machine" in outcome.output

@@ -312,3 +312,62 @@ def test_monitors_log_the_same_keys_and_values_on_every_rank(ranks: Ranks) -> No
         + [f"pipeline/stage_{s}/{name}" for s in (0, 1)
            for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib")]
     )  # fmt: skip
+
+
+class Tied(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4].weight = self.net[2].weight
+
+
+def fit_tied(pipeline: dict[str, Any] | None) -> Any:
+    return fit(pipeline, Tied, gradient_clip_val=0.05, accumulate_grad_batches=2)
+
+
+def test_a_weight_shared_by_two_stages_is_clipped_and_stepped_as_one(ranks: Ranks) -> None:
+    expected = fit_tied(None)
+    for found in ranks(2)(fit_tied, {"stages": 2, "partition": ["net.4"], "num_microbatches": 2}):
+        assert_same(found, expected)
+
+
+def fit_tied_replicas(pipeline: dict[str, Any]) -> Any:
+    module = Tied()
+    if trainer(pipeline).global_rank:  # unequal starts, as without a seed
+        torch.nn.init.uniform_(module.net[2].weight)
+    trainer(pipeline).fit(module, loader(), loader(seed=4))
+    return weights(module)
+
+
+def test_replicas_and_shared_weights_start_and_stay_equal(ranks: Ranks) -> None:
+    pipeline = {"stages": 2, "data_parallel_size": 2, "partition": ["net.4"]}
+    first, *others = ranks(4)(fit_tied_replicas, pipeline)
+    for other in others:
+        for name, value in first.items():
+            torch.testing.assert_close(other[name], value, rtol=0, atol=0)
+
+
+class ClipsInHook(Tied):
+    norms: list[float]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        self.norms.append(float(norm))
+        largest = torch.nn.utils.clip_grad_norm_(parameters, 1e-3, norm_type=float("inf"))
+        self.norms.append(float(largest))
+
+    def on_fit_start(self) -> None:
+        self.norms = []
+
+
+def fit_clipping_in_hook(pipeline: dict[str, Any] | None) -> Any:
+    module = ClipsInHook()
+    trainer(pipeline).fit(module, loader())
+    return weights(module), module.norms
+
+
+def test_torch_clipping_in_a_hook_goes_by_all_stages(ranks: Ranks) -> None:
+    expected, norms = fit_clipping_in_hook(None)
+    for found, found_norms in ranks(2)(fit_clipping_in_hook, {"stages": 2, "partition": ["net.4"]}):
+        assert found_norms == pytest.approx(norms, rel=1e-9)
+        assert_same((found, {}), (expected, {}))

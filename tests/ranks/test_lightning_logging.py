@@ -160,7 +160,12 @@ def test_a_module_may_split_and_merge_itself_and_bring_its_optimizer(ranks: Rank
 
 
 def places() -> Any:
-    run = trainer({"stages": 2, "data_parallel_size": 2}, barebones=True, log_every_n_steps=None, num_sanity_val_steps=None)
+    run = trainer(
+        {"stages": 2, "data_parallel_size": 2},
+        barebones=True,
+        log_every_n_steps=None,
+        num_sanity_val_steps=None,
+    )
     seen = {}
 
     class Looks(Regression):
@@ -189,3 +194,22 @@ def test_ranks_know_their_places(ranks: Ranks) -> None:
         assert "net.4, net.6" in seen["table"]
         assert stages == [1, 1, 0, 0]
         assert (here, replica) == ((stages[rank],), rank % 2)
+
+
+class Augmented(Regression):
+    """Draws while the batch moves, and in the loader's main process."""
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch[0] + torch.randn_like(batch[0]), batch[1]
+
+
+def run_augmented() -> list[float]:
+    module = Augmented()
+    run = trainer({"stages": 2, "num_microbatches": 2}, max_epochs=2)
+    run.fit(module, loader())
+    return [float(run.callback_metrics["train_loss_step"]), float(run.callback_metrics["train_loss_epoch"])]
+
+
+def test_augmentation_while_batches_move_is_alike_on_all_stages(ranks: Ranks) -> None:
+    first, second = ranks(2)(run_augmented)
+    assert first == second

@@ -16,7 +16,8 @@ from lightning_pipeline.settings import Settings, read_settings
 
 def read(**changes: Any) -> Settings:
     given: dict[str, Any] = {
-        "stages": 2, "num_microbatches": "auto", "schedule": "1F1B", "stages_per_rank": 1, "partition": "auto",
+        "stages": 2, "num_microbatches": "auto", "schedule": "1F1B", "stages_per_rank": 1,
+        "partition": "auto",
         "units": None, "data_parallel_size": "auto", "data": "replicate", "process_group_backend": None,
         "init_timeout": 300, "step_timeout": timedelta(minutes=1), **changes,
     }  # fmt: skip
@@ -40,12 +41,12 @@ def test_settings_are_read() -> None:
         ({"stages": "all"}, r"stages='all' must be .* or 'auto'"),
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"stages_per_rank": 0}, r"stages_per_rank=0"),
-        ({"stages_per_rank": 2}, r"schedule='1F1B' holds 1 stage\(s\) per rank and cannot hold stages_per_rank=2"),
+        ({"stages_per_rank": 2}, r"schedule='1F1B' holds 1 stage.* and cannot hold stages_per_rank=2"),
         ({"schedule": OneFOneB(), "stages_per_rank": 3}, r"contradicts OneFOneB\(\), which holds 1"),
         ({"schedule": "2F2B"}, r"no schedule '2F2B': known are .*1F1B.*GPipe"),
         ({"schedule": 7}, r"schedule=7 is no schedule"),
-        ({"partition": "equal"}, r"partition='equal' is unknown: use 'auto', 'uniform', 'parameters', or a list"),
-        ({"partition": ["a", "b"]}, r"partition names 2 first unit\(s\) of later stages, but 2 stages have 1"),
+        ({"partition": "equal"}, r"partition='equal' is unknown: use 'auto', .*, or a list"),
+        ({"partition": ["a", "b"]}, r"partition names 2 first unit.* but 2 stages have 1"),
         ({"units": [1]}, r"units=\[1\] must be a list of name patterns"),
         ({"data_parallel_size": 0}, r"data_parallel_size=0"),
         ({"data": "both"}, r"data='both' is unknown: use 'replicate' or 'broadcast'"),

@@ -87,7 +87,7 @@ class Problem:
 
     @cached_property
     def needs(self) -> list[int]:
-        """By code of F and I, the code of the result that arrives for it; -1 for a micro-batch of the batch."""
+        """By code of F and I, the code of the result that arrives for it; -1 for a part of the batch."""
         m, size = self.microbatches, self.size
         forwards = [code - m if code >= m else -1 for code in range(size)]
         inputs = [code + m if code + m < 2 * size else code - size for code in range(size, 2 * size)]

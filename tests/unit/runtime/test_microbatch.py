@@ -92,7 +92,7 @@ def test_the_most_common_length_is_the_batch_size() -> None:
     [
         ("text", "no tensor with a dimension"),
         (torch.zeros(0, 3), "batch is empty"),
-        ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], no two alike"),
+        ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], none of them"),
         ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), "can be one tensor per sample or 2 batched"),
         ((torch.zeros(2), torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])), "PackedSequence"),
         (torch.zeros(4, 4).to_sparse(), "layout torch.sparse_coo cannot be split"),

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -128,3 +130,15 @@ def test_a_table_that_cannot_be_run_is_refused_when_it_is_read(tmp_path) -> None
         FromTable(tmp_path / "bad.csv")
     with pytest.raises(ScheduleError, match="no.csv holds no plan"):
         FromTable(tmp_path / "no.csv")
+
+
+@pytest.mark.parametrize("name", ["ZBV", "DualPipeV", "Interleaved1F1B", "VHalf", "InterleavedZeroBubble"])
+def test_torchs_runtime_reads_our_tables(name: str, tmp_path) -> None:
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    get_schedule(name).plan(4, 8).to_csv(tmp_path / "plan.csv")
+    stages = [
+        SimpleNamespace(stage_index=4 * local, num_stages=8, group_size=4, group_rank=0) for local in (0, 1)
+    ]
+    runtime = schedules._PipelineScheduleRuntime(stages, 8)
+    runtime._load_csv(tmp_path / "plan.csv")  # it validates the order and adds its own messages
+    assert set(runtime.pipeline_order_with_comms) == {0, 1, 2, 3}

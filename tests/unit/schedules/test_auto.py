@@ -34,7 +34,6 @@ def planned(costs: Costs, p: int, m: int, **options) -> tuple[Plan, float]:
     [
         (ROW_15, 1, 0.1585, 0.1083),
         (ROW_15, 2, 0.0703, 0.0589),
-        (ROW_15, 4, 0.0663, 0.0321),
         (ROW_62, 4, 0.0383, 0.0285),
     ],
 )

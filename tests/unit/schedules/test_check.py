@@ -1,7 +1,7 @@
 import re
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_pipeline.errors import ScheduleError
@@ -76,6 +76,7 @@ def test_a_result_that_never_travels_is_missed() -> None:
         check(Plan.parse("0F0\n1F0 1SEND_F0\n2RECV_F0 2F0"))
 
 
+@settings(deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(2, 4), st.integers(1, 5))
 def test_what_the_check_lets_pass_runs_without_buffers_and_the_rest_is_refused(
     random, ranks, microbatches

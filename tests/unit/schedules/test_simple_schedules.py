@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from lightning_pipeline import schedules
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
 from lightning_pipeline.schedules import (
     ForwardOnly,
@@ -91,8 +92,17 @@ def test_names_ignore_case_and_know_torchs_spelling(name: str) -> None:
     assert isinstance(get_schedule(name), OneFOneB)
 
 
-def test_all_available_names_make_schedules() -> None:
-    assert {"1F1B", "GPipe", "ForwardOnly"} <= set(available_schedules())
+def test_the_names_are_these() -> None:
+    assert available_schedules() == (
+        *("1F1B", "Auto", "DualPipeV", "ForwardOnly", "FromTable", "FromTorch", "GPipe", "Interleaved1F1B"),
+        *("InterleavedZeroBubble", "LoopedBFS", "VHalf", "VMin", "ZBH1", "ZBH2", "ZBV"),
+    )
+
+
+def test_what_is_public_is_listed_in_order() -> None:
+    assert schedules.__all__ == sorted(schedules.__all__, key=lambda name: (not name.isupper(), name))
+    assert len(schedules.__all__) == 27
+    assert all(hasattr(schedules, name) for name in schedules.__all__)
 
 
 def test_a_class_path_makes_a_schedule() -> None:

@@ -74,15 +74,17 @@ def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def piped(
-    module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1, step: str = "training_step",
-    how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None, seed: int = 0, split_by: str | None = None,
-    split_backward: bool = False,
+    module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1,
+    step: str = "training_step", how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None,
+    seed: int = 0, split_by: str | None = None, split_backward: bool = False,
+    ranks: list[list[int]] | None = None,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process."""
     logged: list[tuple[int, str, Any]] = []
-    splits = []
+    splits: list[SplitModel] = []
+    ranks = ranks or [[stage] for stage in range(stages)]
     microbatches, weights = split_arguments(batch, num_microbatches)
-    for stage in range(stages):
+    for held in ranks:
         mine = copy.deepcopy(module)
         found = find_units(mine, at_least=stages, keep_whole=units)
         with torch.set_grad_enabled((split_by or step) == "training_step"):
@@ -92,7 +94,10 @@ def piped(
         def log(microbatch: int, name: str, value: Any, **options: Any) -> None:
             logged.append((microbatch, name, value.detach().clone() if isinstance(value, Tensor) else value))
 
-        splits.append(SplitModel(mine, cut, [stage], sinks={"log": log}, seed=seed))
+        splits.append(SplitModel(mine, cut, held, sinks={"log": log}, seed=seed))
+    splits = [
+        next(split for split, held in zip(splits, ranks, strict=True) if s in held) for s in range(stages)
+    ]
     outcome = Outcome(splits=splits)
     for count in range(steps):
         microbatches, weights = split_arguments(batch, num_microbatches)
@@ -113,7 +118,7 @@ def _run_batch(
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
-        for split in splits:
+        for split in dict.fromkeys(splits):
             weighted = weights if training else None
             split.begin(step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward)
         sent: list[list[Values | None]] = []
@@ -127,9 +132,9 @@ def _run_batch(
         if training:
             for index in range(len(microbatches)):
                 _run_backward(splits, index, sent[index], split_backward)
-        results = [split.finish() for split in splits]
-    outcome.losses.extend(results[-1].losses)
-    outcome.outputs.extend(results[-1].outputs)
+        results = {split: split.finish() for split in dict.fromkeys(splits)}
+    outcome.losses.extend(results[splits[-1]].losses)
+    outcome.outputs.extend(results[splits[-1]].outputs)
 
 
 def _run_backward(splits: Any, index: int, sent: list[Values | None], split_backward: bool) -> None:
@@ -161,7 +166,7 @@ def _received(values: Values | None) -> Values | None:
 
 
 def _collect(splits: list[SplitModel], outcome: Outcome) -> None:
-    for split in splits:
+    for split in dict.fromkeys(splits):
         for name, parameter in split.owned_parameters():
             gradient = parameter.grad
             known = outcome.gradients.get(name)

@@ -191,13 +191,13 @@ class InplaceSkip(Net):
     "kind",
     [
         AddedPosition, InplaceResidual, MulInplace, SetItem, InplaceActivation, HookInplace, HookReplaces,
-        WriteThroughView, BufferOfSlots, ViewAdd, CopyInto, MaskedFillByPlaceholder, ChangedAndSkip, ViewOfOutput,
+        WriteThroughView, BufferOfSlots, ViewAdd, CopyInto, MaskedFillByPlaceholder, ChangedAndSkip,
+        ViewOfOutput,
         IntoBatch, FilledMask, DropoutInplaceEval, InplaceSkip,
     ],
 )  # fmt: skip
 def test_in_place_code_between_units_equals_one_process(kind):
-    assert_works(kind)
-    assert_works(kind, cuts=[3], num_microbatches=3, steps=2)
+    assert_works(kind, num_microbatches=3)
 
 
 class ActsFirst(nn.Module):

@@ -189,7 +189,8 @@ class RandomPermutationInAttention(Net):
 @pytest.mark.parametrize(
     "kind",
     [
-        DropoutInUnits, DropoutInGlue, TwoReaders, ManyDraws, Mixup, MixupBetween, HostRandomUnit, OwnGenerator,
+        DropoutInUnits, DropoutInGlue, TwoReaders, ManyDraws, Mixup, MixupBetween, HostRandomUnit,
+        OwnGenerator,
         Diffusion, RandomPermutationInAttention,
     ],
 )  # fmt: skip

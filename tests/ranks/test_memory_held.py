@@ -1,0 +1,75 @@
+"""What a rank holds: its own parameters, their optimizer state, and a bounded number of micro-batches."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.split.program import StageProgram
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader
+
+Ranks = Callable[[int], Pool]
+
+
+class Counts(Regression):
+    """Adam, so that there is optimizer state; notes what this rank holds before the run is undone."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+    def on_train_end(self) -> None:
+        tensors = [*self.parameters(), *self.buffers()]
+        self.held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        self.names = [name for name, _ in self.named_parameters()]
+        state = self.trainer.optimizers[0].state
+        self.state = sum(
+            v.numel() * v.element_size() for held in state.values() for v in held.values() if v.dim()
+        )
+
+
+def fit(stages: int, schedule: str) -> tuple[int, list[str], int, dict[int, int]]:
+    peaks: dict[int, int] = {}
+    forward = StageProgram.forward
+
+    def counting(self: StageProgram, microbatch: int, incoming: Values | None) -> Values | None:
+        values = forward(self, microbatch, incoming)
+        peaks[self.index] = max(peaks.get(self.index, 0), self.num_saved)
+        return values
+
+    StageProgram.forward = counting  # type: ignore[method-assign]
+    try:
+        module = Counts()
+        strategy = PipelineStrategy(stages=stages, schedule=schedule, num_microbatches=8)
+        trainer = pl.Trainer(
+            accelerator="cpu", devices=stages, strategy=strategy, max_epochs=1, logger=False,
+            enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+        trainer.fit(module, loader(16))
+    finally:
+        StageProgram.forward = forward  # type: ignore[method-assign]
+    return module.held, module.names, module.state, peaks
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_with_1f1b_a_stage_holds_as_many_microbatches_as_stages_follow(ranks: Ranks, stages: int) -> None:
+    whole = Regression()
+    total = sum(p.untyped_storage().nbytes() for p in whole.parameters())
+    found = ranks(stages)(fit, stages, "1F1B")
+    peaks: dict[int, int] = {}
+    for *_, counted in found:
+        peaks.update(counted)
+    assert peaks == {stage: stages - stage for stage in range(stages)}
+    assert sum(held for held, *_ in found) == total
+    assert sum(state for _, _, state, _ in found) == 2 * total
+    names = [name for _, listed, *_ in found for name in listed]
+    assert sorted(names) == sorted(name for name, _ in whole.named_parameters())
+
+
+def test_gpipe_holds_all_microbatches(ranks: Ranks) -> None:
+    for *_, peaks in ranks(2)(fit, 2, "GPipe"):
+        assert set(peaks.values()) == {8}
