@@ -58,3 +58,45 @@ def test_hops_between_numbers_of_stages_keep_every_bit(ranks: Ranks, tmp_path: P
         losses.append(found[0]["next"])
         path = onward
     assert losses[0] == losses[1] == losses[2]
+
+
+class Counting:
+    """A loader that knows where it stands, and counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.at = self.asked = 0
+
+    def __iter__(self) -> Any:
+        start, self.at = self.at, 0
+        for index in range(start, 6):
+            self.at, self.asked = index + 1, self.asked + 1
+            generator = torch.Generator().manual_seed(index)
+            yield tuple(torch.randn(4, n, generator=generator, dtype=torch.float64) for n in (6, 3))
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def fit_counting(folder: str, steps: int, path: str | None) -> tuple[list[float], int]:
+    from tests.ranks.checkpoint_cases import Noisy, saving_every, trainer
+
+    module, data = Noisy(), Counting()
+    run = trainer({"stages": 2, "num_microbatches": 2}, max_epochs=-1, max_steps=steps, enable_checkpointing=True,
+                  callbacks=[saving_every(folder, 4)])  # fmt: skip
+    run.fit(module, data, ckpt_path=path)
+    return module.batches, data.asked
+
+
+def test_a_loader_with_state_is_asked_to_go_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    straight = ranks(2)(fit_counting, str(tmp_path), 9, None)
+    resumed = ranks(2)(fit_counting, str(tmp_path / "again"), 9, str(tmp_path / "step=4.ckpt"))
+    for (batches, _), (found, asked) in zip(straight, resumed, strict=True):
+        assert found == batches[4:]
+        assert asked <= 7  # five batches, one looked at for the split; none that had been seen

@@ -23,7 +23,9 @@ def adam(per_layer: bool) -> tuple[torch.optim.Optimizer, dict[int, str]]:
     if per_layer:
         groups = [{"params": [p], "lr": 0.1 * (i + 1)} for i, (_, p) in enumerate(named)]
     else:
-        groups = [{"params": [p for n, p in named if n.endswith(end)], "lr": 0.1} for end in ("weight", "bias")]
+        groups = [
+            {"params": [p for n, p in named if n.endswith(end)], "lr": 0.1} for end in ("weight", "bias")
+        ]
     optimizer = torch.optim.Adam(groups)
     module(torch.ones(1, 3)).sum().backward()
     optimizer.step()
@@ -44,7 +46,9 @@ def test_numbers_and_names_are_two_forms_of_one_state() -> None:
         assert [group["names"] for group in merged] == [group["names"] for group in groups]
         numbered = to_numbered(flat_state(optimizer, names), merged)
         expected = optimizer.state_dict()
-        assert [g["params"] for g in numbered["param_groups"]] == [g["params"] for g in expected["param_groups"]]
+        assert [g["params"] for g in numbered["param_groups"]] == [
+            g["params"] for g in expected["param_groups"]
+        ]
         assert [g["lr"] for g in numbered["param_groups"]] == [g["lr"] for g in expected["param_groups"]]
         for number, state in expected["state"].items():
             assert all(torch.equal(numbered["state"][number][key], value) for key, value in state.items())
