@@ -55,7 +55,7 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The parameter groups with names in the place of parameters."""
     return [
-        {"names": [names[id(p)] for p in group["params"]], "options": _options(group)}
+        {"names": [names[id(p)] for p in group["params"] if id(p) in names], "options": _options(group)}
         for group in optimizer.param_groups
     ]
 
