@@ -4,6 +4,7 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import warnings
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -24,6 +25,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -36,17 +38,21 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 __all__ = [
+    "around_epoch_start",
     "backend_of",
     "brings_checkpoint_io",
     "combined_loader_of",
     "configured_to_log_graph",
     "evaluation_loop",
-    "forget_loaders",
     "gather_over",
     "is_interrupted",
     "is_overridden",
     "join_group",
+    "link_through",
+    "load_loader_states",
     "loader_ran_ahead",
+    "loader_states",
+    "loader_states_to_load",
     "make_launcher",
     "moves_batches_itself",
     "optimizers_to_device",
@@ -135,9 +141,51 @@ def combined_loader_of(loop: Any) -> CombinedLoader | None:
     return loader
 
 
-def forget_loaders(loop: Any) -> None:
-    """Make the loop set its data up again, as a resumed run must once its state is loaded. Since 2.0."""
-    loop._combined_loader = None
+def around_epoch_start(
+    trainer: Trainer, before: Callable[[Any, int, bool], None], after: Callable[[int], None]
+) -> Callable[[], None]:
+    """Call in before and after the loop over an epoch's batches gets its iterator; returns what undoes it.
+
+    `before` gets the fetcher, the number of batches already seen, and whether the loop makes a new iterator;
+    `after` that number. Lightning resumes in the middle of an epoch with the loader's first batch. Since 2.0.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.on_run_start
+
+    def on_run_start(fetcher: Any) -> None:
+        seen = loop.batch_progress.current.ready
+        resuming = bool(getattr(trainer.fit_loop, "is_resuming", False)) or bool(loop.restarting)
+        before(fetcher, seen, trainer.current_epoch > 0 and not resuming)
+        original(fetcher)
+        after(seen)
+
+    given: Any = loop
+    given.on_run_start = on_run_start
+    return lambda: vars(loop).pop("on_run_start", None) and None
+
+
+def loader_states(loop: Any) -> list[Any]:
+    """States of the loaders that have `state_dict`. Since 2.0."""
+    combined = loop._combined_loader
+    return list(combined._state_dicts()) if combined is not None else []
+
+
+def loader_states_to_load(loop: Any) -> list[Any]:
+    """What a checkpoint's loop state brought for the loaders. Since 2.0."""
+    return list(loop._combined_loader_states_to_load or [])
+
+
+def load_loader_states(loop: Any, states: list[Any]) -> None:
+    """Give the loaders their states. Since 2.0."""
+    loop._combined_loader._load_state_dicts(states)
+    loop._combined_loader_states_to_load = []
+
+
+def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], None]:
+    """Let `ModelCheckpoint(save_last="link")` link through us; it removes the old link first. Since 2.2."""
+    given: Any = callback
+    given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
+    return lambda: vars(callback).pop("_link_checkpoint", None) and None
 
 
 def loader_ran_ahead(loop: Any) -> list[Any]:

@@ -47,6 +47,10 @@ class Peekable:
             self._ahead = next(rest), rest
         return self._ahead[0]
 
+    def forget(self) -> None:
+        """Drop the item that was looked at: the loader was told to go on elsewhere."""
+        self._ahead = None
+
     def __iter__(self) -> Iterator[Any]:
         # A generator: its body starts at the first `next`, after a `peek` that came behind `iter()`.
         ahead, self._ahead = self._ahead, None

@@ -2,7 +2,9 @@
 
 __all__ = [
     "BatchMismatchError",
+    "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointWriteError",
     "ConfigMismatchError",
     "ConfigurationError",
     "MessageError",
@@ -13,6 +15,7 @@ __all__ = [
     "SplitError",
     "StageFailedError",
     "StageTimeoutError",
+    "UnsafeCheckpointError",
 ]
 
 
@@ -62,3 +65,15 @@ class BatchMismatchError(PipelineError):
 
 class CheckpointError(PipelineError):
     """A checkpoint could not be written or read."""
+
+
+class CheckpointWriteError(CheckpointError):
+    """A checkpoint was not written. Names the rank, the path and the cause; the one before it stands."""
+
+
+class CheckpointCorruptError(CheckpointError):
+    """A checkpoint is not what was written, or not complete. Names the file; nothing live was touched."""
+
+
+class UnsafeCheckpointError(CheckpointError):
+    """A checkpoint holds what could run code when read, or reaches outside its folder. Nothing was run."""

@@ -35,7 +35,8 @@ class Feed:
     def __init__(self, replica: int, ranks: list[int], gather: Gather, outlet: Outlet | None) -> None:
         self._replica, self._ranks, self._gather, self._outlet = replica, ranks, gather, outlet
         self._prepared: list[tuple[Any, Peekable]] = []
-        self._moved = 0
+        self.moved = 0
+        """Batches moved to the device so far; what is drawn meanwhile follows from it."""
         self.seed = 0
         """Of random numbers drawn while a batch moves to the device; the same on all ranks."""
 
@@ -72,9 +73,9 @@ class Feed:
         Args:
             module: Whose hooks may draw; without any of the user's nothing is done.
         """
-        self._moved += 1
+        self.moved += 1
         if module is None or not moves_batches_itself(module):
             yield
             return
-        with seeded(self.seed, self._replica, self._moved):
+        with seeded(self.seed, self._replica, self.moved):
             yield

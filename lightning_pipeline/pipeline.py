@@ -1,7 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Iterable, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,9 +9,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
-from torch.optim import Optimizer
 
-from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint.optimizers import names_by_identity
+from lightning_pipeline.checkpoint.position import Position
+from lightning_pipeline.checkpoint.run import Checkpoints, options_of
 from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
@@ -75,6 +76,7 @@ class Pipeline:
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
         shared_data = self._from_last if settings.data == "broadcast" else None
         self.feed = Feed(groups.replica, self._ranks, self.gather, shared_data)
+        self.checkpoints = Checkpoints(options_of(settings), groups.numbering, groups.store)
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._failed = self._is_split = False
@@ -95,10 +97,13 @@ class Pipeline:
         self._trainer, self._module = trainer, trainer.lightning_module
         seed = seed_of_run(self._from_zero)
         self.feed.seed = seed
-        together = KeepTogether(self, self._from_last)
+        self.seed, self.position = seed, Position(trainer)
+        self.order = [name for name, _ in self._module.named_parameters()]
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
         together.equal_random_states()
         first = first_arguments(trainer)
         if trainer.training:
+            self._undo.append(self.position.install())
             self._undo.append(summarize_before_split(trainer))
             self._add_callback(trainer, together)
         if first is None:
@@ -227,16 +232,33 @@ class Pipeline:
     def names(self) -> dict[int, str]:
         """Names of this rank's parameters in the whole module, by `id`."""
         named = self.split.owned_parameters() if self._is_split else self._module.named_parameters()
-        return checkpoint.names_by_identity(named)
+        return names_by_identity(named)
+
+    def written_names(self) -> dict[int, str]:
+        """Those whose optimizer state this rank writes: of a shared parameter only its owner does."""
+        shared = self._not_counted if self._is_split else set()
+        return {identity: name for identity, name in self.names().items() if identity not in shared}
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
         return self.split.owned_states() if self._is_split else held_states(self._module)
 
+    def held_state(self) -> dict[str, Tensor]:
+        """What this rank fills from a checkpoint: copies of shared parameters too."""
+        return held_states(self._module)
+
+    def resume(self, stood: Mapping[str, Any] | None) -> None:
+        """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
+        self.position.resume(stood)
+        if stood is not None:
+            self.seed = self.feed.seed = self.split.seed = stood["seed"]
+            self.feed.moved = stood["moved"]
+
     # Steps
 
     def train(self, args: Sequence[Any]) -> dict[str, Any]:
         """Run a training step; its gradients are set aside."""
+        self.checkpoints.check()
         epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
         self.feed.check(args[0], batch_idx, "training_step")
         self._set_aside.begin(self._parameters)
@@ -319,22 +341,6 @@ class Pipeline:
         dist.all_reduce(vote, dist.ReduceOp.MIN if all_of else dist.ReduceOp.MAX, group=self.groups.control)
         return bool(vote)
 
-    # Checkpoints
-
-    def load(
-        self, path: Path, optimizers: Sequence[Optimizer], names: dict[int, str], *, weights_only: bool | None
-    ) -> dict[str, Any]:
-        """Fill this rank's stages, and in `fit` its optimizers, from a checkpoint; returns the rest of it."""
-        strict, own = self._module.strict_loading, held_states(self._module)
-        if not checkpoint.is_folder(path):
-            return checkpoint.load_file(path, own, self.gather, strict=strict, weights_only=weights_only)
-        checkpoint.load_model(path, own, self.gather, strict=strict)
-        if self._trainer.training:
-            checkpoint.load_optimizers(path, optimizers, names)
-            _lightning.forget_loaders(self._trainer.fit_loop)
-        numbering = self.groups.numbering
-        return checkpoint.read_meta(path, self.groups.rank, numbering.num_ranks, weights_only=weights_only)
-
     # The end
 
     def fail(self, exception: BaseException) -> None:
@@ -352,6 +358,7 @@ class Pipeline:
             except StageFailedError as told:
                 exception.add_note(str(told))
         self.groups.abort()
+        self.checkpoints.close(failed=True)
 
     def close(self) -> None:
         """End the run: the module becomes whole on every rank, on CPU, with all stages' weights.
@@ -366,6 +373,7 @@ class Pipeline:
             self._make_whole()
         if not self._failed:
             self.groups.close()
+            self.checkpoints.close(failed=False)
 
     def _make_whole(self) -> None:
         if self._failed:

@@ -13,6 +13,7 @@ from lightning_pipeline.schedules import Schedule, get_schedule
 Seconds = float | timedelta
 PARTITIONS = ("auto", "uniform", "parameters")
 DATA = ("replicate", "broadcast")
+INTEGRITY = ("sha256", "crc32", "off")
 
 
 class Problems(list[str]):
@@ -44,6 +45,10 @@ class Settings:
     process_group_backend: str | None
     init_timeout: timedelta
     step_timeout: timedelta
+    integrity: str
+    trust_checkpoint: bool
+    async_save: bool
+    checkpoint_timeout: timedelta
 
 
 def read_settings(
@@ -58,6 +63,10 @@ def read_settings(
     process_group_backend: str | None,
     init_timeout: object,
     step_timeout: object,
+    integrity: object = "sha256",
+    trust_checkpoint: object = False,
+    async_save: object = False,
+    checkpoint_timeout: object = 1800,
 ) -> Settings:
     """Check every argument.
 
@@ -78,6 +87,10 @@ def read_settings(
         process_group_backend=_backend(process_group_backend, problems),
         init_timeout=_duration("init_timeout", init_timeout, problems),
         step_timeout=_duration("step_timeout", step_timeout, problems),
+        integrity=_one_of("integrity", integrity, INTEGRITY, problems),
+        trust_checkpoint=_flag("trust_checkpoint", trust_checkpoint, problems),
+        async_save=_flag("async_save", async_save, problems),
+        checkpoint_timeout=_duration("checkpoint_timeout", checkpoint_timeout, problems),
     )
     problems.refuse("PipelineStrategy cannot be set up")
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
@@ -103,6 +116,12 @@ def _one_of(name: str, value: object, known: Sequence[str], problems: Problems) 
     if value not in known:
         problems.append(f"{name}={value!r} is unknown: use {' or '.join(map(repr, known))}")
     return str(value)
+
+
+def _flag(name: str, value: object, problems: Problems) -> bool:
+    if not isinstance(value, bool):
+        problems.append(f"{name}={value!r} must be True or False")
+    return bool(value)
 
 
 def _duration(name: str, value: object, problems: Problems) -> timedelta:

@@ -1,9 +1,8 @@
 """The strategy: the only place that knows Lightning's strategy hooks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -12,16 +11,17 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline import _lightning, checkpoint
+from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.hooks import CheckpointHooks
 from lightning_pipeline.checks import check_run
-from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.layout import fit_to_devices
 from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
 from lightning_pipeline.pipeline import Pipeline
@@ -30,7 +30,7 @@ from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
 
 
-class PipelineStrategy(Answers, ParallelStrategy):
+class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
@@ -50,6 +50,12 @@ class PipelineStrategy(Answers, ParallelStrategy):
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
         step_timeout: Longest wait for one message or collective in a step. Seconds or timedelta.
+        integrity: Checksums of checkpoint files, compared before anything is loaded: "sha256", "crc32"
+            (faster), or "off".
+        trust_checkpoint: Whether checkpoints may hold objects of any class; reading those can run code.
+        async_save: Whether checkpoints are written while training goes on, from a copy in host memory.
+        checkpoint_timeout: Longest wait for a rank while a checkpoint is written or read. Seconds or
+            timedelta.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -71,14 +77,18 @@ class PipelineStrategy(Answers, ParallelStrategy):
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,
+        integrity: Literal["sha256", "crc32", "off"] = "sha256",
+        trust_checkpoint: bool = False,
+        async_save: bool = False,
+        checkpoint_timeout: float | timedelta = 1800,
     ) -> None:
         self._settings = read_settings(
             stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
-            process_group_backend, init_timeout, step_timeout,
+            process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
+            checkpoint_timeout,
         )  # fmt: skip
         self._accumulating = False
         self._printed = ""
-        self._names: dict[int, str] = {}
         self.num_nodes = 1
         super().__init__()
 
@@ -176,7 +186,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         self._running.split_module(trainer, self.precision_plugin)
-        self._names = self._running.names()
+        self.note_names(trainer)
         self._print_stages()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
@@ -227,7 +237,9 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        return self._running.feed.prepare(dataloader)
+        prepared = self._running.feed.prepare(dataloader)
+        self._running.position.prepared()
+        return prepared
 
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
@@ -320,59 +332,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         """Decide over all ranks of the world."""
         return decision if self._alone else self._running.decide(decision, all_of=all)
 
-    # Checkpoints
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True
-
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return False
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return checkpoint.flat_state(getattr(optimizer, "_optimizer", optimizer), self._names)
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
-            raise CheckpointError(
-                "storage_options reach only one-file checkpoints, and stages write a folder"
-            )
-        if self._alone:
-            rank_zero_warn(
-                f"{filepath} was not saved: the run was interrupted, and a checkpoint needs all ranks"
-            )
-        else:
-            self._save(Path(self.broadcast(filepath)), checkpoint)
-
-    def _save(self, path: Path, dumped: dict[str, Any]) -> None:
-        gather = self._pipeline.gather if self._pipeline else _alone
-        checkpoint.save_folder(
-            path, dumped, dumped.get("optimizer_states", []), gather, first=self.is_global_zero
-        )
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        path = Path(self.broadcast(checkpoint_path))
-        return self._running.load(path, self.optimizers, self._names, weights_only=weights_only)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the module."""
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
-
     # The end
 
     @override
@@ -382,6 +341,7 @@ class PipelineStrategy(Answers, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self.note_position()
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:
             pipeline.close()
@@ -391,10 +351,6 @@ class PipelineStrategy(Answers, ParallelStrategy):
         self.precision_plugin.teardown()
         if self.accelerator is not None:
             self.accelerator.teardown()
-
-
-def _alone(value: Any) -> list[Any]:
-    return [value]
 
 
 PipelineStrategy.register_strategies(StrategyRegistry)

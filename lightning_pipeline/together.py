@@ -1,6 +1,7 @@
 """Keeps the ranks of a run in step where Lightning lets each decide by itself."""
 
 import zlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -36,10 +37,14 @@ class KeepTogether(Callback):
     Args:
         ranks: To ask.
         outlet: From the rank whose random states count to the others of its replica.
+        epoch_starts: Called when an epoch does.
+        ends: Called when training does; may raise.
     """
 
-    def __init__(self, ranks: Ranks, outlet: Outlet) -> None:
-        self._ranks, self._outlet = ranks, outlet
+    def __init__(
+        self, ranks: Ranks, outlet: Outlet, epoch_starts: Callable[[], None], ends: Callable[[], None]
+    ) -> None:
+        self._ranks, self._outlet, self._epoch_starts, self._ends = ranks, outlet, epoch_starts, ends
 
     def equal_random_states(self) -> None:
         """Give all stages of a replica the same random states, where they differ."""
@@ -49,6 +54,7 @@ class KeepTogether(Callback):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_starts()
         self.equal_random_states()
 
     @override
@@ -65,6 +71,10 @@ class KeepTogether(Callback):
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._stop_together(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ends()
 
     def _stop_together(self, trainer: Trainer) -> None:
         trainer.should_stop = self._ranks.decide(bool(trainer.should_stop), all_of=False)

@@ -60,7 +60,7 @@ class SplitModel:
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._sinks = dict(sinks or {})
-        self._context, self._seed = forward_context, seed
+        self._context, self.seed = forward_context, seed
         self.mode = PlaceholderMode()
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of = cut.stage_of
@@ -196,7 +196,7 @@ class SplitModel:
             self._isolation.begin(trace)
         context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
-        seeds = StepSeeds(self.root, (self._seed, sum(step.encode()), *key, replica))
+        seeds = StepSeeds(self.root, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
             step,
             step_function(self.root, step),

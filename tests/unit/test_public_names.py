@@ -14,7 +14,9 @@ PUBLIC = {
     ],
     "lightning_pipeline.errors": [
         "BatchMismatchError",
+        "CheckpointCorruptError",
         "CheckpointError",
+        "CheckpointWriteError",
         "ConfigMismatchError",
         "ConfigurationError",
         "MessageError",
@@ -25,6 +27,7 @@ PUBLIC = {
         "SplitError",
         "StageFailedError",
         "StageTimeoutError",
+        "UnsafeCheckpointError",
     ],
     "lightning_pipeline.schedules": [
         "Action",

@@ -1,0 +1,172 @@
+"""Turns a checkpoint folder into one file that needs no pipeline. Runs in one process, without a group."""
+
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
+from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, verify_file
+from lightning_pipeline.checkpoint.optimizers import merged_groups, to_numbered
+from lightning_pipeline.checkpoint.reader import Reader
+from lightning_pipeline.checkpoint.safe import load_object
+from lightning_pipeline.checkpoint.schedulers import schedulers_for
+from lightning_pipeline.errors import CheckpointError
+
+_SAFETENSORS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def verify(folder: Path) -> Manifest:
+    """Check every file of a checkpoint against its manifest.
+
+    Raises:
+        CheckpointError: A file is missing, has another size or checksum.
+    """
+    manifest = read_manifest(folder)
+    for name in (METADATA, META, *manifest.files):
+        if name not in manifest.files:
+            raise CheckpointError(f"checkpoint {folder} does not list {name}")
+        verify_file(folder, name, manifest, checksums=True)
+    return manifest
+
+
+def to_file(folder: Path, file: Path, *, trust: bool) -> None:
+    """Write a one-file checkpoint as a run on one device would: weights, optimizers, and the rest.
+
+    Tensors pass through a file beside `file`, mapped into memory, so that memory may stay smaller than the
+    model.
+
+    Args:
+        folder: The checkpoint.
+        file: New or replaced.
+        trust: Whether objects of any class may be unpickled.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+    verify(folder)
+    reader = Reader(folder, trust=trust)
+    checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
+    own = checkpoint.pop(OURS, {})
+    tensors = _Mapped(reader, file)
+    checkpoint["state_dict"] = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    if "lr_schedulers" in checkpoint:
+        checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)
+    _replace(file, lambda temporary: torch.save(checkpoint, temporary))
+
+
+def _training_state(
+    reader: Reader, tensors: "_Mapped", own: Mapping[str, Any]
+) -> tuple[list[Any], list[Any]]:
+    ranks, order = own["ranks"], own["order"]
+    groups = [
+        merged_groups([rank["groups"][index] for rank in ranks], order)
+        for index in range(len(ranks[0]["groups"]))
+    ]
+    states = []
+    for index, merged in enumerate(groups):
+        key = optimizer_key(index)
+        flat = {entry: tensors.get(f"{key}.{entry}") for entry in reader.under(key)}
+        states.append(to_numbered(flat, merged))
+    return states, schedulers_for(ranks, groups, own["schedulers"])
+
+
+class _Mapped:
+    """Entries of a checkpoint, their tensors in files that are mapped into memory and have no name."""
+
+    def __init__(self, reader: Reader, beside: Path) -> None:
+        self._reader, self._beside = reader, beside
+        self._places: dict[Any, Tensor] = {}
+
+    def get(self, key: str) -> Any:
+        """A tensor, the same one for tied names; or a value."""
+        place = self._reader.place_of(key)
+        if place not in self._places:
+            value = self._reader.read([key], place=self._new)[key]
+            if not isinstance(value, Tensor):
+                return value
+            self._places[place] = value
+        return self._places[place]
+
+    def _new(self, size: torch.Size, dtype: torch.dtype) -> Tensor:
+        count = size.numel()
+        if count * dtype.itemsize < 1 << 16:
+            return torch.empty(size, dtype=dtype)
+        scratch = self._beside.with_name(f"{self._beside.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            return torch.from_file(str(scratch), shared=True, size=count, dtype=dtype).view(size)
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _replace(file: Path, write: Any) -> None:
+    temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        write(temporary)
+        with temporary.open("rb+") as handle:
+            os.fsync(handle.fileno())
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def to_safetensors(folder: Path, file: Path) -> None:
+    """Write the weights as safetensors, tensor after tensor; further names of tied ones go to its metadata.
+
+    Args:
+        folder: The checkpoint.
+        file: New or replaced.
+
+    Raises:
+        CheckpointError: The folder cannot be read, or a data type has no name in that format.
+    """
+    verify(folder)
+    reader = Reader(folder, trust=False)
+    kept, ties = _once(reader)
+    header, offset = {"__metadata__": {"format": "pt", **ties}}, 0
+    entries: dict[str, Any] = dict(header)
+    for name in kept:
+        entry = reader.entries[f"{MODEL}.{name}"]
+        kind = _SAFETENSORS.get(entry.properties.dtype)
+        if kind is None:
+            raise CheckpointError(f"{name} is {entry.properties.dtype}, which safetensors does not know")
+        end = offset + entry.size.numel() * entry.properties.dtype.itemsize
+        entries[name] = {"dtype": kind, "shape": list(entry.size), "data_offsets": [offset, end]}
+        offset = end
+    _replace(file, lambda temporary: _write_safetensors(temporary, entries, reader, kept))
+
+
+def _once(reader: Reader) -> tuple[list[str], dict[str, str]]:
+    """Names by which each tensor is written, and the further names."""
+    first: dict[Any, str] = {}
+    ties: dict[str, str] = {}
+    for name in reader.under(MODEL):
+        known = first.setdefault(reader.place_of(f"{MODEL}.{name}"), name)
+        if known != name:
+            ties[name] = known
+    return list(first.values()), ties
+
+
+def _write_safetensors(path: Path, entries: Mapping[str, Any], reader: Reader, names: list[str]) -> None:
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            for piece in _bytes_of(reader.read([f"{MODEL}.{name}"])[f"{MODEL}.{name}"]):
+                file.write(piece)
+
+
+def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
+    flat = tensor.contiguous().view(-1)
+    if flat.numel():
+        yield flat.view(torch.uint8).numpy().data

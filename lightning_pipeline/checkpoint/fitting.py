@@ -1,0 +1,111 @@
+"""Whether a checkpoint fits a module, judged on all stages together, with every misfit told at once."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.checkpoint.layout import MODEL, optimizer_key
+from lightning_pipeline.checkpoint.optimizers import names_of
+from lightning_pipeline.errors import CheckpointError
+
+_SHOWN = 8
+
+
+class Entries(Protocol):
+    """What is stored."""
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Entries by key below a prefix; tensors have `size` and `properties.dtype`."""
+        ...
+
+
+@dataclass
+class Misfits:
+    """What one rank saw.
+
+    Attributes:
+        stored: Names in the checkpoint.
+        expected: Names that this rank holds.
+        shapes: Tensors of another shape.
+        dtypes: Tensors of another data type.
+        optimizers: Parameters of an optimizer without stored state.
+    """
+
+    stored: set[str]
+    expected: set[str]
+    shapes: list[str] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
+    optimizers: list[str] = field(default_factory=list)
+
+    @staticmethod
+    def refuse(found: Sequence["Misfits"], path: Path, *, strict: bool) -> None:
+        """Raise when any rank saw a misfit.
+
+        Args:
+            found: By rank.
+            path: Of the checkpoint.
+            strict: Whether names and data types count.
+
+        Raises:
+            CheckpointError: With all misfits by name.
+        """
+        expected = set().union(*(rank.expected for rank in found))
+        stored = set().union(*(rank.stored for rank in found))
+        problems = {"wrong shape": _joined(rank.shapes for rank in found)}
+        if strict:
+            problems = {
+                "missing": sorted(expected - stored),
+                "unexpected": sorted(stored - expected),
+                **problems,
+                "wrong dtype": _joined(rank.dtypes for rank in found),
+                "missing in the optimizers": _joined(rank.optimizers for rank in found),
+            }
+        told = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
+        if told:
+            raise CheckpointError(
+                f"checkpoint {path} does not fit this module. {'; '.join(told)}. Load the module it was "
+                "saved from, or set strict_loading=False on the LightningModule to load what fits by name"
+            )
+
+
+def _joined(lists: Iterable[list[str]]) -> list[str]:
+    return sorted({name for names in lists for name in names})
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+
+
+def compare(
+    entries: Entries, own: Mapping[str, Tensor], optimizers: Sequence[Optimizer], names: Mapping[int, str]
+) -> Misfits:
+    """Compare what is stored with what one rank holds.
+
+    Args:
+        entries: Of the checkpoint.
+        own: This rank's tensors, by name.
+        optimizers: This rank's; empty when only weights are wanted.
+        names: Of this rank's parameters, by `id`.
+    """
+    stored = entries.under(MODEL)
+    misfits = Misfits(set(stored), set(own))
+    for name in sorted(set(stored) & set(own)):
+        entry, tensor = stored[name], own[name]
+        if tuple(entry.size) != tuple(tensor.shape):
+            misfits.shapes.append(f"{name} ({tuple(entry.size)} stored, {tuple(tensor.shape)} here)")
+        elif entry.properties.dtype != tensor.dtype:
+            misfits.dtypes.append(f"{name} ({entry.properties.dtype} stored, {tensor.dtype} here)")
+    for index, optimizer in enumerate(optimizers):
+        misfits.optimizers += _without_state(entries, optimizer_key(index), optimizer, names)
+    return misfits
+
+
+def _without_state(entries: Entries, key: str, optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
+    if not entries.under("optimizer_0"):
+        return []  # saved with weights only: Lightning says so
+    kept = {entry.split(".", 1)[1].rpartition(".")[0] for entry in entries.under(key)}
+    return [f"{key}.{name}" for name in names_of(optimizer, names) if name not in kept]

@@ -1,0 +1,118 @@
+"""Checksums of files, worked out while they are written or in one pass over them."""
+
+import hashlib
+import io
+import zlib
+from pathlib import Path
+from typing import Any, Protocol
+
+from typing_extensions import override
+
+from lightning_pipeline import faults
+
+_BLOCK = 4 << 20
+_FAULT_AFTER = 256  # bytes of a shard after which the point `during` comes
+
+
+class Digest(Protocol):
+    """What `hashlib` objects are."""
+
+    def update(self, data: Any, /) -> None:
+        """Take in more bytes."""
+        ...
+
+    def hexdigest(self) -> str:
+        """The checksum of all bytes so far."""
+        ...
+
+
+class _Crc32:
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any, /) -> None:
+        self._value = zlib.crc32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def new_digest(integrity: str) -> Digest | None:
+    """A fresh checksum of a kind; `None` for `off`."""
+    if integrity == "off":
+        return None
+    return _Crc32() if integrity == "crc32" else hashlib.sha256()
+
+
+def checksum_of(path: Path, integrity: str) -> str:
+    """The checksum of a file; empty for `off`.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = new_digest(integrity)
+    if digest is None:
+        return ""
+    block = memoryview(bytearray(_BLOCK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()
+
+
+class HashingStream(io.RawIOBase):
+    """A file that is written from start to end, and whose checksum grows with it.
+
+    Args:
+        path: New file.
+        integrity: Kind of checksum.
+    """
+
+    def __init__(self, path: Path, integrity: str) -> None:
+        self._file = path.open("wb")
+        self._digest = new_digest(integrity)
+        self.size = 0
+        self.error: OSError | None = None
+
+    @override
+    def writable(self) -> bool:
+        return True
+
+    @override
+    def tell(self) -> int:
+        return self.size
+
+    @override
+    def fileno(self) -> int:
+        return self._file.fileno()
+
+    @override
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        before = self.size
+        try:
+            self._file.write(view)
+            self.size += view.nbytes
+            if before <= _FAULT_AFTER < self.size:
+                self._file.flush()
+                faults.point("save.shard.during")
+        except OSError as error:  # torch would replace it with a text about positions
+            self.error = self.error or error
+            raise
+        if self._digest is not None:
+            self._digest.update(view)
+        return view.nbytes
+
+    @override
+    def flush(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+
+    @override
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+    def checksum(self) -> str:
+        """Of what was written; empty for `off`."""
+        return self._digest.hexdigest() if self._digest is not None else ""

@@ -1,0 +1,154 @@
+"""The strategy's hooks for checkpoints."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.layout import local_path
+from lightning_pipeline.checkpoint.optimizers import bare, flat_state
+from lightning_pipeline.checkpoint.run import Holdings, options_of
+from lightning_pipeline.checkpoint.whole import save_whole
+from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.settings import Settings
+
+
+class CheckpointHooks(Answers, ParallelStrategy):
+    """Saves and loads checkpoint folders. `PipelineStrategy` inherits this."""
+
+    _settings: Settings
+    _names: Mapping[int, str] = {}
+    _written: Mapping[int, str] = {}
+    _stood: Mapping[str, Any] | None = None
+
+    def note_names(self, trainer: Trainer) -> None:
+        """Once the module is split: what its parameters are called, and how its callbacks link.
+
+        Args:
+            trainer: Of this run.
+        """
+        self._names, self._written = self._running.names(), self._running.written_names()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                local_path(callback.dirpath or "")
+                _lightning.link_through(callback, self._link_checkpoint)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise ConfigurationError(
+            f"CheckpointIO plugin {type(io).__name__} writes one file from one rank, and no rank of a "
+            "pipeline has the whole model: remove it. PipelineStrategy writes folders by itself, in the "
+            "background with async_save=True"
+        )
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return flat_state(bare(optimizer), self._written)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options reach only one-file checkpoints, and stages write a folder: leave them out"
+            )
+        if self._alone:
+            rank_zero_warn(f"{filepath} was not saved: the run was interrupted, and it needs all ranks")
+            return
+        path = local_path(self.broadcast(filepath))
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
+        else:
+            options, (_, numbering) = options_of(self._settings), self._layout()
+            save_whole(path, checkpoint, options, numbering, self.optimizers, self._written, self._stood)
+
+    def note_position(self) -> None:
+        """Before a run ends: where it stands, for a save that comes later."""
+        if self._pipeline is not None and not self._alone:
+            self._stood = self._position()
+
+    def _held(self, *, whole: bool) -> Holdings:
+        """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
+        pipeline, module = self._running, self.lightning_module
+        assert module is not None, "a run has a module"
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
+        placement, numbering = self._layout()
+        topology = {
+            "ranks": placement.num_ranks,
+            "stages": placement.num_stages,
+            "replicas": numbering.replicas,
+            "schedule": repr(self._settings.schedule),
+        }
+        return Holdings(
+            tensors=pipeline.held_state() if whole else pipeline.own_state(),
+            optimizers=self.optimizers,
+            names=self._names,
+            schedulers=[numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs],
+            order=pipeline.order,
+            parameters=set(pipeline.order),
+            position=self._position,
+            topology=topology,
+        )
+
+    def _position(self) -> dict[str, Any]:
+        pipeline = self._running
+        return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        pipeline, module = self._running, self.lightning_module
+        assert module is not None, "a run has a module"
+        path = local_path(self.broadcast(checkpoint_path))
+        training = bool(module.trainer.training)
+        rest, stood = pipeline.checkpoints.load(
+            path, self._held(whole=True), strict=module.strict_loading, training=training
+        )
+        if training:
+            pipeline.resume(stood)
+        return rest
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Nothing is left to do: `load_checkpoint` filled the module."""
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            self._running.checkpoints.retention.remove(local_path(filepath))
+
+    def _link_checkpoint(self, target: str, link: str) -> None:
+        if self.is_global_zero:
+            self._running.checkpoints.retention.link(Path(target), Path(link))
+        self.barrier()

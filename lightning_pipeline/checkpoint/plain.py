@@ -1,0 +1,110 @@
+"""Fills a pipeline run from a one-file checkpoint, such as a run on one device or with DDP writes."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeline.checkpoint.fitting import Misfits, compare
+from lightning_pipeline.checkpoint.layout import MODEL
+from lightning_pipeline.checkpoint.load import Staged, Target, apply
+from lightning_pipeline.checkpoint.optimizers import bare, from_numbered, groups_of, merged_groups, names_of
+from lightning_pipeline.checkpoint.ranks import Ranks
+from lightning_pipeline.checkpoint.safe import load_object
+from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
+
+
+@dataclass(frozen=True)
+class _Entries:
+    """The weights of the file, as `compare` asks for them."""
+
+    tensors: Mapping[str, Tensor]
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Each tensor; optimizers are compared by their own rules."""
+        return {name: _Entry(tensor) for name, tensor in self.tensors.items()} if prefix == MODEL else {}
+
+
+class _Entry:
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.properties = tensor.shape, tensor
+
+
+def load_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) -> dict[str, Any]:
+    """Fill this rank from a file. Every rank calls this.
+
+    Tensors stay in the file until they are copied, so that no rank holds the whole model.
+
+    Args:
+        path: Of the file, the same on every rank.
+        target: What to fill. Data types may differ, as on one device.
+        ranks: Of the load.
+        order: All parameter names of the module.
+
+    Returns:
+        The checkpoint without tensors of model and optimizers.
+
+    Raises:
+        CheckpointCorruptError: It cannot be read.
+        UnsafeCheckpointError: It would run code.
+        CheckpointError: It does not fit the module.
+    """
+    what = f"loading {path}"
+    checkpoint = ranks.everyone_local(what, lambda: _read(path, target))
+    tensors = checkpoint.pop("state_dict")
+    ranks.collect(what, lambda: _compared(tensors, target),
+                  lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
+    groups = ranks.everyone(what, lambda: [groups_of(bare(o), target.names) for o in target.optimizers])
+    staged = ranks.everyone_local(what, lambda: _stage(path, checkpoint, tensors, target, groups, order))
+    apply(staged, target)
+    return staged.meta
+
+
+def _read(path: Path, target: Target) -> dict[str, Any]:
+    found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
+    if not isinstance(found, dict) or "state_dict" not in found:
+        raise CheckpointCorruptError(f"checkpoint file {path} has no state_dict: Lightning did not write it")
+    return found
+
+
+def _compared(tensors: Mapping[str, Tensor], target: Target) -> Misfits:
+    misfits = compare(_Entries(tensors), target.tensors, [], target.names)
+    misfits.dtypes.clear()
+    return misfits
+
+
+def _stage(
+    path: Path,
+    checkpoint: dict[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: Target,
+    groups: Sequence[Sequence[Any]],
+    order: Sequence[str],
+) -> Staged:
+    own = {name: tensors[name] for name in target.tensors if name in tensors}
+    states = checkpoint.pop("optimizer_states", None)
+    optimizers: list[dict[str, Any]] = []
+    if states is None and target.optimizers:
+        raise CheckpointError(
+            f"checkpoint file {path} has weights only, and fit(ckpt_path=...) goes on with an optimizer's "
+            "state: load the weights into the module with load_from_checkpoint, and fit without ckpt_path"
+        )
+    for index, optimizer in enumerate(target.optimizers):
+        try:
+            sizes = [len(group["params"]) for group in states[index]["param_groups"]]
+            merged = merged_groups([rank[index] for rank in groups], order, sizes)
+            flat = from_numbered(states[index], merged)
+        except (ValueError, IndexError, KeyError) as error:
+            raise CheckpointError(
+                f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
+            ) from error
+        optimizers.append(_own(flat, set(names_of(bare(optimizer), target.names))))
+    return Staged(own, optimizers, checkpoint)
+
+
+def _own(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The entries of this rank's parameters, as copies: the file is mapped into memory."""
+    own = {k: value for k, value in flat.items() if k.split(".", 1)[1].rpartition(".")[0] in names}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}

@@ -1,0 +1,223 @@
+"""The checkpoints of one run: what the strategy's hooks call."""
+
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.checkpoint.background import Background
+from lightning_pipeline.checkpoint.layout import OURS, is_folder, optimizer_key
+from lightning_pipeline.checkpoint.load import Target, load_folder
+from lightning_pipeline.checkpoint.optimizers import bare, groups_of
+from lightning_pipeline.checkpoint.plain import load_file
+from lightning_pipeline.checkpoint.ranks import Ranks
+from lightning_pipeline.checkpoint.retention import Retention
+from lightning_pipeline.checkpoint.safe import is_plain
+from lightning_pipeline.checkpoint.save import Part, as_bytes, without_ties, write
+from lightning_pipeline.checkpoint.schedulers import schedulers_for
+from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.settings import Settings
+
+_GRACE_SECONDS = 20.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """How checkpoints are written and read; `PipelineStrategy` describes them."""
+
+    integrity: str
+    trust: bool
+    in_background: bool
+    timeout: timedelta
+
+
+def options_of(settings: Settings) -> Options:
+    """The settings that checkpoints need."""
+    return Options(
+        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout
+    )
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """What one rank holds that goes into a checkpoint.
+
+    Attributes:
+        tensors: Parameters and buffers that this rank writes, by name.
+        optimizers: With this rank's parameters.
+        names: Of this rank's parameters, by `id`.
+        schedulers: The optimizer of each LR scheduler, by index.
+        order: All parameter names of the module, tied ones once.
+        parameters: All parameter names of the module.
+        position: This replica's random states and loaders; asked on one rank of a replica.
+        topology: How the run is spread over ranks, for the manifest.
+    """
+
+    tensors: Mapping[str, Tensor]
+    optimizers: Sequence[Optimizer]
+    names: Mapping[int, str]
+    schedulers: Sequence[int]
+    order: Sequence[str]
+    parameters: Collection[str]
+    position: Callable[[], Any]
+    topology: Mapping[str, Any]
+
+
+class Checkpoints:
+    """Saves and loads for one run. All ranks make one together.
+
+    Args:
+        options: Of the strategy.
+        numbering: Which global rank is where.
+        store: Of the run; none but this run uses it.
+    """
+
+    def __init__(self, options: Options, numbering: Numbering, store: Any) -> None:
+        self._options, self._numbering = options, numbering
+        alone = not dist.is_initialized() or dist.get_world_size() == 1
+        rank = 0 if alone else dist.get_rank()
+        group = None if alone else dist.new_group(
+            timeout=options.timeout, backend="gloo", group_desc="lp_checkpoint"
+        )  # fmt: skip
+        name = f"checkpoint/{secrets.token_hex(4)}" if alone else "checkpoint"
+        self._ranks = Ranks(group, store, rank, options.timeout, name)
+        self._rank, self._replica, _ = numbering.coordinates(rank)
+        self._background = Background()
+        self.retention = Retention(self._background.later)
+        self._warned: set[str] = set()
+
+    # Saving
+
+    def save(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> None:
+        """Write a checkpoint; in the background, if so configured, once it is copied.
+
+        Args:
+            path: The folder; the same on every rank.
+            dumped: What Lightning dumped.
+            held: This rank's part.
+
+        Raises:
+            CheckpointWriteError: It was not written, or the one before it was not.
+        """
+        self._background.wait()
+        part = self._part(path, dumped, held)
+        if not self._options.in_background:
+            write(part, path, self._ranks, self._options.integrity)
+            return
+        self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
+
+    def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
+        tensors, aliases = without_ties(held.tensors)
+        if self._replica != 0:  # parameters are alike; of buffers those of the first replica count
+            tensors = {name: tensor for name, tensor in tensors.items() if name in held.parameters}
+        state: dict[str, dict[str, Any]] = {"model": dict(tensors)}
+        for index, flat in enumerate(dumped.get("optimizer_states", ())):
+            if flat:
+                state[optimizer_key(index)] = dict(flat)
+        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held))
+        meta = self._meta(dumped, held, own) if self._ranks.leads else b""
+        about = {
+            "step": int(dumped.get("global_step", 0)),
+            "epoch": int(dumped.get("epoch", 0)),
+            "topology": dict(held.topology),
+        }
+        return Part(state, self._rank, aliases, meta, about)
+
+    def _told(self, dumped: Mapping[str, Any], held: Holdings) -> dict[str, Any]:
+        """What is no tensor and differs between ranks or replicas."""
+        speaks = self._rank == self._numbering.last
+        return {
+            "rank": self._rank,
+            "replica": self._replica,
+            "lr_schedulers": dumped.get("lr_schedulers"),
+            "groups": [groups_of(bare(optimizer), held.names) for optimizer in held.optimizers]
+            if "optimizer_states" in dumped
+            else [],
+            "position": held.position() if speaks else None,
+        }
+
+    def _meta(self, dumped: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]) -> bytes:
+        rest = {k: v for k, v in dumped.items() if k not in ("state_dict", "optimizer_states")}
+        first = sorted((entry for entry in told if entry["replica"] == 0), key=lambda entry: entry["rank"])
+        speaking = sorted((entry for entry in told if entry["position"]), key=lambda entry: entry["replica"])
+        rest[OURS] = {
+            "ranks": [{key: entry[key] for key in ("lr_schedulers", "groups")} for entry in first],
+            "replicas": [entry["position"] for entry in speaking],
+            "order": list(held.order),
+            "schedulers": list(held.schedulers),
+        }
+        self._warn_of_objects(rest)
+        return as_bytes(rest)
+
+    def _warn_of_objects(self, rest: Mapping[str, Any]) -> None:
+        if self._options.trust or is_plain(dict(rest)):
+            return
+        for key in {key for key, value in rest.items() if not is_plain(value)} - self._warned:
+            self._warned.add(key)
+            rank_zero_warn(
+                f"{key!r} in the checkpoint holds objects that only PipelineStrategy(trust_checkpoint=True) "
+                "will read back: keep plain numbers, strings, containers and tensors there"
+            )
+
+    # Loading
+
+    def load(self, path: Path, held: Holdings, *, strict: bool, training: bool) -> tuple[dict[str, Any], Any]:
+        """Fill this rank's tensors, and in training its optimizers.
+
+        Args:
+            path: A folder or a one-file checkpoint; the same on every rank.
+            held: What to fill.
+            strict: Whether every name must fit.
+            training: Whether the run goes on with optimizers.
+
+        Returns:
+            What Lightning restores from, and where this replica stood in its data, if that was saved.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed.
+        """
+        self._background.wait()
+        optimizers = [bare(optimizer) for optimizer in held.optimizers] if training else []
+        target = Target(
+            held.tensors, optimizers, held.names, strict=strict, trust=self._options.trust,
+            checksums=self._options.integrity != "off",
+        )  # fmt: skip
+        if not self._ranks.leader(f"loading {path}", lambda: is_folder(path)):
+            return load_file(path, target, self._ranks, held.order), None
+        meta = load_folder(path, target, self._ranks)
+        own = meta.pop(OURS, {})
+        if training and meta.get("lr_schedulers") and own.get("ranks"):
+            groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
+            meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
+        replicas = own.get("replicas") or [None]
+        return meta, replicas[self._replica % len(replicas)]
+
+    # The end
+
+    def check(self) -> None:
+        """Raise what went wrong in the background."""
+        self._background.check()
+
+    def finish(self) -> None:
+        """Wait for what is in flight.
+
+        Raises:
+            CheckpointWriteError: It was not written.
+        """
+        self._background.wait()
+
+    def close(self, *, failed: bool) -> None:
+        """End it. After a failure of the run nothing is raised, and others are not waited for long."""
+        if failed:
+            self._background.abandon(_GRACE_SECONDS)
+        group, self._ranks.group = self._ranks.group, None
+        if group is not None:
+            dist.destroy_process_group(group)

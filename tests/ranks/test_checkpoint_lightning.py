@@ -1,0 +1,201 @@
+"""Checkpoints as Lightning's own parts ask for them, and to and from runs on one device."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch import nn
+
+from lightning_pipeline import PipelineStrategy, faults
+from lightning_pipeline.__main__ import main
+from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.errors import CheckpointError, CheckpointWriteError, ConfigurationError
+from tests.pool import Pool
+from tests.ranks.checkpoint_cases import (
+    Noisy,
+    fit_and_save,
+    fit_resumed,
+    loader,
+    names_in,
+    trainer,
+)
+from tests.ranks.lightning_cases import Regression, weights
+
+Ranks = Callable[[int], Pool]
+TWO = {"stages": 2, "num_microbatches": 1}
+
+
+class Plain(Noisy):
+    """Without what a pipeline and one device draw differently."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[4] = nn.Identity()
+
+
+def fit_plain(pipeline: dict[str, Any] | None, epochs: int, path: str | None, folder: str) -> Any:
+    module = Plain()
+    saver = ModelCheckpoint(folder, filename=f"after{epochs}")
+    run = trainer(pipeline, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
+    run.fit(module, loader(40, batch_size=4), ckpt_path=path)
+    return weights(module)
+
+
+def test_a_run_goes_from_one_device_to_stages_and_back(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit_plain(None, 3, None, str(tmp_path / "straight"))
+    fit_plain(None, 1, None, str(tmp_path))
+    ranks(2)(fit_plain, TWO, 2, str(tmp_path / "after1.ckpt"), str(tmp_path))
+    main(["checkpoint", "consolidate", str(tmp_path / "after2.ckpt"), str(tmp_path / "back.ckpt")])
+    found = fit_plain(None, 3, str(tmp_path / "back.ckpt"), str(tmp_path))
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+    module = Plain.load_from_checkpoint(tmp_path / "back.ckpt")
+    assert module.hparams["width"] == 8
+    assert module.net[5].weight is module.net[3].weight
+    assert not [name for name in names_in(tmp_path) if not name.endswith(".ckpt") and name != "straight"]
+
+
+def test_lightning_and_safetensors_read_the_weights(ranks: Ranks, tmp_path: Path) -> None:
+    from lightning.fabric.utilities.load import _load_distributed_checkpoint
+    from safetensors.torch import load_file
+
+    trained = ranks(2)(fit_and_save, TWO, str(tmp_path), 5, 5)[0]["weights"]
+    folder = tmp_path / "step=5.ckpt"
+    read = _load_distributed_checkpoint(folder)["model"]
+    main(["checkpoint", "consolidate", str(folder), str(tmp_path / "w.safetensors"), "--to=safetensors"])
+    tensors = load_file(tmp_path / "w.safetensors")
+    assert "net.5.weight" not in tensors  # tied: under its first name
+    for name, value in trained.items():
+        assert torch.equal(read[name], value)
+        assert name == "net.5.weight" or torch.equal(tensors[name], value)
+
+
+def fit_with(folder: str, options: dict[str, Any], **strategy: Any) -> Any:
+    saver = ModelCheckpoint(folder, **options)
+    run = trainer({**TWO, **strategy}, max_epochs=3, enable_checkpointing=True, callbacks=[saver])
+    run.fit(Regression2(), loader(16, batch_size=8))
+    return saver.best_model_path, saver.last_model_path
+
+
+class Regression2(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.error
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+@pytest.mark.parametrize("background", [False, True], ids=["", "async"])
+@pytest.mark.parametrize(("options", "names"), [
+    ({"save_top_k": 1}, ["epoch=2-step=6.ckpt"]),
+    ({"monitor": "twice", "save_top_k": 2, "save_last": True}, None),
+    ({"save_last": "link", "every_n_train_steps": 2}, ["epoch=2-step=6.ckpt", "last.ckpt"]),
+    ({"save_last": True, "save_top_k": 0, "save_weights_only": True}, ["last.ckpt"]),
+], ids=str)  # fmt: skip
+def test_model_checkpoint_keeps_what_it_should(
+    ranks: Ranks, tmp_path: Path, options: dict[str, Any], names: list[str] | None, background: bool
+) -> None:
+    ranks(2)(fit_in_background if background else fit_with, str(tmp_path), options)
+    found = names_in(tmp_path)
+    assert found == names if names else len(found) == 3
+    for path in tmp_path.iterdir():
+        verify(path)
+    if "last.ckpt" in found:
+        assert verify(tmp_path / "last.ckpt").step == 6
+
+
+def fit_in_background(folder: str, options: dict[str, Any]) -> Any:
+    return fit_with(folder, options, async_save=True)
+
+
+def resume_last(folder: str) -> int:
+    saver = ModelCheckpoint(folder, save_last="link")
+    run = trainer(TWO, max_epochs=4, enable_checkpointing=True, callbacks=[saver])
+    module = Regression2()
+    seen: list[int] = []
+    module.on_train_start = lambda: seen.append(run.global_step)  # type: ignore[method-assign]
+    run.fit(module, loader(16, batch_size=8), ckpt_path="last")
+    return seen[0]
+
+
+def test_last_is_found_through_its_link(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2)(fit_with, str(tmp_path), {"save_last": "link"})
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert ranks(2)(resume_last, str(tmp_path)) == [6, 6]
+
+
+def fail_in_background(folder: str) -> tuple[str, int]:
+    run = trainer(
+        {**TWO, "async_save": True}, max_epochs=3, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2)],
+    )  # fmt: skip
+
+    def hook(name: str) -> None:
+        if name == "save.shard.after" and run.global_rank == 1:
+            raise OSError("the disk is gone")
+
+    with faults.injected(hook), pytest.raises(Exception, match="the disk is gone") as caught:
+        run.fit(Regression2(), loader(16, batch_size=8))
+    return type(caught.value).__name__, run.global_step
+
+
+def test_a_failure_in_the_background_is_raised(ranks: Ranks, tmp_path: Path) -> None:
+    for kind, step in ranks(2)(fail_in_background, str(tmp_path)):
+        assert kind in ("CheckpointWriteError", "StageFailedError")
+        assert 2 <= step <= 6
+    assert names_in(tmp_path) == []
+
+
+def count_steps_during_a_save(folder: str) -> int:
+    run = trainer(
+        {**TWO, "async_save": True}, max_epochs=1, enable_checkpointing=True,
+        callbacks=[ModelCheckpoint(folder, every_n_train_steps=2, save_on_train_epoch_end=False)],
+    )  # fmt: skip
+    went_on: list[int] = []
+
+    def hook(name: str) -> None:
+        if name == "save.shard.before":
+            deadline = time.monotonic() + 10
+            while run.global_step < 4 and time.monotonic() < deadline:
+                time.sleep(0.005)
+            went_on.append(run.global_step)
+
+    with faults.injected(hook):
+        run.fit(Regression2(), loader(40, batch_size=8), ckpt_path=None)
+    return went_on[0]
+
+
+def test_training_goes_on_during_a_save(ranks: Ranks, tmp_path: Path) -> None:
+    assert all(step >= 3 for step in ranks(2)(count_steps_during_a_save, str(tmp_path)))
+
+
+def test_what_cannot_work_is_refused_with_a_reason() -> None:
+    with pytest.raises(ConfigurationError, match="AsyncCheckpointIO writes one file.*async_save=True"):
+        trainer(TWO, plugins=[AsyncCheckpointIO()])
+    with pytest.raises(ConfigurationError, match=r"(?s)4 problems.*integrity='md5'.*checkpoint_timeout=0"):
+        PipelineStrategy(2, integrity="md5", trust_checkpoint=1, async_save="yes", checkpoint_timeout=0)  # type: ignore[arg-type]
+    assert issubclass(CheckpointWriteError, CheckpointError)
+
+
+def save_remotely() -> str:
+    run = trainer(TWO, max_epochs=1)
+    run.fit(Regression2(), loader(8))
+    with pytest.raises(CheckpointError) as caught:
+        run.save_checkpoint("memory://somewhere/a.ckpt")
+    return str(caught.value)
+
+
+def test_remote_paths_are_refused(ranks: Ranks) -> None:
+    assert all("is remote" in text for text in ranks(2)(save_remotely))
+
+
+def test_a_folder_without_manifest_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2)(fit_and_save, TWO, str(tmp_path), 5, 5)
+    (tmp_path / "step=5.ckpt" / "manifest.json").unlink()
+    with pytest.raises(AssertionError, match=r"CheckpointCorruptError.*has no manifest\.json"):
+        ranks(2)(fit_resumed, TWO, str(tmp_path / "step=5.ckpt"), 6)

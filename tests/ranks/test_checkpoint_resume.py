@@ -1,0 +1,102 @@
+"""A run that was saved and resumed is, bit by bit, the run that was not interrupted."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.ranks.checkpoint_cases import assert_equal, fit_and_save, fit_resumed, names_in
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.mark.parametrize("saved_at", [10, 7], ids=["at an epoch's end", "in its middle"])
+@pytest.mark.parametrize("pipeline", [
+    {"stages": 1, "num_microbatches": 2},
+    {"stages": 2, "num_microbatches": 2},
+    {"stages": 2, "num_microbatches": 2, "data_parallel_size": 2},
+    {"stages": 4, "num_microbatches": 2},
+], ids=str)  # fmt: skip
+def test_resume_is_exact(ranks: Ranks, tmp_path: Path, pipeline: dict[str, Any], saved_at: int) -> None:
+    pool = ranks(pipeline["stages"] * pipeline.get("data_parallel_size", 1))
+    straight = pool(fit_and_save, pipeline, str(tmp_path), 20, saved_at)
+    for found, expected in zip(
+        pool(fit_resumed, pipeline, str(tmp_path / f"step={saved_at}.ckpt"), 20), straight, strict=True
+    ):
+        assert len(found["steps"]) == 20 - saved_at
+        assert_equal(found, expected)
+    assert all(name.endswith(".ckpt") for name in names_in(tmp_path))
+
+
+def load_only(pipeline: dict[str, Any], path: str, save_to: str) -> dict[str, Any]:
+    """Resume for no step; then one more, for its loss."""
+    from tests.ranks.checkpoint_cases import fit_noisy
+
+    kept = fit_noisy(pipeline, resume=path, save=save_to, max_steps=5)
+    later = fit_noisy(pipeline, resume=path, max_steps=6)
+    return {**kept, "next": later["steps"]}
+
+
+def test_hops_between_numbers_of_stages_keep_every_bit(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(4)(fit_and_save, {"stages": 4, "num_microbatches": 2}, str(tmp_path), 5, 5)
+    weights = first[0]["weights"]
+    adam = {name: value for rank in first for name, value in rank["optimizer"].items()}
+    path, losses = str(tmp_path / "step=5.ckpt"), []
+    hops: list[dict[str, Any]] = [
+        {"stages": 2, "schedule": "GPipe"}, {"stages": 1}, {"stages": 3, "partition": "uniform"},
+    ]  # fmt: skip
+    for hop in hops:
+        onward = str(tmp_path / f"from{hop['stages']}.ckpt")
+        found = ranks(hop["stages"])(load_only, {**hop, "num_microbatches": 2}, path, onward)
+        for rank in found:
+            assert all(torch.equal(rank["weights"][name], value) for name, value in weights.items())
+            assert all(torch.equal(value, adam[name]) for name, value in rank["optimizer"].items())
+        assert {name for rank in found for name in rank["optimizer"]} == set(adam)
+        losses.append(found[0]["next"])
+        path = onward
+    assert losses[0] == losses[1] == losses[2]
+
+
+class Counting:
+    """A loader that knows where it stands, and counts what it is asked for."""
+
+    def __init__(self) -> None:
+        self.at = self.asked = 0
+
+    def __iter__(self) -> Any:
+        start, self.at = self.at, 0
+        for index in range(start, 6):
+            self.at, self.asked = index + 1, self.asked + 1
+            generator = torch.Generator().manual_seed(index)
+            yield tuple(torch.randn(4, n, generator=generator, dtype=torch.float64) for n in (6, 3))
+        self.at = 0
+
+    def __len__(self) -> int:
+        return 6
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def fit_counting(folder: str, steps: int, path: str | None) -> tuple[list[float], int]:
+    from tests.ranks.checkpoint_cases import Noisy, saving_every, trainer
+
+    module, data = Noisy(), Counting()
+    run = trainer({"stages": 2, "num_microbatches": 2}, max_epochs=-1, max_steps=steps, enable_checkpointing=True,
+                  callbacks=[saving_every(folder, 4)])  # fmt: skip
+    run.fit(module, data, ckpt_path=path)
+    return module.batches, data.asked
+
+
+def test_a_loader_with_state_is_asked_to_go_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    straight = ranks(2)(fit_counting, str(tmp_path), 9, None)
+    resumed = ranks(2)(fit_counting, str(tmp_path / "again"), 9, str(tmp_path / "step=4.ckpt"))
+    for (batches, _), (found, asked) in zip(straight, resumed, strict=True):
+        assert found == batches[4:]
+        assert asked <= 7  # five batches, one looked at for the split; none that had been seen

@@ -1,0 +1,91 @@
+"""A name leads to a whole checkpoint before, during and after a save, also where names cannot be swapped."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from lightning_pipeline import faults
+from lightning_pipeline.checkpoint import commit
+from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.layout import beside, local_path
+from lightning_pipeline.checkpoint.retention import Retention
+from lightning_pipeline.errors import CheckpointError
+from tests.checkpoint_parts import save
+
+
+@pytest.fixture(params=["exchange", "links"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "links":
+        monkeypatch.setattr(commit, "exchange", lambda first, second: False)
+    return str(request.param)
+
+
+def test_the_name_always_leads_to_a_whole_checkpoint(tmp_path: Path, way: str) -> None:
+    path, seen = tmp_path / "last.ckpt", []
+    save(path, 1)
+
+    def look(point: str) -> None:
+        seen.append((point, verify(path).step))
+
+    with faults.injected(look):
+        save(path, 2)
+    steps = dict(seen)
+    assert list(steps) == list(faults.SAVE_POINTS)
+    assert [steps[point] for point in faults.SAVE_POINTS] == [1] * 6 + [2] * 3
+    assert path.is_symlink() == (way == "links")
+    assert len(list(tmp_path.iterdir())) == (2 if way == "links" else 1)
+
+
+@pytest.mark.parametrize("point", faults.SAVE_POINTS[:6])
+def test_an_error_before_the_rename_leaves_the_old(tmp_path: Path, way: str, point: str) -> None:
+    path = tmp_path / "last.ckpt"
+    save(path, 1)
+    before = sorted(os.listdir(tmp_path))
+
+    def fail(name: str) -> None:
+        if name == point:
+            raise OSError("no more")
+
+    with faults.injected(fail), pytest.raises(CheckpointError, match="no more"):
+        save(path, 2)
+    assert verify(path).step == 1
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_one_file_checkpoint_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    path.write_text("from one device")
+    save(path, 2)
+    assert verify(path).step == 2
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_what_a_link_leads_to_is_kept_until_it_leads_elsewhere(tmp_path: Path) -> None:
+    retention = Retention(lambda action: action())
+    first, second, last = (tmp_path / name for name in ("a.ckpt", "b.ckpt", "last.ckpt"))
+    save(first, 1)
+    retention.link(first, last)
+    save(second, 2)
+    retention.remove(first)
+    assert verify(last).step == 1
+    retention.link(second, last)
+    assert verify(last).step == 2
+    assert sorted(os.listdir(tmp_path)) == ["b.ckpt", "last.ckpt"]
+
+
+def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -> None:
+    dead = beside(tmp_path / "a.ckpt", "partial")
+    dead = dead.with_name(dead.name.replace(f"-{os.getpid()}-", "-4194999-"))
+    living = beside(tmp_path / "a.ckpt", "partial")
+    living = living.with_name(living.name.replace(f"-{os.getpid()}-", f"-{os.getppid()}-"))
+    for folder in (dead, living):
+        folder.mkdir()
+    assert commit.clean(tmp_path) == [dead]
+    assert list(tmp_path.iterdir()) == [living]
+
+
+def test_remote_paths_are_refused() -> None:
+    assert local_path("file:///tmp/a") == Path("/tmp/a")
+    with pytest.raises(CheckpointError, match="s3://bucket/a.ckpt' is remote"):
+        local_path("s3://bucket/a.ckpt")

@@ -1,0 +1,108 @@
+"""A checkpoint made to do harm does none: nothing of it runs, and no file outside is opened."""
+
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipeline.checkpoint import manifest as manifests
+from lightning_pipeline.checkpoint.hashing import checksum_of
+from lightning_pipeline.checkpoint.save import as_bytes
+from lightning_pipeline.errors import UnsafeCheckpointError
+from tests.checkpoint_parts import load, save
+
+
+class Evil:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.mark), "w")
+
+
+def seal(folder: Path) -> None:
+    """Make sizes and checksums right, as who wants to do harm would."""
+    content = json.loads((folder / "manifest.json").read_bytes())
+    content.pop("checksum")
+    for path in folder.iterdir():
+        if path.name != "manifest.json":
+            content["files"][path.name] = {
+                "size": path.stat().st_size,
+                "checksum": checksum_of(path, "sha256"),
+            }
+    (folder / "manifest.json").write_bytes(manifests.to_bytes(manifests.Manifest(**content)))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a.ckpt"
+    save(path, 1)
+    return path
+
+
+def refused(folder: Path, match: str) -> None:
+    seal(folder)
+    with pytest.raises(UnsafeCheckpointError, match=match):
+        load(folder, 2)[2]()
+    assert not (folder.parent / "ran").exists()
+
+
+def test_code_in_the_metadata_does_not_run(folder: Path) -> None:
+    (folder / ".metadata").write_bytes(pickle.dumps(Evil(folder.parent / "ran")))
+    refused(folder, r"\.metadata asks for .*open.*trust_checkpoint=True")
+
+
+def test_code_in_meta_does_not_run(folder: Path) -> None:
+    (folder / "meta.pt").write_bytes(as_bytes({"hyper_parameters": Evil(folder.parent / "ran")}))
+    refused(folder, r"meta\.pt is not plain data")
+
+
+def change_metadata(folder: Path, change: Any) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_code_in_an_object_entry_does_not_run(folder: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save(Evil(folder.parent / "ran"), buffer)
+    shard = folder / "__0_0.distcp"
+    start = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes() + buffer.getvalue())
+
+    def change(metadata: Any) -> None:
+        for index, info in metadata.storage_data.items():
+            if index.fqn == "optimizer_0.param_groups.layer0.bias.lr":
+                info.offset, info.length = start, len(buffer.getvalue())
+
+    change_metadata(folder, change)
+    refused(folder, r"optimizer_0\.param_groups\.layer0\.bias\.lr.* is not plain data")
+
+
+@pytest.mark.parametrize("path", ["../b.ckpt/__0_0.distcp", "/etc/hostname", ".."])
+def test_paths_out_of_the_folder_are_not_followed(folder: Path, path: str) -> None:
+    def change(metadata: Any) -> None:
+        next(iter(metadata.storage_data.values())).relative_path = path
+
+    change_metadata(folder, change)
+    refused(folder, "lies outside the folder")
+
+
+def test_links_are_not_followed(folder: Path) -> None:
+    shard = folder / "__0_0.distcp"
+    shard.rename(folder.parent / "elsewhere")
+    shard.symlink_to(folder.parent / "elsewhere")
+    refused(folder, "is a link")
+
+
+def test_trust_opts_out(folder: Path) -> None:
+    (folder / "meta.pt").write_bytes(as_bytes({"hyper_parameters": Evil(folder.parent / "ran")}))
+    seal(folder)
+    load(folder, 2, trust=True)[2]()
+    assert (folder.parent / "ran").exists()
