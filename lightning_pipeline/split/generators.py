@@ -19,8 +19,10 @@ class Generators:
     """
 
     def __init__(self, modules: Iterable[nn.Module] | None) -> None:
-        found = [v for module in modules or () for v in vars(module).values() if isinstance(v, _KINDS)]
-        self._all = list({id(generator): generator for generator in found}.values())
+        values = [value for module in modules or () for value in vars(module).values()]
+        # By type: isinstance with torch.Generator runs Python code, 20 ms for the attributes of 32 layers.
+        kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _KINDS)}
+        self._all = list({id(value): value for value in values if type(value) in kinds}.values())
 
     def states(self) -> list[Any]:
         """Where each of them stands."""
