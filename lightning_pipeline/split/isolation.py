@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.elsewhere import AttributeGuards
-from lightning_pipeline.split.sinks import stub_metrics
+from lightning_pipeline.split.sinks import metrics_of, stub_metrics
 from lightning_pipeline.split.trace import Trace
 
 
@@ -21,7 +21,7 @@ class Isolation:
     """
 
     def __init__(self, root: nn.Module, no_value: Callable[[], Any]) -> None:
-        self._root, self._no_value = root, no_value
+        self._metrics, self._no_value = metrics_of(root), no_value
         self._guards = AttributeGuards(root)
         self._attributes: list[tuple[nn.Module, str]] = []
 
@@ -44,7 +44,7 @@ class Isolation:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """One replay, of which metrics and attributes see nothing."""
-        with stub_metrics(self._root, lambda value: None, self._no_value):
+        with stub_metrics(self._metrics, lambda value: None, self._no_value):
             self._guards.install(self._attributes)
             try:
                 yield

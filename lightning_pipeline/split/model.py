@@ -71,6 +71,8 @@ class SplitModel:
         self._guards = AttributeGuards(root)
         self._parameters = ParameterGuard(root, self._shared_modules())
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
+        self._modules = list(root.modules())
+        self._metrics = metrics_of(root)
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
@@ -196,7 +198,7 @@ class SplitModel:
             self._isolation.begin(trace)
         context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
-        seeds = StepSeeds(self.root, (self.seed, sum(step.encode()), *key, replica))
+        seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
             step,
             step_function(self.root, step),
@@ -257,7 +259,7 @@ class SplitModel:
         """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
         stack.enter_context(stub_sinks(self.root, tuple(self._sinks), lambda value: None))
         if not self.has_last_stage:
-            stack.enter_context(stub_metrics(self.root, lambda value: None, self._no_value))
+            stack.enter_context(stub_metrics(self._metrics, lambda value: None, self._no_value))
             return
         for name, sink in self._sinks.items():
             vars(self.root)[name] = self._checked(name, sink)
@@ -308,4 +310,4 @@ class SplitModel:
 
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
-        return list(metrics_of(self.root))
+        return list(self._metrics)

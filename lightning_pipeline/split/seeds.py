@@ -57,10 +57,10 @@ def seed_torch(seed: int) -> None:
 class StepSeeds:
     """The random state of one batch: set for each micro-batch, put back at the end."""
 
-    def __init__(self, root: nn.Module, key: Sequence[int]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], key: Sequence[int]) -> None:
         self._key = mix(*key)
-        self._generators = Generators(root.modules())
-        self._kept: AbstractContextManager[None] = random_state_kept(root)
+        self._generators = Generators(modules)
+        self._kept: AbstractContextManager[None] = random_state_kept(self._generators)
         self._kept.__enter__()
 
     def microbatch(self, microbatch: int) -> "MicrobatchSeeds":

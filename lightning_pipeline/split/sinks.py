@@ -52,10 +52,9 @@ def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
 
 @contextmanager
 def stub_metrics(
-    root: nn.Module, on_value: Callable[[Any], None], scalar: Callable[[], Any]
+    metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any]
 ) -> Iterator[None]:
     """Let metrics only tell what they were given; a call returns `scalar()`, or one for each member."""
-    metrics = metrics_of(root)
     before = [{name: vars(metric).get(name, _MISSING) for name in _METRIC_METHODS} for metric in metrics]
     for metric in metrics:
         vars(metric).update(_stubs(metric, on_value, scalar))

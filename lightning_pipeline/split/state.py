@@ -20,19 +20,19 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 
 
 @contextmanager
-def random_state_kept(root: nn.Module | None = None) -> Iterator[None]:
-    """Restore torch's, numpy's and Python's random state, and the generators that modules hold, on exit."""
+def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
+    """Restore torch's, numpy's and Python's random state, and that of `generators`, on exit."""
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
     host, python = numpy.random.get_state(), random.getstate()
-    generators = Generators(root.modules() if root is not None else None)
-    own = generators.states()
+    own = generators.states() if generators is not None else []
     with torch.random.fork_rng(devices=devices):
         try:
             yield
         finally:
             numpy.random.set_state(host)
             random.setstate(python)
-            generators.restore(own)
+            if generators is not None:
+                generators.restore(own)
 
 
 class ModuleState:

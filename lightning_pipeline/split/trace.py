@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
 from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
@@ -126,7 +127,7 @@ def trace_step(
         patches.install()
     tracer = Tracer(root, step, patches, mode, sinks)
     try:
-        with random_state_kept(root):
+        with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
         tracer.close()

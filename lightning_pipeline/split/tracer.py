@@ -102,7 +102,7 @@ class Tracer:
         self._before, self._at_first = before, before
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
-            stack.enter_context(stub_metrics(self.root, self.tail_read, self._fake.scalar))
+            stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
             for module in (*self._glue_modules, *(unit.module for unit in self.patches.units)):
                 self._reads.watch(module)
             self.patches.runner, self.mode.watcher = self, self
