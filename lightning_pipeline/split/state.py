@@ -134,6 +134,22 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     """
     if not _alive(made):
         return
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # frozen objects, caches among them, are not listed
+    try:
+        _empty_caches(made)
+    finally:
+        if frozen:
+            gc.freeze()
+    left = _alive(made)
+    if left:
+        raise SplitError(
+            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while "
+            "the step was traced; keep such caches in the module, or clear them in training_step"
+        )
+
+
+def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
     for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
@@ -142,13 +158,6 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
             if isinstance(holder, dict) and "__builtins__" not in holder:
                 for key in [key for key, value in holder.items() if value is tensor]:
                     del holder[key]
-    del tensor
-    left = _alive(made)
-    if left:
-        raise SplitError(
-            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while "
-            "the step was traced; keep such caches in the module, or clear them in training_step"
-        )
 
 
 def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
