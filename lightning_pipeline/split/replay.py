@@ -159,6 +159,16 @@ class Replay:
         """Answer a call: run it, hand out what was received for it, or end the step."""
         if self.inside:
             return self._program.originals[unit](*args, **kwargs)
+        ours = _get_current_function_mode() is self.functions
+        if ours:  # out of the way, where no mode of the user's is above it
+            _pop_mode()
+        try:
+            return self._answer(unit, args, kwargs)
+        finally:
+            if ours:
+                _push_mode(self.functions)
+
+    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nth = self._counts[unit]
         self._counts[unit] = nth + 1
         stage = self._program.stage_of[unit]
@@ -182,17 +192,11 @@ class Replay:
         return self._record(unit, nth, output)
 
     def _really(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a unit with our own mode out of the way, where no mode of the user's is above it."""
-        ours = _get_current_function_mode() is self.functions
-        if ours:
-            _pop_mode()
         self.inside = True
         try:
             return self._program.originals[unit](*args, **kwargs)
         finally:
             self.inside = False
-            if ours:
-                _push_mode(self.functions)
 
     def _record(self, unit: int, nth: int, output: Any) -> Any:
         tensors, structure = flatten(output)
