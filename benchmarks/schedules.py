@@ -1,6 +1,7 @@
 """Every schedule on stages that sleep: the measured step against the simulated makespan, ours and torch's.
 
     torchrun --nproc-per-node 4 benchmarks/schedules.py
+    torchrun --nproc-per-node 4 benchmarks/schedules.py --slow_stage 2   # one stage takes twice as long
 
 A rank's whole share of the model sleeps `nap_ms` in each of forward, input-gradient and weight-gradient half;
 with two stages per rank each stage sleeps half of that. The simulator is given the naps as they were measured
@@ -95,11 +96,14 @@ class NapModule(nn.Module):
 class Ours:
     """Our executor with one plan."""
 
-    def __init__(self, plan: Plan, seconds: float, elements: int) -> None:
+    def __init__(self, plan: Plan, seconds: float, elements: int, slow_stage: int | None = None) -> None:
         self.plan, self.groups = plan, Groups(plan)
         share = seconds * plan.num_ranks / plan.num_stages
         last = plan.num_stages - 1
-        stages: Any = {s: NapStage(s, s == last, elements, share) for s in plan.stages_of(self.groups.rank)}
+        stages: Any = {
+            s: NapStage(s, s == last, elements, share * (2 if s == slow_stage else 1))
+            for s in plan.stages_of(self.groups.rank)
+        }
         self.executor = Executor(stages, self.groups)
         self.naps: dict[tuple[int, str], list[float]] = defaultdict(list)
 
@@ -111,6 +115,10 @@ class Ours:
 
     def simulated(self) -> float:
         """The makespan with the naps as measured, all ranks together."""
+        return simulate(self.plan, self.costs()).makespan
+
+    def costs(self) -> Costs:
+        """The naps as measured, by stage, gathered from all ranks."""
         own = {key: statistics.median(times) for key, times in self.naps.items()}
         merged: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(merged, own)
@@ -121,8 +129,7 @@ class Ours:
             (seconds[s, "I"], seconds[s, "W"]) if (s, "I") in seconds else (seconds[s, "B"] / 2,) * 2
             for s in stages
         ]
-        costs = Costs(forward, [i for i, _ in halves], [w for _, w in halves])
-        return simulate(self.plan, costs).makespan
+        return Costs(forward, [i for i, _ in halves], [w for _, w in halves])
 
 
 class Torchs:
@@ -169,6 +176,30 @@ def plan_of(name: str, size: int, num_microbatches: int) -> Plan:
     return get_schedule(name).plan(size, num_microbatches)
 
 
+def measure_uneven(num_microbatches: int, seconds: float, elements: int, rounds: int, slow: int) -> None:
+    """One stage takes twice as long; the planner is given the naps as a first run measured them."""
+    size = dist.get_world_size()
+    first = Ours(plan_of("1F1B", size, num_microbatches), seconds, elements, slow)
+    for _ in range(2):
+        first.step()
+    costs = first.costs()
+    planned = Auto(costs=costs).plan(size, num_microbatches)
+    sides = {"1F1B": first, "Auto": Ours(planned, seconds, elements, slow)}
+    sides["Auto"].step()
+    times: dict[str, list[float]] = defaultdict(list)
+    for _ in range(rounds):
+        for name, side in sides.items():
+            times[name].append(timed(side))
+    simulated = {name: side.simulated() for name, side in sides.items()}
+    if dist.get_rank() == 0:
+        for name, measured in times.items():
+            middle = statistics.median(measured)
+            print(f"m={num_microbatches} slow stage {slow}: {name} {1e3 * middle:.1f} ms, simulated "
+                  f"{1e3 * simulated[name]:.1f}")  # fmt: skip
+    for side in sides.values():
+        side.groups.close()
+
+
 def measure(num_microbatches: int, seconds: float, elements: int, rounds: int, torchs: bool) -> None:
     """Measure and print one table."""
     size = dist.get_world_size()
@@ -213,7 +244,7 @@ def _print(num_microbatches: int, times: dict[Any, list[float]], simulated: dict
 
 def main(
     num_microbatches: Sequence[int] = (16, 32), nap_ms: float = 20.0, elements: int = 256, rounds: int = 3,
-    torchs: bool = True,
+    torchs: bool = True, slow_stage: int | None = None,
 ) -> None:  # fmt: skip
     """Measure and print a table per number of micro-batches.
 
@@ -223,11 +254,15 @@ def main(
         elements: Floats that cross each cut.
         rounds: Measured steps of each schedule.
         torchs: Whether torch's runtime is measured beside ours.
+        slow_stage: A stage that takes twice as long: 1F1B against the planner alone.
     """
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for count in num_microbatches:
-        measure(count, nap_ms / 1e3, elements, rounds, torchs)
+        if slow_stage is None:
+            measure(count, nap_ms / 1e3, elements, rounds, torchs)
+        else:
+            measure_uneven(count, nap_ms / 1e3, elements, rounds, slow_stage)
     dist.destroy_process_group()
 
 
