@@ -96,9 +96,10 @@ def fit_replicas(pipeline: dict[str, Any] | None) -> Any:
     return weights(module)
 
 
-def test_two_replicas_of_two_stages_average_their_gradients(ranks: Ranks) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV"])
+def test_two_replicas_of_two_stages_average_their_gradients(ranks: Ranks, schedule: str) -> None:
     expected = fit_replicas(None)
-    pipeline = {"stages": 2, "data_parallel_size": 2, "num_microbatches": 2}
+    pipeline = {"stages": 2, "data_parallel_size": 2, "num_microbatches": 2, "schedule": schedule}
     for found in ranks(4)(fit_replicas, pipeline):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10)
