@@ -17,7 +17,7 @@ from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.split.seeds import StepSeeds
-from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors, tensors_in
+from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
 from lightning_pipeline.split.trace import Trace
 
 TracedOutput = tuple[Structure, list[TensorSpec]]
@@ -287,8 +287,3 @@ class StageProgram:
 def _edge(tensor: Tensor) -> Any:
     """The place in the graph where a tensor's gradient goes in; holds no values of the tensor itself."""
     return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None
-
-
-def holds_gradient(value: Any) -> bool:
-    """Whether a tensor in it needs a gradient."""
-    return any(tensor.requires_grad for tensor in tensors_in(value))
