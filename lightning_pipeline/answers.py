@@ -1,6 +1,6 @@
 """What the user, and the callbacks, may ask of the strategy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.groups import Numbering
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan
-from lightning_pipeline.split import StageTable
+from lightning_pipeline.split import Partition, StageTable
 
 
 class Places:
@@ -109,9 +109,24 @@ class Answers(Places):
         """This rank's parameters, tied ones once."""
         return (parameter for _, parameter in self._running.split.owned_parameters())
 
-    def gather_from_pipeline(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank of this replica, by pipeline rank; all of them must call."""
-        return self._running.gather(list(values))
+    @property
+    def partition(self) -> Partition:
+        """Where the module is cut, with the trace that the cut was chosen from."""
+        return self._running.split.cut
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last step, `None` before the first."""
+        return self._running.last_plan
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last batch of this replica; `None` where the batch does not tell."""
+        return self._running.batch_size
+
+    def gather_from_pipeline(self, value: Any) -> list[Any]:
+        """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
+        return self._running.gather(value)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False

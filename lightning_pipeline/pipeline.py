@@ -225,6 +225,16 @@ class Pipeline:
         """The stages; `None` when there was no data to split the module with."""
         return self._cut.table if self._is_split else None
 
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last step, `None` before the first."""
+        return self._runner.last_plan if self._is_split else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last batch; `None` where the batch does not tell."""
+        return self._runner.batch_size if self._is_split else None
+
     def parameters(self) -> list[Tensor]:
         """This rank's parameters, tied ones once."""
         return list(self._parameters) if self._is_split else list(self._module.parameters())

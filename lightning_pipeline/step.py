@@ -153,6 +153,8 @@ class StepRunner:
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica = replica
         self.num_microbatches = 1
+        self.last_plan: Plan | None = None
+        self.batch_size: int | None = None
         self.reordering: Reordering | None = None
 
     def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any]:
@@ -217,6 +219,7 @@ class StepRunner:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = weights is None
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
+        self.last_plan, self.batch_size = plan, parts.batch_size
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():

@@ -8,6 +8,8 @@ from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.split import Partition
 
 
 class PipelineRun(Protocol):
@@ -29,8 +31,23 @@ class PipelineRun(Protocol):
         """This rank's parameters, tied ones once."""
         ...
 
-    def gather_from_pipeline(self, values: Sequence[float]) -> list[list[float]]:
-        """The values of every rank of the replica, by pipeline rank; all its ranks must call."""
+    @property
+    def partition(self) -> Partition:
+        """Where the module is cut."""
+        ...
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last step, `None` before the first."""
+        ...
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last batch of this replica; `None` where the batch does not tell."""
+        ...
+
+    def gather_from_pipeline(self, value: Any) -> list[Any]:
+        """A picklable value of every rank of the replica, by pipeline rank; all its ranks must call."""
         ...
 
 

@@ -11,8 +11,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "lightning_pipeline"
 # From the top. A module may import from its own layer and from the layers below. SIDE is every module beside
 # strategy.py that has no layer of its own: precision, logging, checkpoint and the like.
 SIDE = "side"
-LAYERS = ["__init__", "strategy", SIDE, "callbacks", "split", "runtime", "schedules", "errors"]
+LAYERS = ["__init__", "strategy", SIDE, "callbacks", "planning", "split", "runtime", "schedules", "errors"]
 FOREIGN = {
+    "planning": {"lightning", "pytorch_lightning"},
     "split": {"lightning", "pytorch_lightning"},
     "runtime": {"lightning", "pytorch_lightning", "torchmetrics"},
     "schedules": {"lightning", "pytorch_lightning", "torchmetrics", "torch", "numpy"},
