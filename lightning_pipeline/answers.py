@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.runtime.clock import Offset
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan
