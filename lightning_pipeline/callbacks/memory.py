@@ -1,7 +1,5 @@
 """How much memory each stage takes, measured."""
 
-import resource
-import sys
 from typing import Any
 
 import torch
@@ -9,7 +7,14 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import PipelineRun, logged_every, run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import (
+    PipelineRun,
+    logged_every,
+    peak_bytes,
+    run_of,
+    stage_names,
+    table,
+)
 
 _GIB = 2.0**30
 
@@ -71,11 +76,4 @@ def _measure(run: PipelineRun) -> list[float]:
     for parameter in run.own_parameters():
         count += parameter.numel()
         size += parameter.numel() * parameter.element_size()
-    return [float(count), float(size), float(_peak_bytes(run.root_device))]
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return [float(count), float(size), float(peak_bytes(run.root_device))]
