@@ -78,6 +78,7 @@ class BubbleMonitor(Callback):
         self.seconds_inside = 0.0
         self._meter: Meter | None = None
         self._total: Measurement | None = None
+        self._early: Measurement | None = None
         self._names: list[str] = []
         self._batches = 0
 
@@ -86,7 +87,8 @@ class BubbleMonitor(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
         self._detach()
-        self._meter, self._total, self._batches = Meter(run, trainer), None, 0
+        self._meter, self._batches = Meter(run, trainer), 0
+        self._total = self._early = None
         self._names = stage_names(run.gather_from_pipeline(run.stages_here))
 
     @override
@@ -142,7 +144,9 @@ class BubbleMonitor(Callback):
 
     def _collect(self, *, last: bool = False) -> Measurement | None:
         measured = self._measuring.collect(last=last)
-        if measured is not None:
+        if measured is not None and self._batches <= _WARM_UP:
+            self._early = measured
+        elif measured is not None:
             self._total = measured if self._total is None else self._total + measured
         return measured
 
@@ -158,9 +162,9 @@ class BubbleMonitor(Callback):
 
     def _report(self, trainer: Trainer) -> None:
         self._collect(last=True)
-        if self._total is not None:
-            text = report(run_of(trainer, self), self._total, self._measuring.last, self._names)
-            rank_zero_info(text)
+        total = self._total or self._early
+        if total is not None:
+            rank_zero_info(report(run_of(trainer, self), total, self._measuring.last, self._names))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
