@@ -58,7 +58,7 @@ class Partition:
 
     def table(self) -> StageTable:
         """The stages as a table that prints."""
-        costs = _unit_costs(self.trace)
+        costs = unit_costs(self.trace)
         total = sum(costs) or 1.0
         messages = self.liveness().messages
         sizes = _value_sizes(self.trace)
@@ -123,7 +123,7 @@ def _choose(trace: Trace, atoms: tuple[Atom, ...], num_stages: int, how: str | S
         raise PartitionError(
             f"partition={how!r} is not known: use 'auto', 'uniform', 'parameters' or a list of units"
         )
-    costs = _unit_costs(trace)
+    costs = unit_costs(trace)
     weights = [sum(costs[unit] for unit in atom.units) for atom in atoms]
     return Partition(
         trace, atoms, _balance(trace, atoms, weights, num_stages), "least cost of the slowest stage"
@@ -240,7 +240,7 @@ def _value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
     }
 
 
-def _unit_costs(trace: Trace) -> list[float]:
+def unit_costs(trace: Trace) -> list[float]:
     """Forward and backward of each unit in equivalent FLOPs; a frozen one's backward is cheaper."""
     costs = [0.0] * len(trace.units)
     for call in trace.calls:
