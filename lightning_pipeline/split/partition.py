@@ -61,7 +61,7 @@ class Partition:
         costs = unit_costs(self.trace)
         total = sum(costs) or 1.0
         messages = self.liveness().messages
-        sizes = _value_sizes(self.trace)
+        sizes = value_sizes(self.trace)
         rows = []
         for stage in range(self.num_stages):
             units = self.units_of(stage)
@@ -227,12 +227,13 @@ def _cut_bytes(trace: Trace, atoms: Sequence[Atom]) -> list[float]:
     for position, atom in enumerate(atoms):
         for unit in atom.units:
             stage_of[unit] = position
-    sizes = _value_sizes(trace)
+    sizes = value_sizes(trace)
     messages = liveness_of(trace, stage_of, len(atoms)).messages
     return [float(sum(sizes[key] for key in keys)) for keys in messages]
 
 
-def _value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
+def value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
+    """Bytes of every output tensor of a unit, by unit, which call of it, and which tensor."""
     return {
         (call.unit, call.nth, leaf): spec.num_bytes
         for call in trace.calls
