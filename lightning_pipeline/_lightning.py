@@ -41,6 +41,7 @@ __all__ = [
     "around_epoch_start",
     "backend_of",
     "brings_checkpoint_io",
+    "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
     "evaluation_loop",
@@ -263,3 +264,11 @@ def brings_checkpoint_io(strategy: Any) -> bool:
 def configured_to_log_graph(logger: Any) -> bool:
     """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
     return bool(getattr(logger, "_log_graph", False))
+
+
+def claim_cpu(module: LightningModule) -> None:
+    """Let a module that was built on the meta device say that it is on the CPU. Since 2.0."""
+    for part in module.modules():
+        device = vars(part).get("_device")
+        if isinstance(device, torch.device) and device.type == "meta":
+            vars(part)["_device"] = torch.device("cpu")
