@@ -139,7 +139,9 @@ class Pipeline:
 
         def choose() -> int:
             size = split_arguments(self._module, args, 1).batch_size
-            number = self._plans.choose_number(size)
+            batch_norm = any(isinstance(part, torch.nn.modules.batchnorm._BatchNorm) and part.training
+                             for part in self._module.modules())  # fmt: skip
+            number = self._plans.choose_number(size, at_least=1 + batch_norm)
             rank_zero_info(
                 f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
             )

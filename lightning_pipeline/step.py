@@ -55,15 +55,16 @@ class Plans:
         """Run this one from now on for training batches of as many micro-batches."""
         self._made[False, plan.num_microbatches] = plan
 
-    def choose_number(self, batch_size: int | None) -> int:
+    def choose_number(self, batch_size: int | None, *, at_least: int = 1) -> int:
         """A number of micro-batches for batches of a size: a divisor where there is a good one.
 
         Args:
             batch_size: Samples, `None` where the batch cannot be split.
+            at_least: Samples that each micro-batch should have. `BatchNorm` needs 2 to train.
         """
         if batch_size is None or self.num_ranks == 1:
             return 1
-        most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
+        most: int = max(1, min(batch_size // at_least, _MICROBATCHES_PER_RANK * self.num_ranks))
         divisors: list[int] = [
             m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)
         ]
