@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_pipeline.callbacks.measurement import Measurement
 from lightning_pipeline.callbacks.measures import logged_every, publish, run_of, stage_names
 from lightning_pipeline.callbacks.meter import Meter
-from lightning_pipeline.callbacks.report import report
+from lightning_pipeline.callbacks.report import Report
 
 _WARM_UP = 2  # the first steps pay for caches and allocations; they are not in the table
 _UNLOGGED = 50  # steps between two comparisons where nothing is logged
@@ -164,7 +164,9 @@ class BubbleMonitor(Callback):
         self._collect(last=True)
         total = self._total or self._early
         if total is not None:
-            rank_zero_info(report(run_of(trainer, self), total, self._measuring.last, self._names))
+            report = Report(run_of(trainer, self), total, self._measuring, self._names)
+            if trainer.is_global_zero:
+                rank_zero_info(str(report))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

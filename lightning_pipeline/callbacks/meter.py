@@ -35,6 +35,8 @@ class Meter:
         run.timeline.anchor()
         self.last: Recording | None = None
         """Of the last training step."""
+        self.batch_size = 0
+        """Samples of the largest batch of a replica; 0 where batches do not tell."""
         self._lag = 0 if run.timeline.stream is None else 1
         self._unread: list[tuple[list[Mark], Recording]] = []
         self._window_ends: list[float] = []
@@ -72,6 +74,7 @@ class Meter:
         if self._plan is None or plan.num_microbatches >= self._plan.num_microbatches:
             self._plan = plan
         self._samples += self._run.batch_size or 0
+        self.batch_size = max(self.batch_size, self._run.batch_size or 0)
         self._tokens += tokens_of(batch)
         self._sent += self._run.bytes_sent - self._sent_before
         self._unread.append((marks, recording))

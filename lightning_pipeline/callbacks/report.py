@@ -3,32 +3,77 @@
 from collections.abc import Sequence
 from statistics import median
 
-from lightning_pipeline.callbacks.measurement import Measurement, Prediction
+from lightning_pipeline.callbacks.measurement import Measurement, Prediction, stage_costs
 from lightning_pipeline.callbacks.measures import PipelineRun, peak_bytes, table
+from lightning_pipeline.callbacks.meter import Meter
 from lightning_pipeline.callbacks.shares import KINDS
 from lightning_pipeline.callbacks.steps import RankStep, gather_step
-from lightning_pipeline.runtime.timeline import Recording
+from lightning_pipeline.planning.advice import Situation, advise
 from lightning_pipeline.schedules import Action, Plan
 
 _GIB, _MIB = 2.0**30, 2.0**20
 _WORTH_SAYING = 0.02  # of the bubble
 
 
-def report(run: PipelineRun, total: Measurement, last: Recording | None, names: Sequence[str]) -> str:
-    """The table and its head; all ranks must call, and get the same text.
+class Report:
+    """What is known at the end of training; all ranks make one together.
 
     Args:
         run: The strategy.
         total: What was measured.
-        last: The last training step of this rank.
+        meter: That measured it.
         names: Of the ranks' stages.
     """
-    count = sum(parameter.numel() for parameter in run.own_parameters())
-    held = run.gather_from_pipeline((count, peak_bytes(run.root_device)))
-    lines = [headline(total), bubble_line(total), _table(total, held, names)]
-    hop = hop_seconds(total.plan, gather_step(run, last))
-    advice = _advice(run, total, hop)
-    return "\n".join(lines if advice is None else [*lines, advice])
+
+    def __init__(self, run: PipelineRun, total: Measurement, meter: Meter, names: Sequence[str]) -> None:
+        self._run, self._total, self._meter, self._names = run, total, meter, names
+        count = sum(parameter.numel() for parameter in run.own_parameters())
+        self._held = run.gather_from_pipeline((count, peak_bytes(run.root_device)))
+        self._last = gather_step(run, meter.last)
+
+    def __str__(self) -> str:
+        lines = [headline(self._total), bubble_line(self._total), self._table(), self._advice()]
+        return "\n".join(filter(None, lines))
+
+    def _table(self) -> str:
+        total = self._total
+        busy = [sum(mine[kind] for kind in KINDS.values()) for mine in total.seconds]
+        rows = []
+        for rank, (name, (count, peak)) in enumerate(zip(self._names, self._held, strict=True)):
+            forward, idle = total.seconds[rank]["forward"], total.idle[rank]
+            rows.append([
+                name, f"{count:,}", f"{busy[rank] / (sum(busy) or 1.0):.1%}",
+                *(f"{1e3 * seconds / total.steps:.2f}" for seconds in (forward, busy[rank] - forward)),
+                f"{idle / (total.makespan or 1.0):.1%}", f"{peak / _GIB:.3f}",
+                f"{total.sent[rank] / total.steps / _MIB:.2f}",
+            ])  # fmt: skip
+        header = [
+            "stage",
+            "parameters",
+            "time",
+            "forward ms",
+            "backward ms",
+            "bubble",
+            "peak GiB",
+            "sent MiB",
+        ]
+        return table(header, rows)
+
+    def _advice(self) -> str | None:
+        total, cut = self._total, self._run.partition
+        forward, backward_input, backward_weight = stage_costs(total.plan, total.costs)
+        held = [0.0] * cut.num_stages
+        for call in cut.trace.calls:
+            held[cut.stage_of[call.unit]] += call.activation_bytes
+        return advise(
+            Situation(
+                total.plan, self._run.schedule, cut,
+                tuple(forward), tuple(backward_input), tuple(backward_weight),
+                send=hop_seconds(total.plan, self._last),
+                activation_bytes=tuple(held),
+                batch_size=self._meter.batch_size or None,
+            )
+        )  # fmt: skip
 
 
 def headline(total: Measurement) -> str:
@@ -57,24 +102,6 @@ def bubble_line(total: Measurement) -> str:
     return f"{text}; stage {free.slowest} is the slowest" if imbalance > _WORTH_SAYING else text
 
 
-def _table(total: Measurement, held: Sequence[tuple[int, int]], names: Sequence[str]) -> str:
-    busy = [sum(mine[kind] for kind in KINDS.values()) for mine in total.seconds]
-    rows = []
-    for rank, (name, (count, peak)) in enumerate(zip(names, held, strict=True)):
-        mine = total.seconds[rank]
-        backward = busy[rank] - mine["forward"]
-        idle = total.idle[rank] / total.makespan if total.makespan else 0.0
-        rows.append([
-            name, f"{count:,}", f"{busy[rank] / (sum(busy) or 1.0):.1%}",
-            *(f"{1e3 * seconds / total.steps:.2f}" for seconds in (mine["forward"], backward)),
-            f"{idle:.1%}", f"{peak / _GIB:.3f}", f"{total.sent[rank] / total.steps / _MIB:.2f}",
-        ])  # fmt: skip
-    header = [
-        "stage", "parameters", "time", "forward ms", "backward ms", "bubble", "peak GiB", "sent MiB"
-    ]  # fmt: skip
-    return table(header, rows)
-
-
 def hop_seconds(plan: Plan, steps: Sequence[RankStep]) -> float:
     """Median time from the end of an action to the start of the one on another rank that waited for it."""
     ended = {event.action: event.ended for step in steps for event in step.events}
@@ -97,8 +124,4 @@ def _source(plan: Plan, action: Action, ended: dict[Action, int]) -> Action | No
         source = Action(other, name, microbatch)
         if source in ended and plan.rank_of(other) != plan.rank_of(stage):
             return source
-    return None
-
-
-def _advice(run: PipelineRun, total: Measurement, hop: float) -> str | None:
     return None

@@ -240,7 +240,7 @@ def fit_in_a_special_run(options: dict[str, Any]) -> Any:
 )
 def test_nothing_breaks_in_a_special_run(ranks: Ranks, options: dict[str, Any]) -> None:
     (keys, texts), other = ranks(2)(fit_in_a_special_run, options)
-    assert (keys, texts) == other
+    assert (keys, []) == other
     logs = options.get("log_every_n_steps", 1) == 1 and options.get("limit_train_batches") != 0
     assert ("pipeline/bubble_fraction" in keys) == logs
     assert len(texts) == (options.get("limit_train_batches") != 0)
