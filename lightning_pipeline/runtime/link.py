@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.runtime.messages import MessageLog
 
 
 class LinkError(PipelineError):
@@ -51,6 +52,11 @@ class Link:
         outgoing: Two-rank group for what leaves.
         incoming: Two-rank group for what arrives.
         timeout: Longest wait for one message.
+
+    Attributes:
+        sent: Messages that left; `bytes_sent` their bytes.
+        received: Messages that arrived; `bytes_received` their bytes.
+        log: Where messages are written down; `None` while nobody records.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class Link:
         self.peer = peer
         self.sent = 0
         self.received = 0
+        self.bytes_sent = self.bytes_received = 0
+        self.log: MessageLog | None = None
         self.timeout = timeout
         self._outgoing: dist.ProcessGroup | None = outgoing
         self._incoming: dist.ProcessGroup | None = incoming
@@ -86,6 +94,7 @@ class Link:
         except RuntimeError as error:
             raise self._explain(error) from None
         self.sent += 1
+        self.bytes_sent += buffer.numel()
 
     def acknowledged(self, count: int) -> None:
         """Free the buffers of the first `count` messages sent: the peer says that it has them."""
@@ -132,6 +141,7 @@ class Link:
         buffer = self._posted[1]
         self._posted = None
         self.received += 1
+        self.bytes_received += buffer.numel()
         return buffer
 
     def _explain(self, error: RuntimeError) -> LinkError:
