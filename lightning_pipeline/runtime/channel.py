@@ -16,9 +16,9 @@ from lightning_pipeline.runtime.agreement import Agreement, Agreements
 from lightning_pipeline.runtime.header import Header, header_bytes, write_header
 from lightning_pipeline.runtime.inbox import Inbox, Key, Opening
 from lightning_pipeline.runtime.link import Link
+from lightning_pipeline.runtime.messages import clock
 from lightning_pipeline.runtime.packing import Layout, Parcel
 from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.runtime.timeline import clock
 from lightning_pipeline.schedules import Action
 
 

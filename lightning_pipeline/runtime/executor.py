@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.runtime.channel import Channel
+from lightning_pipeline.runtime.clock import Clocks, stream_clock
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.runtime.messages import MessageLog
@@ -22,7 +23,7 @@ class Executor:
         stages: This rank's stages, by index.
         groups: The process groups; their links become this executor's channels.
         device: Where the tensors between stages live. Default: CPU.
-        timeline: Where to record what happens. Default: a new one.
+        timeline: Where to record what happens. Default: a new one, on the clock of the device.
 
     Attributes:
         log: The messages of the last run; `None` while nobody records.
@@ -37,8 +38,9 @@ class Executor:
         timeline: Timeline | None = None,
     ) -> None:
         self.stages = stages
-        self.timeline = timeline or Timeline()
+        self.timeline = timeline or Timeline(stream_clock(torch.device(device)))
         self.failure = Failure(groups, recent=self.timeline.recent)
+        self.clocks = Clocks(groups, self.failure)
         self.rank = groups.rank
         self.channels = {
             peer: Channel(link, device=torch.device(device)) for peer, link in groups.links.items()

@@ -12,8 +12,8 @@ from lightning_pipeline.runtime import header as wire
 from lightning_pipeline.runtime.agreement import Agreement, Agreements
 from lightning_pipeline.runtime.header import Header, header_bytes, read_header
 from lightning_pipeline.runtime.link import Link
+from lightning_pipeline.runtime.messages import clock
 from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.runtime.timeline import clock
 from lightning_pipeline.schedules import Action
 
 _KINDS = {wire.OPEN: "opening", wire.FORWARD: "values", wire.BACKWARD: "gradients"}
