@@ -94,7 +94,26 @@ class Picture:
         Raises:
             ConfigurationError: matplotlib is not installed.
         """
+        file = io.BytesIO()
+        self._plot(scale).print_png(file)
+        return file.getvalue()
+
+    def pixels(self, scale: float = 1.0) -> Any:
+        """A buffer of bytes: height, width, then red, green, blue and opacity.
+
+        Args:
+            scale: Dots per pixel.
+
+        Raises:
+            ConfigurationError: matplotlib is not installed.
+        """
+        canvas = self._plot(scale)
+        canvas.draw()
+        return canvas.buffer_rgba()
+
+    def _plot(self, scale: float) -> Any:
         require_plot()
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         figure = Figure(figsize=(self.width / 100, self.height / 100), dpi=100 * scale, facecolor="white")
@@ -105,9 +124,7 @@ class Picture:
                 _plot_box(axes, shape)
             else:
                 _plot_words(axes, shape)
-        file = io.BytesIO()
-        figure.savefig(file, format="png")
-        return file.getvalue()
+        return FigureCanvasAgg(figure)
 
 
 def words_fit(text: str, size: float, width: float) -> bool:
