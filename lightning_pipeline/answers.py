@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.runtime.clock import Offset
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
 from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
@@ -94,6 +94,8 @@ class Answers(Places):
 
         Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
         """
+        if self._pipeline is not None and self._pipeline.ends_together:
+            return False
         trainer = getattr(self.lightning_module, "_trainer", None)
         return not dist.is_initialized() or _lightning.is_interrupted(trainer)
 

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.runtime.clock import Offset
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan

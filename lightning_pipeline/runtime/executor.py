@@ -5,8 +5,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_pipeline.runtime.alignment import Clocks
 from lightning_pipeline.runtime.channel import Channel
-from lightning_pipeline.runtime.clock import Clocks, stream_clock
+from lightning_pipeline.runtime.clock import stream_clock
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.runtime.messages import MessageLog

@@ -1,11 +1,9 @@
 """Which messages a rank sent and received in a run, written down only while someone records."""
 
-import time
 from typing import NamedTuple
 
+from lightning_pipeline.runtime.clock import now
 from lightning_pipeline.schedules import Action
-
-clock = time.monotonic_ns  # that of runtime.clock, which needs the links that need this file
 
 
 class Message(NamedTuple):
@@ -44,6 +42,6 @@ class MessageLog:
 
     def add(self, action: Action, peer: int, num_bytes: int, began: int) -> None:
         """Write down a message that was handed over, or is unpacked, just now."""
-        now = clock()
-        self.messages.append(Message(action, peer, num_bytes, began, now))
-        self.seconds_inside += (clock() - now) / 1e9
+        ended = now()
+        self.messages.append(Message(action, peer, num_bytes, began, ended))
+        self.seconds_inside += (now() - ended) / 1e9

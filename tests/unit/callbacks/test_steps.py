@@ -3,7 +3,7 @@
 from typing import Any
 
 from lightning_pipeline.callbacks.steps import gather_step
-from lightning_pipeline.runtime.clock import Offset
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Action
 
