@@ -1,8 +1,8 @@
 """What it costs to record a step: `python benchmarks/recording.py`, with `--stages 2` or more.
 
-The demo's GPT trains with `PipelineTimeline(every_n_steps=2)`: every other step is recorded. Printed are medians
-over the steps. Recording is that of the rank which took least in each step: it came last to where the others
-waited for it, as they would have in the next step. Writing is rank 0's alone.
+The demo's GPT trains with `PipelineTimeline(every_n_steps=2)`: every other step is recorded. Printed are
+medians over the steps. Recording is that of the rank which took least in each step: it came last to where
+the others waited for it, as they would have in the next step. Writing is rank 0's alone.
 """
 
 import statistics
