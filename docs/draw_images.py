@@ -1,4 +1,4 @@
-"""Draws the pictures of the documentation: `python docs/draw_images.py`; with `--measured` the demo's, too."""
+"""Draws the pictures of the documentation: `python docs/draw_images.py`; with `--measured` also the demo."""
 
 import argparse
 import os

@@ -9,7 +9,8 @@ from lightning_pipeline.schedules.panels import Panel, arrange
 from lightning_pipeline.schedules.picture import Picture
 from lightning_pipeline.schedules.simulate import Timed, summarize
 
-_LINE = 150  # characters of the text picture
+_LINE = 150  # characters of the text picture; a column takes three or four
+_MOST_COLUMNS = 300
 
 
 class Comparison:
@@ -46,13 +47,19 @@ class Comparison:
         )
 
     def text(self) -> str:
-        """Planned above measured, a column for the time of the shortest kind of action."""
-        longest = max(self.planned.makespan, self.measured.makespan)
-        column = max(min((mean for mean in self._means.values() if mean > 0), default=1.0), longest / 300)
+        """Planned above measured; lines are cut at 150 characters and go on below."""
+        column = self._column()
         above, below = (
             draw(simulation, column=column, width=_LINE) for simulation in (self.planned, self.measured)
         )
         return f"{self._captions[0]}\n{above}\n{self._captions[1]}\n{below}"
+
+    def _column(self) -> float:
+        """Half of the shortest kind of action where that fits a line, otherwise all of it."""
+        longest = max(self.planned.makespan, self.measured.makespan)
+        shortest = min((mean for mean in self._means.values() if mean > 0), default=1.0)
+        shortest = max(shortest, longest / _MOST_COLUMNS)
+        return shortest / 2 if 2 * longest / shortest <= _LINE / 4 else shortest
 
 
 def _figures(simulation: Simulation) -> str:

@@ -15,12 +15,21 @@ def test_planned_and_measured_stand_above_each_other() -> None:
     text = Comparison(plan, recorded(plan, Costs([3.0, 3.0], [3.0, 6.0], [0.0, 0.0])), 9).text()
     assert text == (
         "planned: equal stages, free messages: 22.50 ms, bubble 33.3 %\n"
-        "rank 0 | F0 F1 .. .. B0 .. B1 --\n"
-        "rank 1 | .. F0 B0 -- F1 B1\n"
+        "rank 0 | F0 -- F1 -- .. .. .. B0 -- -- .. .. B1 -- --\n"
+        "rank 1 | .. .. F0 -- B0 -- -- F1 -- B1 -- --\n"
         "measured in step 9: 24.00 ms, bubble 37.5 %\n"
-        "rank 0 | F0 F1 .. .. B0 .. .. B1\n"
-        "rank 1 | .. F0 B0 -- F1 B1 --"
+        "rank 0 | F0 -- F1 -- .. .. .. .. B0 -- .. .. .. .. B1 --\n"
+        "rank 1 | .. .. F0 -- B0 -- -- -- F1 -- B1 -- -- --"
     )
+
+
+def test_text_of_a_long_step_goes_on_below() -> None:
+    plan = get_schedule("1F1B").plan(4, 16)
+    lines = Comparison(plan, recorded(plan), 9).text().splitlines()
+    assert max(map(len, lines)) <= 150
+    assert sum(line.startswith("rank 2 |") for line in lines) == 4  # two lines each, planned and measured
+    words = " ".join(lines).split()
+    assert words.count("F15") == words.count("B15") == 2 * 4
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBH1", "ZBV", "Interleaved1F1B"])
