@@ -14,6 +14,7 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
@@ -133,6 +134,19 @@ class Answers(Places):
             exchanges: Messages back and forth with each rank; the quickest counts.
         """
         return self._running.executor.clocks.align(exchanges)
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it.
+
+        Args:
+            on: Whether to.
+        """
+        self._running.executor.record_messages(on)
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        return self._running.executor.log
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""

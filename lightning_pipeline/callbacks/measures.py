@@ -10,6 +10,7 @@ from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.runtime.alignment import Offset
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.split import Partition
@@ -23,6 +24,20 @@ class PipelineRun(Protocol):
     @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+        ...
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it."""
+        ...
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        ...
+
+    @property
+    def replica_index(self) -> int:
+        """This rank's position among the data-parallel replicas."""
         ...
 
     def align_clocks(self, exchanges: int = 8) -> list[Offset]:
