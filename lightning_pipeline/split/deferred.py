@@ -78,6 +78,11 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The values alone: what waits for W would else keep the graph, and with it what the stage was sent."""
+    return [tensor.detach() for tensor in tensors]
+
+
 class _Linear(torch.autograd.Function):
     """`F.linear`. Backward formulas and their layouts are those of torch's addmm."""
 
@@ -93,7 +98,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         flat = gradient.reshape(-1, gradient.shape[-1])
         parameter, bias = ctx.parameters
         inputs = x.reshape(-1, x.shape[-1])
@@ -117,7 +122,7 @@ class _Addmm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
         ctx.queue.defer(parameter, lambda: x.t().mm(gradient).to(parameter.dtype), x, gradient)
         ctx.queue.defer(bias, lambda: gradient.sum(0).to(bias.dtype), gradient)
@@ -139,7 +144,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
         sizes, options = None if bias is None else list(bias.shape), ctx.options
 
@@ -169,7 +174,7 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        (indices,) = ctx.saved_tensors
+        (indices,) = _without_graph(ctx.saved_tensors)
         parameter, (padding, by_frequency) = ctx.parameter, ctx.options
         ctx.queue.defer(
             parameter,

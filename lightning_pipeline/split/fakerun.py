@@ -68,6 +68,7 @@ class FakeRun:
             ) from cause
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         call.saved.clear()
+        call.activation_bytes = 0
         counter = FlopCounterMode(display=False)
         try:
             with counter, self._tracer.keeping.in_unit(call):

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from lightning_pipeline.schedules import Plan
 from lightning_pipeline.split.liveness import ValueKey
 from lightning_pipeline.split.partition import Partition
+from lightning_pipeline.split.saved import Held
 from lightning_pipeline.split.trace import Trace
 
 
@@ -51,6 +53,40 @@ def stage_activations(cut: Partition, rank_of: Sequence[int] | None = None) -> l
         )
         before = saved | set(received)
     return found
+
+
+def peak_activations(
+    plan: Plan, activations: Sequence[StageActivations]
+) -> tuple[dict[int, Held], list[Held]]:
+    """The most that a plan lets stages and ranks hold.
+
+    Args:
+        plan: Of a training step.
+        activations: Of each stage.
+
+    Returns:
+        The worst moment by stage, and that of all its stages together by rank.
+    """
+    stages: dict[int, Held] = {stage: Held() for stage in range(plan.num_stages)}
+    ranks = [Held() for _ in range(plan.num_ranks)]
+    for rank, actions in enumerate(plan):
+        now = {stage: Held() for stage in plan.stages_of(rank)}
+        for stage, kind, _ in actions:
+            num_bytes, microbatches = _growth(kind, activations[stage])
+            now[stage].num_bytes += num_bytes
+            now[stage].microbatches += microbatches
+            stages[stage].rise_to(now[stage])
+            ranks[rank].rise_to(Held.together(now.values()))
+    return stages, ranks
+
+
+def _growth(kind: str, held: StageActivations) -> tuple[int, int]:
+    return {
+        "F": (held.until_backward, 1),
+        "B": (-held.until_backward, -1),
+        "I": (held.until_weight - held.until_backward, 0),
+        "W": (-held.until_weight, -1),
+    }[kind]
 
 
 def _kept(cut: Partition, stage: int) -> tuple[set[int], set[int], int]:

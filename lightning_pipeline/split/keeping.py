@@ -65,6 +65,7 @@ class Keeping:
             origin = self._tracer.origin(tensor)
             if counts and self._counts(origin):
                 call.saved.add(self.number_of(origin))
+                call.activation_bytes = sum(self._tracer.trace.sizes[number] for number in call.saved)
             return tensor.detach()  # itself would close a circle: an output saved by its own graph
 
         with stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):

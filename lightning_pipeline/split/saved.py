@@ -36,12 +36,19 @@ class Held:
         self.num_bytes = max(self.num_bytes, other.num_bytes)
         self.microbatches = max(self.microbatches, other.microbatches)
 
+    @classmethod
+    def together(cls, parts: Iterable["Held"]) -> "Held":
+        """The sum of several."""
+        parts = list(parts)
+        return cls(sum(part.num_bytes for part in parts), sum(part.microbatches for part in parts))
+
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The memory behind a tensor: one piece, or those of the tensors that it wraps."""
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return [storage for name in names for storage in storages_of(getattr(tensor, name))]
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        names, _ = wrapper.__tensor_flatten__()
+        return [storage for name in names for storage in storages_of(getattr(wrapper, name))]
     if tensor.layout is not torch.strided:
         return []
     return [tensor.untyped_storage()]
@@ -144,9 +151,7 @@ class SavedCount:
         now = self.held()
         for stage, held in now.items():
             self.peaks[stage].rise_to(held)
-        self.peak.rise_to(
-            Held(sum(h.num_bytes for h in now.values()), sum(h.microbatches for h in now.values()))
-        )
+        self.peak.rise_to(Held.together(now.values()))
 
     def held(self) -> dict[int, Held]:
         """What each stage holds now."""
@@ -164,7 +169,7 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 
     Hooks that are in force already go on working: what they keep in a tensor's place is what counts.
     """
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         yield
         return
     outer = top_hooks()
@@ -206,7 +211,7 @@ def top_hooks() -> tuple[Pack, Unpack] | None:
 @contextmanager
 def stepping_aside(hooks: saved_tensors_hooks) -> Iterator[None]:
     """Put hooks in force, but take them away for functions that refuse any, such as `torch.func.grad`."""
-    graph = torch.autograd.graph
+    graph: Any = torch.autograd.graph
     disable = graph.disable_saved_tensors_hooks
 
     @contextmanager

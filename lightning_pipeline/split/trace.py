@@ -32,9 +32,10 @@ class Call:
         flops: Floating-point operations of the forward.
         cost: Equivalent FLOPs of the forward, memory traffic counted in.
         saved: Numbers of the pieces of memory that autograd keeps for the backward; parameters, buffers and
-            the batch apart. `Trace.sizes` has their sizes.
+            the batch apart. `Trace.sizes` has their bytes.
         deferred: Those that a split backward keeps until W.
         deferred_gradients: Bytes of gradients that it keeps beside them.
+        activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
     """
 
     index: int
@@ -48,6 +49,7 @@ class Call:
     saved: set[int] = field(default_factory=set)
     deferred: set[int] = field(default_factory=set)
     deferred_gradients: int = 0
+    activation_bytes: int = 0
 
 
 @dataclass(slots=True)
