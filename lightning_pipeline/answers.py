@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.groups import Numbering
@@ -104,6 +105,11 @@ class Answers(Places):
     def timeline(self) -> Timeline:
         """What happened in the last step on this rank."""
         return self._running.executor.timeline
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
+        return self._running.memory
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""

@@ -6,6 +6,7 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan
@@ -20,6 +21,11 @@ class PipelineRun(Protocol):
     @property
     def stages_here(self) -> tuple[int, ...]:
         """The stages that this rank holds."""
+        ...
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
         ...
 
     @property

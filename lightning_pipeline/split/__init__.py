@@ -10,7 +10,8 @@ from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
 from lightning_pipeline.split.saved import Held, SavedCount, storage_bytes
-from lightning_pipeline.split.table import StageRow, StageTable
+from lightning_pipeline.split.structure import tensors_in
+from lightning_pipeline.split.table import StageRow, StageTable, size_text
 from lightning_pipeline.split.trace import Trace, trace_step
 from lightning_pipeline.split.units import Unit, find_units
 
@@ -30,7 +31,9 @@ __all__ = [
     "find_units",
     "partition",
     "peak_activations",
+    "size_text",
     "stage_activations",
     "storage_bytes",
+    "tensors_in",
     "trace_step",
 ]

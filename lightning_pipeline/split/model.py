@@ -19,7 +19,7 @@ from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.program import StageProgram, Step, TracedOutput
 from lightning_pipeline.split.residence import Residence, SharedParameter
-from lightning_pipeline.split.saved import SavedCount
+from lightning_pipeline.split.saved import Held, SavedCount
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.split.structure import TensorSpec, tensors_in
@@ -236,6 +236,13 @@ class SplitModel:
         self.count = SavedCount([*tensors, *tensors_in(microbatches)])
         self.counts_next = False
         return self.count
+
+    def counted_now(self) -> dict[int, Held] | None:
+        """What each stage of this rank holds, where the step that is running counts it."""
+        if self._step is None or self._step.count is None:
+            return None
+        self._step.count.settle()
+        return self._step.count.held()
 
     def _later_outputs(
         self, step: str, microbatches: Sequence[MicrobatchArguments], liveness: Liveness

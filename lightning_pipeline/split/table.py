@@ -41,7 +41,7 @@ class StageTable:
                 _units(row.units),
                 f"{row.num_parameters:,}",
                 f"{row.cost_share:.1%}",
-                f"{_size(row.message_bytes)} in {row.message_tensors}" if row.stage else "-",
+                f"{size_text(row.message_bytes)} in {row.message_tensors}" if row.stage else "-",
                 row.reason,
             )
             for row in self.rows
@@ -62,7 +62,8 @@ def _units(names: tuple[str, ...]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
+    """A size in the unit that suits it."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
