@@ -62,6 +62,11 @@ class FakeRun:
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
         unit = self._tracer.patches.units[call.unit]
+        if self._tracer.weightless:
+            raise SplitError(
+                f"unit {unit.name!r} cannot be traced on the meta device: {type(cause).__name__}: {cause}; "
+                "build the module with its weights"
+            ) from cause
         if any(is_placeholder(value) for module in unit.module.modules() for value in vars(module).values()):
             raise SplitError(
                 f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}"

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.generators import Generators
+from lightning_pipeline.split.meta import StandIns
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
 from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
@@ -116,7 +117,7 @@ def trace_step(
     restored.
 
     Args:
-        root: The LightningModule.
+        root: The LightningModule, with its weights or on the meta device.
         step: Name of its method.
         args: Its arguments: the micro-batch, its index, and so on.
         kwargs: Its keyword arguments.
@@ -138,12 +139,15 @@ def trace_step(
     saved = ModuleState(root)
     if own_patches:
         patches.install()
-    tracer = Tracer(root, step, patches, mode, sinks)
+    tracer = None
     try:
+        weightless = StandIns(mode).put_into(root)
+        tracer = Tracer(root, step, patches, mode, sinks, weightless)
         with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
-        tracer.close()
+        if tracer is not None:
+            tracer.close()
         saved.restore()
         if own_patches:
             patches.remove()

@@ -39,17 +39,23 @@ class Tracer:
     """One run of a step under observation."""
 
     def __init__(
-        self, root: nn.Module, step: str, patches: UnitPatches, mode: PlaceholderMode, sinks: Any
+        self,
+        root: nn.Module,
+        step: str,
+        patches: UnitPatches,
+        mode: PlaceholderMode,
+        sinks: Any,
+        weightless: bool = False,
     ) -> None:
-        self.root, self.patches, self.mode = root, patches, mode
+        self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
         self.trace = Trace(step, patches.units)
         self.tags = TagStore()
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
         self.inside: Call | None = None
-        self._in_operation = False
         self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
+        self._depth = 0  # of operations inside operations
         self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self._regions: dict[int, tuple[Any, list[int]]] = {}
         self._old_reads: dict[tuple[int, str], int] = {}  # attributes read as they were: before which call
@@ -219,11 +225,11 @@ class Tracer:
         own = frozenset({Tag("effect", call.index)})
         operands = list(operands_of(args, kwargs))
         call.reads |= self.tags.union(operands) - own
-        outermost, self._in_operation = not self._in_operation, True
+        self._depth += 1
         try:
             result = run()
         finally:
-            self._in_operation = not outermost
+            self._depth -= 1
         for tensor in written_tensors(func, args, kwargs):
             origin = self.origin(tensor)
             self.glue.note_batch(origin)
@@ -231,7 +237,7 @@ class Tracer:
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
         self._note_results(func, operands, list(operands_of((result,), {})), own)
-        if outermost:  # shapes of some operations are worked out by running others
+        if not self._depth:  # else a part of an operation that fake tensors take apart to learn its shape
             self._fake.count(call, func, args, kwargs, result)
         return result
 
@@ -253,8 +259,11 @@ class Tracer:
         return self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
 
     def is_state(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter or buffer of the module."""
-        return storage_key(tensor) in self.states
+        """Whether this is a parameter or buffer of the module, or a view of one."""
+        key = storage_key(tensor)
+        return key in self.states or (
+            key in self._mirrors and storage_key(self._mirrors[key][1]) in self.states
+        )
 
     def _is_outside(self, tensor: Tensor, call: Call) -> bool:
         name = self.states.get(storage_key(tensor))
