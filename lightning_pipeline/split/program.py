@@ -164,6 +164,7 @@ class StageProgram:
                 return replay.run(step.function, self._fresh(args), self._fresh(kwargs))
         finally:
             self._patches.runner = self.mode.watcher = None
+            replay.close()
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
         count = self._current_step().count

@@ -143,8 +143,11 @@ class SavedCount:
             for key in [key for key, (reference, _) in record.items() if reference.expired()]:
                 del record[key]
                 self._known.discard(key)
-            if place in self._open or not record:  # else someone still holds it: look again
+            if place in self._open:
                 self._touched.discard(place)
+            elif not record:  # else someone still holds it: look again
+                self._touched.discard(place)
+                self._records.pop(place, None)
         self._note_peaks()
 
     def _note_peaks(self) -> None:
