@@ -69,7 +69,7 @@ class StageMemoryMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        rank_zero_info(summary(run.gather_from_pipeline(run.memory.measure()), self._names))
+        rank_zero_info(summary(run.gather_from_pipeline(run.memory.worst()), self._names))
 
 
 def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:
@@ -111,7 +111,7 @@ def summary(ranks: Sequence[RankMemory], names: Sequence[str]) -> str:
             rows.append([*_cells(stage), *(of_rank if alone else ["", ""])])
         if len(rank.stages) > 1:
             rows.append([name, "", "", "", "", *_activation_cells(rank.held, rank.planned), *of_rank])
-    return "Memory, activations at the worst moment of a step\n" + table(head, rows)
+    return "Memory, activations at the worst moment\n" + table(head, rows)
 
 
 def _cells(stage: StageMemory) -> list[str]:

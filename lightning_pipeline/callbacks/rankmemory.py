@@ -14,6 +14,7 @@ from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.split import (
     Held,
+    Peaks,
     SplitModel,
     StageActivations,
     peak_activations,
@@ -108,12 +109,16 @@ class MemoryMeter:
     def measure(self) -> RankMemory:
         """This rank, with the worst moment of the last step in which activations were counted."""
         count = self.split.count
-        return self._report(dict(count.peaks), count.peak) if count is not None else self._report({}, Held())
+        return self._report(Peaks() if count is None else count.peaks)
+
+    def worst(self) -> RankMemory:
+        """This rank, with the worst moment of all steps in which activations were counted."""
+        return self._report(self.split.worst)
 
     def now(self) -> RankMemory:
         """This rank at this moment; activations that are not being counted are estimated by the plan."""
         held = self._held_now()
-        return self._report(held, Held.together(held.values()))
+        return self._report(Peaks(held, Held.together(held.values())))
 
     def _held_now(self) -> dict[int, Held]:
         counted = self.split.counted_now()
@@ -141,7 +146,7 @@ class MemoryMeter:
             self._peaks = plan, stages, ranks[self.executor.rank]
         return self._peaks[1:]
 
-    def _report(self, held: dict[int, Held], together: Held) -> RankMemory:
+    def _report(self, held: Peaks) -> RankMemory:
         planned, planned_together = self._planned()
         parameters = self._parameters_by_stage()
         gradients, states = self._gradients(), self._optimizer_states()
@@ -154,12 +159,12 @@ class MemoryMeter:
                     parameters=storage_bytes(mine),
                     gradients=storage_bytes(t for p in mine for t in gradients.get(id(p), ())),
                     optimizer_state=storage_bytes(t for p in mine for t in states.get(id(p), ())),
-                    held=held.get(stage, Held()),
+                    held=held.stages.get(stage, Held()),
                     planned=planned.get(stage, Held()),
                 )
             )
         return RankMemory(
-            tuple(rows), together, planned_together, self.executor.buffer_bytes, _peak_bytes(self.device)
+            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, _peak_bytes(self.device)
         )
 
     def _parameters_by_stage(self) -> dict[int, list[Tensor]]:

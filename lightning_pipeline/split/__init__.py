@@ -9,7 +9,7 @@ from lightning_pipeline.split.foreseen import (
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
-from lightning_pipeline.split.saved import Held, SavedCount, storage_bytes
+from lightning_pipeline.split.saved import Held, Peaks, SavedCount, storage_bytes
 from lightning_pipeline.split.structure import tensors_in
 from lightning_pipeline.split.table import StageRow, StageTable, size_text
 from lightning_pipeline.split.trace import Trace, trace_step
@@ -19,6 +19,7 @@ __all__ = [
     "ElsewhereError",
     "Held",
     "Partition",
+    "Peaks",
     "SavedCount",
     "SharedParameter",
     "SplitModel",

@@ -19,7 +19,7 @@ from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.program import StageProgram, Step, TracedOutput
 from lightning_pipeline.split.residence import Residence, SharedParameter
-from lightning_pipeline.split.saved import Held, SavedCount
+from lightning_pipeline.split.saved import Held, Peaks, SavedCount
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.split.structure import TensorSpec, tensors_in
@@ -57,6 +57,7 @@ class SplitModel:
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         count: That of the last step in which it was counted.
+        worst: The worst moment of all steps in which it was.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class SplitModel:
         self.signatures: list[Hashable] = []
         self.counts_next = False
         self.count: SavedCount | None = None
+        self.worst = Peaks()
         self._isolation = Isolation(root, self._no_value) if len(self._programs) > 1 else None
         self._install()
 
@@ -309,6 +311,7 @@ class SplitModel:
         assert step is not None, "begin() comes first"
         if step.count is not None:
             step.count.settle()
+            self.worst.rise_to(step.count.peaks)
         self.failed()
         if not self.has_last_stage:
             return StepResult([], [])

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -43,6 +43,25 @@ class Held:
         return cls(sum(part.num_bytes for part in parts), sum(part.microbatches for part in parts))
 
 
+@dataclass(slots=True)
+class Peaks:
+    """The worst moments on a rank; bytes and micro-batches each by themselves.
+
+    Attributes:
+        stages: Of each stage.
+        rank: Of all stages together.
+    """
+
+    stages: dict[int, Held] = field(default_factory=lambda: defaultdict(Held))
+    rank: Held = field(default_factory=Held)
+
+    def rise_to(self, other: "Peaks") -> None:
+        """Keep the larger of each."""
+        for stage, held in other.stages.items():
+            self.stages[stage].rise_to(held)
+        self.rank.rise_to(other.rank)
+
+
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The memory behind a tensor: one piece, or those of the tensors that it wraps."""
     wrapper: Any = tensor
@@ -71,13 +90,11 @@ class SavedCount:
         apart: Tensors that do not count.
 
     Attributes:
-        peaks: The worst moment of each stage; bytes and micro-batches each by themselves.
-        peak: The same of all stages of this rank together.
+        peaks: The worst moments so far.
     """
 
     def __init__(self, apart: Iterable[Tensor]) -> None:
-        self.peaks: dict[int, Held] = defaultdict(Held)
-        self.peak = Held()
+        self.peaks = Peaks()
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
         self._records: dict[Place, dict[int, tuple[StorageWeakRef, int]]] = {}
         self._known: set[int] = set()
@@ -152,9 +169,7 @@ class SavedCount:
 
     def _note_peaks(self) -> None:
         now = self.held()
-        for stage, held in now.items():
-            self.peaks[stage].rise_to(held)
-        self.peak.rise_to(Held.together(now.values()))
+        self.peaks.rise_to(Peaks(now, Held.together(now.values())))
 
     def held(self) -> dict[int, Held]:
         """What each stage holds now."""
