@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.alignment import Offset
@@ -121,6 +122,11 @@ class Answers(Places):
     def bytes_sent(self) -> int:
         """That this rank has sent to other stages in this run of the Trainer."""
         return sum(link.bytes_sent for link in self._running.groups.links.values())
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
+        return self._running.memory
 
     @property
     def clock_offsets(self) -> list[Offset]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol, cast
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.messages import MessageLog
@@ -70,6 +71,11 @@ class PipelineRun(Protocol):
     @property
     def bytes_sent(self) -> int:
         """That this rank has sent to other stages so far."""
+        ...
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
         ...
 
     @property
