@@ -56,11 +56,13 @@ __all__ = [
     "loader_states_to_load",
     "make_launcher",
     "moves_batches_itself",
+    "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
     "set_device_mesh",
     "set_rank_zero",
+    "set_received_sigterm",
     "silence_sync_dist_advice",
     "syncs_batch_norm",
     "takes",
@@ -102,6 +104,41 @@ def set_rank_zero(global_rank: int) -> None:
     """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
     for guard in (rank_zero_only, fabric_rank_zero_only):
         vars(guard)["rank"] = global_rank
+
+
+def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]:
+    """Call `told` when SIGTERM arrives, in place of Lightning's broadcasts; returns what undoes it.
+
+    Lightning broadcasts in the handler, and again before every batch, where it ignores every exception.
+    Since 2.6. To be deleted when a strategy may bring its own handling.
+    """
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    names = ((connector, "_sigterm_notifier_fn"), (loop, "_broadcast_sigterm_tensor"))
+    for owner, name in names:
+        assert callable(getattr(owner, name, None)), (
+            f"Lightning has no {type(owner).__name__}.{name} any more"
+        )
+
+    def notified(signum: int, frame: Any) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        told()
+
+    connector._sigterm_notifier_fn = notified
+    loop._broadcast_sigterm_tensor = lambda: None
+
+    def undo() -> None:
+        for owner, name in names:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """The loops end at the next batch's end when this is set. Since 1.6."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def evaluation_loop(trainer: Trainer) -> Any:

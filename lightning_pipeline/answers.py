@@ -1,8 +1,9 @@
 """What the user, and the callbacks, may ask of the strategy."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan
@@ -91,6 +93,8 @@ class Answers(Places):
 
         Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
         """
+        if self._pipeline is not None and self._pipeline.ends_together:
+            return False
         trainer = getattr(self.lightning_module, "_trainer", None)
         return not dist.is_initialized() or _lightning.is_interrupted(trainer)
 
@@ -104,6 +108,19 @@ class Answers(Places):
     def timeline(self) -> Timeline:
         """What happened in the last step on this rank."""
         return self._running.executor.timeline
+
+    @property
+    def clock_offsets(self) -> list[Offset]:
+        """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+        return self._running.executor.clocks.offsets
+
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """Measure `clock_offsets`, by pipeline rank; all ranks must call.
+
+        Args:
+            exchanges: Messages back and forth with each rank; the quickest counts.
+        """
+        return self._running.executor.clocks.align(exchanges)
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""
@@ -127,6 +144,18 @@ class Answers(Places):
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
         return self._running.gather(value)
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
+        """As many float64 of every rank, by replica and pipeline rank; all ranks must call.
+
+        Args:
+            values: Of this rank; as many as on the others.
+        """
+        groups, own = self._running.groups, torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(groups.numbering.world_size)]
+        with self._running.executor.failure.watch("gathering what was measured"):
+            dist.all_gather(found, own, group=groups.control)
+        return [[found[rank].tolist() for rank in ranks] for ranks in groups.numbering.pipelines()]
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False

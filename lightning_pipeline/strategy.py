@@ -364,7 +364,9 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks of the world."""
-        return decision if self._alone else self._running.decide(decision, all_of=all)
+        if self._alone:
+            return decision
+        return not self._running.any_of(not decision)[0] if all else self._running.any_of(decision)[0]
 
     # The end
 

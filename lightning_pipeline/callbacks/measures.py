@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.split import Partition
@@ -16,6 +17,15 @@ class PipelineRun(Protocol):
     """What the callbacks ask of the strategy."""
 
     timeline: Timeline
+
+    @property
+    def clock_offsets(self) -> list[Offset]:
+        """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+        ...
+
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """Measure them; all ranks of the replica must call."""
+        ...
 
     @property
     def stages_here(self) -> tuple[int, ...]:
@@ -48,6 +58,10 @@ class PipelineRun(Protocol):
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of the replica, by pipeline rank; all its ranks must call."""
+        ...
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
+        """As many float64 of every rank, by replica and pipeline rank; all ranks must call."""
         ...
 
 

@@ -5,7 +5,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from lightning_pipeline.runtime.alignment import Clocks
 from lightning_pipeline.runtime.channel import Channel
+from lightning_pipeline.runtime.clock import stream_clock
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.runtime.routes import Routes
@@ -21,7 +23,7 @@ class Executor:
         stages: This rank's stages, by index.
         groups: The process groups; their links become this executor's channels.
         device: Where the tensors between stages live. Default: CPU.
-        timeline: Where to record what happens. Default: a new one.
+        timeline: Where to record what happens. Default: a new one, on the clock of the device.
     """
 
     def __init__(
@@ -33,8 +35,9 @@ class Executor:
         timeline: Timeline | None = None,
     ) -> None:
         self.stages = stages
-        self.timeline = timeline or Timeline()
+        self.timeline = timeline or Timeline(stream_clock(torch.device(device)))
         self.failure = Failure(groups, recent=self.timeline.recent)
+        self.clocks = Clocks(groups, self.failure)
         self.rank = groups.rank
         self.channels = {
             peer: Channel(link, device=torch.device(device)) for peer, link in groups.links.items()

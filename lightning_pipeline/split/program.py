@@ -15,6 +15,7 @@ from lightning_pipeline.split.deferred import Deferral, WeightQueue
 from lightning_pipeline.split.liveness import Liveness, ValueKey
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
+from lightning_pipeline.split.remembered import Remembered
 from lightning_pipeline.split.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
@@ -95,6 +96,7 @@ class StageProgram:
         self._queues: dict[int, WeightQueue] = {}
         self._deferral = Deferral()
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
+        self.remembered = Remembered()
         self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
         self._step: Step | None = None
@@ -254,6 +256,7 @@ class StageProgram:
             if len(self._placeholders) > 4096:
                 self._placeholders.clear()
             found = self._placeholders[key, spec] = self.mode.make(spec)
+            self.remembered.keep(found)
         return found
 
     def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput:

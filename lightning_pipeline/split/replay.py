@@ -76,6 +76,7 @@ class Replay:
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
         self._poison = Poison(program.mode, self._poisoned_read)
+        self.remembered = program.remembered
         self._specs = program.read_table(incoming.table if incoming is not None else ())
         self.functions = _GlueFunctions(self)
         self.replayed = Replayed(None, None, [])
@@ -254,6 +255,7 @@ class Replay:
         if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"):
             raise self._refuse("a value of another stage is used in control flow, or read as a number")
         for tensor in written_tensors(func, args, kwargs):
+            self.remembered.writes(tensor)
             if not is_placeholder(tensor):
                 self._poison.add(tensor)
         return run()
@@ -308,8 +310,10 @@ class _GlueFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in RANDOM_FUNCTIONS:
             self._replay.draw(kwargs.get("generator"))
+            result = func(*args, **kwargs)
         elif func is Tensor.register_hook and self._replay.is_handed(args[0]):
             return _NoHandle()
-        result = func(*args, **kwargs)
+        else:
+            result = self._replay.remembered.call(func, args, kwargs)
         self._replay.guard()
         return result
