@@ -149,7 +149,8 @@ def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
 
 def _made(parser: ArgumentParser, given: Namespace, name: str) -> Any:
     make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the former since 4.49
-    return make(Namespace(**{name: given[name]}))[name]
+    alone: Any = Namespace
+    return make(alone(**{name: given[name]}))[name]
 
 
 def _batch(parser: ArgumentParser, given: Namespace, module: LightningModule) -> Any:
@@ -181,12 +182,9 @@ def _settings(given: Namespace) -> Settings:
 
 def _schedule(given: Namespace) -> str | Schedule | None:
     named: Any = given.schedule
-    if not isinstance(named, dict | Namespace):
-        return named
-    options: Any = named.get("init_args") or {}
-    return get_schedule(
-        named["class_path"], **(options.as_dict() if isinstance(options, Namespace) else options)
-    )
+    if isinstance(named, dict):
+        return get_schedule(named["class_path"], **named.get("init_args", {}))
+    return None if named is None else str(named)
 
 
 def _assumptions(given: Namespace) -> Assumptions:
@@ -219,7 +217,7 @@ def _sweep(given: Namespace, prospect: Prospect) -> Sweep:
 
     found = sweep(
         workload_of,
-        given.sweep_stages or sorted({max(1, stages // 2), stages, 2 * stages}),
+        given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
         given.sweep_microbatches or _numbers(samples, stages, settings),
         _assumptions(given),
         schedules=given.sweep_schedules,
