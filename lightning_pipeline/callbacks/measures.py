@@ -1,7 +1,5 @@
 """Numbers of all ranks of a pipeline, by stage, for the callbacks."""
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -166,11 +164,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         for row in [header, *rows]
     ]
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: the allocator's peak on a GPU, else its largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

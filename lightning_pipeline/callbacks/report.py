@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from statistics import median
 
 from lightning_pipeline.callbacks.measurement import Measurement, Prediction, stage_costs
-from lightning_pipeline.callbacks.measures import PipelineRun, peak_bytes, table
+from lightning_pipeline.callbacks.measures import PipelineRun, table
 from lightning_pipeline.callbacks.meter import Meter
+from lightning_pipeline.callbacks.rankmemory import peak_bytes
 from lightning_pipeline.callbacks.shares import KINDS
 from lightning_pipeline.callbacks.steps import RankStep, gather_step
 from lightning_pipeline.planning.advice import Situation, advise
