@@ -3,6 +3,7 @@
 import mmap
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import IO
 
@@ -14,7 +15,7 @@ _BLOCK = 1 << 20
 
 
 class MappedFile:
-    """A file as memory that is shared with nobody and written back to nothing.
+    """A file as memory that can only be read, and that the system takes back when it needs it.
 
     Args:
         file: Open for reading; may be closed later.
@@ -25,7 +26,10 @@ class MappedFile:
     """
 
     def __init__(self, file: IO[bytes]) -> None:
-        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
+            self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()
 
     def fetch(self, file: IO[bytes], start: int, length: int) -> None:
         """Bring a part into memory: a disk that fails does so here, not where the part is used.
@@ -50,7 +54,7 @@ class MappedFile:
             length -= len(block)
 
     def tensor(self, start: int, like: Tensor) -> Tensor:
-        """What lies at a place, without a copy. The file must not be cut while it is used.
+        """What lies at a place, without a copy: only to copy from. The file must not be cut meanwhile.
 
         Args:
             start: Where its storage begins, in bytes.
@@ -59,10 +63,11 @@ class MappedFile:
         Raises:
             ValueError: The file ends before it.
         """
-        count = like.untyped_storage().nbytes()
-        storage = torch.frombuffer(self._memory, dtype=torch.uint8, count=count, offset=start)
+        end = start + like.untyped_storage().nbytes()
+        if not 0 <= start <= end <= self._bytes.nbytes():
+            raise ValueError(f"bytes {start} to {end} of a file of {self._bytes.nbytes()}")
         empty = torch.empty(0, dtype=like.dtype)
-        return empty.set_(storage.untyped_storage(), like.storage_offset(), like.shape, like.stride())
+        return empty.set_(self._bytes[start:end], like.storage_offset(), like.shape, like.stride())
 
 
 def stamp(file: Path | IO[bytes]) -> tuple[int, int]:

@@ -39,6 +39,7 @@ class Reader:
         self._metadata: Metadata = read_metadata(folder, trust=trust)
         self._storage = FileSystemReader(folder)
         self._places: dict[str, list[Any]] = {}
+        self._memory: dict[str, MappedFile] = {}
         for index, info in self._metadata.storage_data.items():
             self._places.setdefault(index.fqn, []).append(info)
 
@@ -72,8 +73,9 @@ class Reader:
 
         Args:
             keys: Of the entries.
-            place: Makes the tensor for a size and data type. Default: what was read stays where it is.
-            mapped: Whether large tensors may be the file itself, in memory: to be copied from soon.
+            place: Makes the tensor for a size and data type, where it is not the file itself. Default: what
+                was read stays where it is.
+            mapped: Whether large tensors may be the file itself, in memory: only to be copied from.
 
         Raises:
             CheckpointCorruptError: A file cannot be read, or was changed since it was verified.
@@ -88,7 +90,7 @@ class Reader:
             try:
                 with (self._folder / name).open("rb") as file:
                     self._compare(name, file)
-                    memory = _mapped(file) if mapped else None
+                    memory = self._mapped(name, file) if mapped else None
                     for _, key in sorted(wanted):
                         found[key] = self._entry(file, key, place, memory)
             except OSError as error:
@@ -123,7 +125,8 @@ class Reader:
         where, entry = f"entry {key!r} of checkpoint {self._folder}", self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
             return load_object(self._view(file, key), where, trust=self._trust)
-        value = self._in_memory(file, key, where, memory) if memory is not None else None
+        in_file = self._in_memory(file, key, where, memory) if memory is not None else None
+        value = in_file
         if value is None:
             value = load_object(self._view(file, key), where, trust=self._trust)
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
@@ -133,7 +136,9 @@ class Reader:
             raise CheckpointCorruptError(
                 f"{where} is not the tensor that {self._folder / '.metadata'} tells of"
             )
-        return value if place is None else place(value.shape, value.dtype).copy_(value)
+        if place is None or value is in_file:
+            return value
+        return place(value.shape, value.dtype).copy_(value)
 
     def _view(self, file: Any, key: str) -> Any:
         return self._storage._slice_file(file, self._places[key][0])
@@ -155,9 +160,10 @@ class Reader:
         except (ValueError, RuntimeError) as error:
             raise CheckpointCorruptError(f"{where} cannot be read: {error}") from error
 
-
-def _mapped(file: IO[bytes]) -> MappedFile | None:
-    try:
-        return MappedFile(file)
-    except (OSError, ValueError):  # not every file system maps: then it is read
-        return None
+    def _mapped(self, name: str, file: IO[bytes]) -> MappedFile | None:
+        if name not in self._memory:
+            try:
+                self._memory[name] = MappedFile(file)
+            except (OSError, ValueError):  # not every file system maps: then it is read
+                return None
+        return self._memory[name]
