@@ -4,6 +4,7 @@ import mmap
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
@@ -52,6 +53,20 @@ class MappedFile:
         file.seek(start)
         while length > 0 and (block := file.read(min(length, _BLOCK))):
             length -= len(block)
+        if length > 0:
+            raise OSError(f"{length} bytes are missing at its end")
+
+    def blocks(self, file: IO[bytes], size: int) -> Iterator[memoryview]:
+        """The file in parts of so many bytes, each in memory when it is given.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        with memoryview(self._memory) as whole:
+            for start in range(0, len(whole), size):
+                self.fetch(file, start, min(size, len(whole) - start))
+                with whole[start : start + size] as block:
+                    yield block
 
     def tensor(self, start: int, like: Tensor) -> Tensor:
         """What lies at a place, without a copy: only to copy from. The file must not be cut meanwhile.

@@ -124,6 +124,18 @@ def test_a_failing_disk_is_an_error_that_names_the_file(
         read(folder)
 
 
+def test_a_file_that_was_cut_is_an_error_and_no_signal(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(3 * mmap.PAGESIZE))
+    with (tmp_path / "file").open("rb") as file:
+        memory = MappedFile(file)
+        os.truncate(tmp_path / "file", mmap.PAGESIZE)
+        memory.fetch(file, 0, mmap.PAGESIZE)
+        with pytest.raises(OSError, match=f"{mmap.PAGESIZE} bytes are missing at its end"):
+            memory.fetch(file, mmap.PAGESIZE // 2, 3 * mmap.PAGESIZE // 2)
+        with pytest.raises(OSError, match="missing"):
+            sum(len(block) for block in memory.blocks(file, mmap.PAGESIZE))
+
+
 def flip(path: Path) -> None:
     with (path / "__0_0.distcp").open("rb+") as file:
         file.seek(600)
