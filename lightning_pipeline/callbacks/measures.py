@@ -154,13 +154,3 @@ def publish(trainer: Trainer, callback: object, values: Mapping[str, float]) -> 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
     """A key for each rank of the pipeline: `stage_0`, or `stages_0_2` where a rank holds several."""
     return [f"{'stage' if len(held) == 1 else 'stages'}_{'_'.join(map(str, held))}" for held in per_rank]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, numbers to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
