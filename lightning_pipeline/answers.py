@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
@@ -122,6 +124,11 @@ class Answers(Places):
         return sum(link.bytes_sent for link in self._running.groups.links.values())
 
     @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
+        return self._running.memory
+
+    @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
         return self._running.executor.clocks.offsets
@@ -133,6 +140,19 @@ class Answers(Places):
             exchanges: Messages back and forth with each rank; the quickest counts.
         """
         return self._running.executor.clocks.align(exchanges)
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it.
+
+        Args:
+            on: Whether to.
+        """
+        self._running.executor.record_messages(on)
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        return self._running.executor.log
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""

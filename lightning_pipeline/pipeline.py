@@ -22,6 +22,7 @@ from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
+from lightning_pipeline.outofmemory import watch_memory
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
@@ -166,16 +167,13 @@ class Pipeline:
         self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
-            self._module,
-            self.split,
-            self.executor,
-            self._plans,
-            reports,
-            recorder,
-            metrics,
+            self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica,
-        )
+        )  # fmt: skip
         self._runner.num_microbatches, self._runner.at_least = number, self._at_least
+        self.memory = watch_memory(
+            self._trainer, self.split, self.executor, self._runner, self._plans, self._set_aside
+        )
         if isinstance(self._settings.schedule, Auto):
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share

@@ -1,15 +1,15 @@
 """Numbers of all ranks of a pipeline, by stage, for the callbacks."""
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.runtime.alignment import Offset
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.split import Partition
@@ -23,6 +23,20 @@ class PipelineRun(Protocol):
     @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+        ...
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it."""
+        ...
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        ...
+
+    @property
+    def replica_index(self) -> int:
+        """This rank's position among the data-parallel replicas."""
         ...
 
     def align_clocks(self, exchanges: int = 8) -> list[Offset]:
@@ -55,6 +69,11 @@ class PipelineRun(Protocol):
     @property
     def bytes_sent(self) -> int:
         """That this rank has sent to other stages so far."""
+        ...
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
         ...
 
     @property
@@ -135,21 +154,3 @@ def publish(trainer: Trainer, callback: object, values: Mapping[str, float]) -> 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
     """A key for each rank of the pipeline: `stage_0`, or `stages_0_2` where a rank holds several."""
     return [f"{'stage' if len(held) == 1 else 'stages'}_{'_'.join(map(str, held))}" for held in per_rank]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, numbers to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: the allocator's peak on a GPU, else its largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from lightning_pipeline.runtime.timeline import clock
+from lightning_pipeline.runtime.clock import now
 from lightning_pipeline.schedules import Action
 
 
@@ -42,6 +42,6 @@ class MessageLog:
 
     def add(self, action: Action, peer: int, num_bytes: int, began: int) -> None:
         """Write down a message that was handed over, or is unpacked, just now."""
-        now = clock()
-        self.messages.append(Message(action, peer, num_bytes, began, now))
-        self.seconds_inside += (clock() - now) / 1e9
+        ended = now()
+        self.messages.append(Message(action, peer, num_bytes, began, ended))
+        self.seconds_inside += (now() - ended) / 1e9

@@ -311,7 +311,9 @@ def test_monitors_log_the_same_keys_and_values_on_every_rank(ranks: Ranks) -> No
     assert keys == sorted(
         ["pipeline/bubble_fraction", "pipeline/step_time_s"]
         + [f"pipeline/stage_{s}/{name}" for s in (0, 1)
-           for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib")]
+           for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib", "parameters_gib",
+                        "gradients_gib", "optimizer_state_gib", "activations_gib", "activation_microbatches",
+                        "activations_planned_gib", "buffers_gib")]
     )  # fmt: skip
 
 
