@@ -309,11 +309,13 @@ def test_monitors_log_the_same_keys_and_values_on_every_rank(ranks: Ranks) -> No
     assert other == (keys, bubble)
     assert 0 < bubble < 1
     assert keys == sorted(
-        ["pipeline/bubble_fraction", "pipeline/step_time_s"]
+        [f"pipeline/{name}" for name in ("bubble_fraction", "bubble_fraction_simulated", "step_time_s",
+                                         "bubble_fraction_equal_stages", "slowest_stage", "makespan_s")]
         + [f"pipeline/stage_{s}/{name}" for s in (0, 1)
-           for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib", "parameters_gib",
-                        "gradients_gib", "optimizer_state_gib", "activations_gib", "activation_microbatches",
-                        "activations_planned_gib", "buffers_gib")]
+           for name in ("forward_s", "backward_s", "waiting_start_s", "waiting_steady_s", "waiting_drain_s",
+                        "data_s", "optimizer_s", "other_s", "idle_s", "parameters", "peak_memory_gib",
+                        "parameters_gib", "gradients_gib", "optimizer_state_gib", "activations_gib",
+                        "activation_microbatches", "activations_planned_gib", "buffers_gib")]
     )  # fmt: skip
 
 
