@@ -37,6 +37,11 @@ class Channel:
         self._sent: dict[tuple[int, int], Agreement | None] = {}
         self._inbox = Inbox(link, device=device, sent=self._sent)
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken: in flight, posted, or kept to be filled again."""
+        return max(self.link.peak_bytes, self._agreements.idle_bytes + self._inbox.idle_bytes)
+
     def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> None:
         """Start a run: tell the peer what it is about and expect its messages.
 

@@ -64,6 +64,11 @@ class Executor:
         for channel in self.channels.values():
             channel.link.log = self.log
 
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken on this rank, neighbour by neighbour."""
+        return sum(channel.buffer_bytes for channel in self.channels.values())
+
     def run(self, plan: Plan, signatures: Sequence[Hashable], *, forward_only: bool = False) -> None:
         """Run this rank's list of actions.
 

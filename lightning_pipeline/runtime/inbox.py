@@ -68,6 +68,11 @@ class Inbox:
             wire.BACKWARD: self._unpack_gradients,
         }
 
+    @property
+    def idle_bytes(self) -> int:
+        """Buffers for gradients that are kept to be filled again."""
+        return self._agreements.idle_bytes
+
     def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> Key:
         """Expect the messages of a run, the peer's opening first; returns the opening's key."""
         self._agreements.begin(signatures)

@@ -57,6 +57,7 @@ class Link:
         sent: Messages that left; `bytes_sent` their bytes.
         received: Messages that arrived; `bytes_received` their bytes.
         log: Where messages are written down; `None` while nobody records.
+        peak_bytes: The most that buffers in flight and the posted one have taken.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class Link:
         self.bytes_sent = self.bytes_received = 0
         self.log: MessageLog | None = None
         self.timeout = timeout
+        self.peak_bytes = self._bytes = 0
         self._outgoing: dist.ProcessGroup | None = outgoing
         self._incoming: dist.ProcessGroup | None = incoming
         self._peer_in_group = 1 - outgoing.rank()
@@ -95,6 +97,7 @@ class Link:
             raise self._explain(error) from None
         self.sent += 1
         self.bytes_sent += buffer.numel()
+        self._take_up(buffer.nbytes)
 
     def acknowledged(self, count: int) -> None:
         """Free the buffers of the first `count` messages sent: the peer says that it has them."""
@@ -111,6 +114,7 @@ class Link:
             self._in_flight[0].work.wait(self.timeout)
         except RuntimeError as error:
             raise self._explain(error) from None
+        self._bytes -= self._in_flight[0].buffer.nbytes
         release = self._in_flight.popleft().release
         if release is not None:
             release()
@@ -130,6 +134,12 @@ class Link:
             self._posted = (self._incoming.recv([buffer], self._peer_in_group, 0), buffer)
         except RuntimeError as error:
             raise self._explain(error) from None
+        self._take_up(num_bytes)
+
+    def _take_up(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        if self._bytes > self.peak_bytes:
+            self.peak_bytes = self._bytes
 
     def take(self) -> Tensor:
         """Wait for the posted message and return its buffer."""
@@ -140,6 +150,7 @@ class Link:
             raise self._explain(error) from None
         buffer = self._posted[1]
         self._posted = None
+        self._bytes -= buffer.nbytes
         self.received += 1
         self.bytes_received += buffer.numel()
         return buffer
