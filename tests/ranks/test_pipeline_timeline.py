@@ -14,9 +14,9 @@ from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_pipeline.callbacks import PipelineTimeline
 from lightning_pipeline.schedules import get_schedule
-from tests.perfetto_shell import look, needs_shell
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
+from tests.trace_processor import look
 
 Ranks = Callable[[int], Pool]
 PIPELINE = {"stages": 2, "num_microbatches": 4}
@@ -64,7 +64,6 @@ def test_a_trace_and_a_picture_show_every_action_of_every_rank(
     assert Counter(hint.split(":")[0] for hint in hints) == expected + expected  # planned and measured
 
 
-@needs_shell
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
 def test_perfetto_finds_every_action_of_a_run_once(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
     ranks(2)(fit, {**PIPELINE, "schedule": schedule}, {"default_root_dir": tmp_path})

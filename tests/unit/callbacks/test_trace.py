@@ -10,7 +10,7 @@ import pytest
 
 from lightning_pipeline.callbacks.trace import trace
 from lightning_pipeline.schedules import Plan, get_schedule
-from tests.perfetto_shell import look, needs_shell
+from tests.trace_processor import look
 from tests.unit.callbacks.recorded import recorded
 
 KINDS = ["GPipe", "1F1B", "Interleaved1F1B", "ZBH1", "ZBV"]
@@ -104,7 +104,6 @@ def test_a_rank_that_waits_for_a_message_shows_waiting() -> None:
     assert waiting["dur"] == pytest.approx(forward["dur"], abs=0.002)
 
 
-@needs_shell
 @pytest.mark.parametrize("schedule", KINDS)
 def test_perfetto_finds_every_action_once(tmp_path: Path, schedule: str) -> None:
     plan, path = plan_of(schedule), tmp_path / "timeline-9.json"
