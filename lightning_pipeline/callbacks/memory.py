@@ -7,7 +7,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import logged_every, publish, run_of, stage_names, table
 from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
 from lightning_pipeline.split import Held, size_text
 
@@ -63,8 +63,8 @@ class StageMemoryMonitor(Callback):
         if not self._is_logged(trainer, self._batches) or trainer.barebones:
             return
         run = run_of(trainer, self)
-        for key, value in _logged(run.gather_from_pipeline(run.memory.measure()), self._names):
-            pl_module.log(f"pipeline/{key}", float(value), on_step=True, on_epoch=False, batch_size=1)
+        logged = _logged(run.gather_from_pipeline(run.memory.measure()), self._names)
+        publish(trainer, self, {f"pipeline/{key}": float(value) for key, value in logged})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

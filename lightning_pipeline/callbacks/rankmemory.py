@@ -1,7 +1,5 @@
 """What one rank has in memory, and what the plan says that it will hold."""
 
-import resource
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -10,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.callbacks.measures import peak_bytes
 from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.split import (
@@ -164,7 +163,7 @@ class MemoryMeter:
                 )
             )
         return RankMemory(
-            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, _peak_bytes(self.device)
+            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, peak_bytes(self.device)
         )
 
     def _parameters_by_stage(self) -> dict[int, list[Tensor]]:
@@ -194,16 +193,9 @@ class MemoryMeter:
     def device_sizes(self) -> dict[str, int]:
         """What the device says of itself, in bytes."""
         if self.device.type != "cuda":
-            return {"largest resident set": _peak_bytes(self.device)}
+            return {"largest resident set": peak_bytes(self.device)}
         return {
             "allocated": torch.cuda.memory_allocated(self.device),
             "reserved": torch.cuda.memory_reserved(self.device),
             "total of the device": torch.cuda.mem_get_info(self.device)[1],
         }
-
-
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -18,6 +18,8 @@ from lightning_pipeline.runtime.inbox import Inbox, Key, Opening
 from lightning_pipeline.runtime.link import Link
 from lightning_pipeline.runtime.packing import Layout, Parcel
 from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.runtime.timeline import clock
+from lightning_pipeline.schedules import Action
 
 
 class Channel:
@@ -62,6 +64,7 @@ class Channel:
 
     def send_values(self, stage: int, microbatch: int, values: Values) -> None:
         """Send what a stage hands to `stage` on the peer."""
+        began, bytes_before = clock(), self.link.bytes_sent
         key = Key(wire.FORWARD, stage, microbatch)
         agreed = self._agreements.get(stage, microbatch)
         if values.empty:
@@ -72,8 +75,13 @@ class Channel:
             self._send_tensors(key, agreed, agreed.layout, values.tensors)
         else:
             self._send_deviating(key, agreed, values)
+        self._log(Action(stage - 1, "SEND_F", microbatch), began, bytes_before)
         if self.link.is_free:  # the gradients' size is known now
             self._inbox.post_ahead()
+
+    def _log(self, action: Action, began: int, bytes_before: int) -> None:
+        if self.link.log is not None:
+            self.link.log.add(action, self.link.peer, self.link.bytes_sent - bytes_before, began)
 
     def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
         if agreed is not None:
@@ -102,6 +110,7 @@ class Channel:
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Send back to `stage` on the peer the gradients of what it sent, one entry per tensor."""
+        began, bytes_before = clock(), self.link.bytes_sent
         agreement = self._inbox.taken.pop((stage + 1, microbatch))
         chosen = [gradients[index] for index in agreement.with_gradient]
         for spec, gradient in zip(agreement.gradients.specs, chosen, strict=True):
@@ -112,6 +121,7 @@ class Channel:
                 )
         key = Key(wire.BACKWARD, stage, microbatch)
         self._send_tensors(key, agreement, agreement.gradients, chosen, missing=[g is None for g in chosen])
+        self._log(Action(stage + 1, "SEND_B", microbatch), began, bytes_before)
 
     def _send_tensors(
         self,

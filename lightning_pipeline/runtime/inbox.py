@@ -13,6 +13,8 @@ from lightning_pipeline.runtime.agreement import Agreement, Agreements
 from lightning_pipeline.runtime.header import Header, header_bytes, read_header
 from lightning_pipeline.runtime.link import Link
 from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.runtime.timeline import clock
+from lightning_pipeline.schedules import Action
 
 _KINDS = {wire.OPEN: "opening", wire.FORWARD: "values", wire.BACKWARD: "gradients"}
 Content = Values | list[Tensor | None]
@@ -119,11 +121,15 @@ class Inbox:
             self.post_ahead()
         assert self._expected, "the plan has a receive without a send"
         key = self._expected[0]
+        began, bytes_before = clock(), self._link.bytes_received
         buffer = self._link.take()
         self._expected.popleft()
         header = self._checked(buffer, key)
         self._link.acknowledged(header.received)
         self._unpack[key.kind](key, header, buffer)
+        if self._link.log is not None and key.kind != wire.OPEN:
+            action = Action(key.stage, "RECV_F" if key.kind == wire.FORWARD else "RECV_B", key.microbatch)
+            self._link.log.add(action, self._link.peer, self._link.bytes_received - bytes_before, began)
         self.post_ahead()
 
     def _checked(self, buffer: Tensor, key: Key) -> Header:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.runtime.messages import MessageLog
 
 
 class LinkError(PipelineError):
@@ -53,6 +54,9 @@ class Link:
         timeout: Longest wait for one message.
 
     Attributes:
+        sent: Messages that left; `bytes_sent` their bytes.
+        received: Messages that arrived; `bytes_received` their bytes.
+        log: Where messages are written down; `None` while nobody records.
         peak_bytes: The most that buffers in flight and the posted one have taken.
     """
 
@@ -62,6 +66,8 @@ class Link:
         self.peer = peer
         self.sent = 0
         self.received = 0
+        self.bytes_sent = self.bytes_received = 0
+        self.log: MessageLog | None = None
         self.timeout = timeout
         self.peak_bytes = self._bytes = 0
         self._outgoing: dist.ProcessGroup | None = outgoing
@@ -90,6 +96,7 @@ class Link:
         except RuntimeError as error:
             raise self._explain(error) from None
         self.sent += 1
+        self.bytes_sent += buffer.numel()
         self._take_up(buffer.nbytes)
 
     def acknowledged(self, count: int) -> None:
@@ -145,6 +152,7 @@ class Link:
         self._posted = None
         self._bytes -= buffer.nbytes
         self.received += 1
+        self.bytes_received += buffer.numel()
         return buffer
 
     def _explain(self, error: RuntimeError) -> LinkError:
