@@ -7,7 +7,8 @@ from typing import Any
 import jsonargparse
 
 from lightning_pipeline.checkpoint.commands import consolidate, inspect, verify_folder
-from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.plan_command import plan
 
 COMMANDS: dict[str, Any] = {
     "checkpoint": {
@@ -15,19 +16,24 @@ COMMANDS: dict[str, Any] = {
         "consolidate": consolidate,
         "inspect": inspect,
         "verify": verify_folder,
-    }
+    },
+    "plan": plan,
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command. A checkpoint that is not whole ends the process with its message and exit code 1.
+    """Run a command. What we refuse ends the process with its message and exit code 1.
 
     Args:
         arguments: Default: the process's own.
     """
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        jsonargparse.auto_cli(COMMANDS, args=list(sys.argv[1:] if arguments is None else arguments))
-    except CheckpointError as error:
+        if given[:1] == ["plan"]:  # has a parser of its own, which reads configs of LightningCLI
+            plan(given[1:])
+        else:
+            jsonargparse.auto_cli(COMMANDS, args=given, prog="lightning-pipeline")
+    except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 
 

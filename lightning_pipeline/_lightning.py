@@ -40,7 +40,9 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 __all__ = [
     "around_epoch_start",
     "backend_of",
+    "before_fetch",
     "brings_checkpoint_io",
+    "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
     "evaluation_loop",
@@ -53,13 +55,16 @@ __all__ = [
     "loader_ran_ahead",
     "loader_states",
     "loader_states_to_load",
+    "logging_step",
     "make_launcher",
     "moves_batches_itself",
+    "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
     "set_device_mesh",
     "set_rank_zero",
+    "set_received_sigterm",
     "silence_sync_dist_advice",
     "syncs_batch_norm",
     "takes",
@@ -101,6 +106,41 @@ def set_rank_zero(global_rank: int) -> None:
     """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
     for guard in (rank_zero_only, fabric_rank_zero_only):
         vars(guard)["rank"] = global_rank
+
+
+def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]:
+    """Call `told` when SIGTERM arrives, in place of Lightning's broadcasts; returns what undoes it.
+
+    Lightning broadcasts in the handler, and again before every batch, where it ignores every exception.
+    Since 2.6. To be deleted when a strategy may bring its own handling.
+    """
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    names = ((connector, "_sigterm_notifier_fn"), (loop, "_broadcast_sigterm_tensor"))
+    for owner, name in names:
+        assert callable(getattr(owner, name, None)), (
+            f"Lightning has no {type(owner).__name__}.{name} any more"
+        )
+
+    def notified(signum: int, frame: Any) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        told()
+
+    connector._sigterm_notifier_fn = notified
+    loop._broadcast_sigterm_tensor = lambda: None
+
+    def undo() -> None:
+        for owner, name in names:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """The loops end at the next batch's end when this is set. Since 1.6."""
+    trainer._signal_connector.received_sigterm = True
 
 
 def evaluation_loop(trainer: Trainer) -> Any:
@@ -162,6 +202,31 @@ def around_epoch_start(
     given: Any = loop
     given.on_run_start = on_run_start
     return lambda: vars(loop).pop("on_run_start", None) and None
+
+
+def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call something each time the training loop turns to its loader; gives the undoing. Since 2.0.
+
+    What a loop spends on loading can be told by no public hook: those around it are its batches' own.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._on_before_fetch
+
+    def on_before_fetch() -> None:
+        call()
+        original()
+
+    loop._on_before_fetch = on_before_fetch  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop._on_before_fetch = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def loader_states(loop: Any) -> list[Any]:
@@ -226,3 +291,11 @@ def brings_checkpoint_io(strategy: Any) -> bool:
 def configured_to_log_graph(logger: Any) -> bool:
     """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
     return bool(getattr(logger, "_log_graph", False))
+
+
+def claim_cpu(module: LightningModule) -> None:
+    """Let a module that was built on the meta device say that it is on the CPU. Since 2.0."""
+    for part in module.modules():
+        device = vars(part).get("_device")
+        if isinstance(device, torch.device) and device.type == "meta":
+            vars(part)["_device"] = torch.device("cpu")

@@ -1,6 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
+from lightning_pipeline.outofmemory import watch_memory
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
@@ -30,7 +31,7 @@ from lightning_pipeline.runtime.gradients import average_gradients, sum_gradient
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.sharing import Outlet
+from lightning_pipeline.sharing import Outlet, agreed
 from lightning_pipeline.split import SplitModel, StageTable
 from lightning_pipeline.splitting import (
     Cut,
@@ -41,7 +42,7 @@ from lightning_pipeline.splitting import (
     seed_of_run,
     split_module,
 )
-from lightning_pipeline.step import Plans, StepRunner, split_arguments
+from lightning_pipeline.step import Plans, StepRunner, split_arguments, trains_batch_norm
 from lightning_pipeline.summary import summarize_before_split
 from lightning_pipeline.together import KeepTogether
 
@@ -80,6 +81,8 @@ class Pipeline:
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._failed = self._is_split = False
+        self._at_least = 1
+        self._together: KeepTogether | None = None
 
     def _outlet(self, rank: int) -> Outlet:
         group = self.groups.pipeline if len(self._ranks) > 1 else None
@@ -101,6 +104,8 @@ class Pipeline:
         self.order = [name for name, _ in self._module.named_parameters()]
         together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
         together.equal_random_states()
+        self._undo.append(together.watch_sigterm(trainer))
+        self._together = together
         first = first_arguments(trainer)
         if trainer.training:
             self._undo.append(self.position.install())
@@ -133,10 +138,11 @@ class Pipeline:
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":
             return self._settings.num_microbatches
+        self._at_least = 1 + trains_batch_norm(self._module)
 
         def choose() -> int:
             size = split_arguments(self._module, args, 1).batch_size
-            number = self._plans.choose_number(size)
+            number = self._plans.choose_number(size, at_least=self._at_least)
             rank_zero_info(
                 f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
             )
@@ -161,16 +167,13 @@ class Pipeline:
         self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
-            self._module,
-            self.split,
-            self.executor,
-            self._plans,
-            reports,
-            recorder,
-            metrics,
+            self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica,
+        )  # fmt: skip
+        self._runner.num_microbatches, self._runner.at_least = number, self._at_least
+        self.memory = watch_memory(
+            self._trainer, self.split, self.executor, self._runner, self._plans, self._set_aside
         )
-        self._runner.num_microbatches = number
         if isinstance(self._settings.schedule, Auto):
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
@@ -189,29 +192,9 @@ class Pipeline:
                 source = self._ranks[self._placement.rank_of(shared.stages[0])]
                 dist.broadcast(shared.parameter.detach(), src=source, group=group)
 
-    def agreed(self, work: Any) -> Any:
-        """Do local work on every rank; when one fails, all raise.
-
-        Args:
-            work: Without arguments and without communication.
-
-        Raises:
-            StageFailedError: Where the work went well but not on another rank.
-        """
-        result, failure = None, None
-        try:
-            result = work()
-        except Exception as error:  # told to the others first, raised below
-            failure = error
-        texts: list[str | None] = [None] * self.groups.numbering.world_size
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
-        dist.all_gather_object(texts, own, group=self.groups.control)
-        if failure is not None:
-            raise failure
-        for rank, text in enumerate(texts):
-            if text is not None:
-                raise StageFailedError(f"rank {rank} failed while the module was split: {text}")
-        return result
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """Do local work on every rank of the world; when one fails, all raise. See `sharing.agreed`."""
+        return agreed(work, self.groups.control)
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters, buffers and metrics."""
@@ -345,13 +328,18 @@ class Pipeline:
             return tensor
         return _lightning.gather_over(tensor, group, sync_grads)
 
-    def decide(self, decision: bool, *, all_of: bool) -> bool:
-        """Whether all, or any, ranks of the world say so."""
-        vote = torch.tensor(int(decision), dtype=torch.int32)
-        dist.all_reduce(vote, dist.ReduceOp.MIN if all_of else dist.ReduceOp.MAX, group=self.groups.control)
-        return bool(vote)
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether any rank of the world raised it."""
+        votes = torch.tensor(flags, dtype=torch.uint8)
+        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.groups.control)
+        return [bool(vote) for vote in votes.tolist()]
 
     # The end
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether a SIGTERM ends all ranks at this batch: they still answer each other."""
+        return self._together is not None and self._together.ending
 
     def fail(self, exception: BaseException) -> None:
         """The run ends with an exception: tell the other ranks, so that none waits for this one.
@@ -359,6 +347,8 @@ class Pipeline:
         Args:
             exception: Gets a note when another rank failed first.
         """
+        if self.ends_together:
+            return
         self._failed = True
         alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
         if not alike:  # every rank raises these by itself

@@ -54,3 +54,29 @@ class Outlet:
         if kind == "failed":
             raise StageFailedError(f"rank {self.source} failed: {value}")
         return value
+
+
+def agreed(work: Callable[[], Any], group: dist.ProcessGroup) -> Any:
+    """Do local work on every rank; when one fails, all raise.
+
+    Args:
+        work: Without communication.
+        group: Of all ranks.
+
+    Raises:
+        StageFailedError: Where the work went well but not on another rank.
+    """
+    result, failure = None, None
+    try:
+        result = work()
+    except Exception as error:  # told to the others first, raised below
+        failure = error
+    texts: list[str | None] = [None] * group.size()
+    own = None if failure is None else f"{type(failure).__name__}: {failure}"
+    dist.all_gather_object(texts, own, group=group)
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise StageFailedError(f"rank {rank} failed while the module was split: {text}")
+    return result

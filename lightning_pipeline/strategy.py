@@ -22,9 +22,12 @@ from lightning_pipeline.answers import Answers
 from lightning_pipeline.checkpoint.hooks import CheckpointHooks
 from lightning_pipeline.checks import check_run
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.forecasting import Prospect
 from lightning_pipeline.layout import fit_to_devices
 from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
 from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.planning.assumptions import Assumptions
+from lightning_pipeline.planning.forecast import Forecast
 from lightning_pipeline.precision import with_global_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
@@ -104,6 +107,37 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
             strategy_registry.register(
                 cls.strategy_name, cls, description="Pipeline parallelism over all devices", stages="auto"
             )
+
+    # Before a run
+
+    def plan(
+        self,
+        module: LightningModule,
+        batch: Any,
+        *,
+        assumptions: Assumptions | None = None,
+        precision: str = "32-true",
+        measure: bool = False,
+    ) -> Forecast:
+        """Predict cut, memory, step and bubble, with this schedule and the others; nothing is started.
+
+        Args:
+            module: Whole, with its weights or on the meta device; it is left as it is.
+            batch: Of one replica, as a dataloader gives it.
+            assumptions: About speed, links and memory. Default: 100 TFLOP/s, 25 GB/s, no limit.
+            precision: As of the Trainer.
+            measure: Run each stage on this machine for its times; needs weights.
+
+        Returns:
+            The report; `str()` of it is the table.
+
+        Raises:
+            ConfigurationError: `stages="auto"`, or something the module lacks.
+            SplitError: The step cannot be cut.
+        """
+        prospect = Prospect(module, batch, precision=precision, measure=measure)
+        settings = self._settings
+        return prospect.forecast(settings, assumptions or Assumptions(), own=settings.schedule)
 
     # Where this rank is
 
@@ -330,7 +364,9 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks of the world."""
-        return decision if self._alone else self._running.decide(decision, all_of=all)
+        if self._alone:
+            return decision
+        return not self._running.any_of(not decision)[0] if all else self._running.any_of(decision)[0]
 
     # The end
 

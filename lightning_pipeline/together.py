@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.sharing import Outlet
 
@@ -14,8 +15,8 @@ from lightning_pipeline.sharing import Outlet
 class Ranks(Protocol):
     """What is asked of the other ranks."""
 
-    def decide(self, decision: bool, *, all_of: bool) -> bool:
-        """Whether all, or any, ranks of the world say so."""
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether any rank of the world raised it."""
         ...
 
     def gather(self, value: Any) -> list[Any]:
@@ -31,20 +32,41 @@ class KeepTogether(Callback):
     """Added by the strategy.
 
     `trainer.should_stop` is read per rank: one that stops alone leaves the others waiting, so that any
-    rank's flag becomes all ranks' after the same batch. And samplers draw their order from the random state
-    at the start of an epoch, which code for rank 0 only may have moved.
+    rank's flag becomes all ranks' after the same batch. So does a SIGTERM that reached one of them: Lightning
+    tells the others from inside the signal's handler, in the middle of a step, which hangs. And samplers draw
+    their order from the random state at the start of an epoch, which code for rank 0 only may have moved.
 
     Args:
         ranks: To ask.
         outlet: From the rank whose random states count to the others of its replica.
         epoch_starts: Called when an epoch does.
         ends: Called when training does; may raise.
+
+    Attributes:
+        ending: Whether all ranks are about to end because of a SIGTERM.
     """
 
     def __init__(
         self, ranks: Ranks, outlet: Outlet, epoch_starts: Callable[[], None], ends: Callable[[], None]
     ) -> None:
         self._ranks, self._outlet, self._epoch_starts, self._ends = ranks, outlet, epoch_starts, ends
+        self._told_to_end = False
+        self.ending = False
+
+    def watch_sigterm(self, trainer: Trainer) -> Callable[[], None]:
+        """From now on end the run at one batch of all ranks; in an evaluation, end this rank's at once.
+
+        Returns:
+            Undoes it.
+        """
+
+        def told() -> None:
+            if trainer.training:
+                self._told_to_end = True
+            else:
+                _lightning.set_received_sigterm(trainer)
+
+        return _lightning.on_sigterm(trainer, told)
 
     def equal_random_states(self) -> None:
         """Give all stages of a replica the same random states, where they differ."""
@@ -77,4 +99,7 @@ class KeepTogether(Callback):
         self._ends()
 
     def _stop_together(self, trainer: Trainer) -> None:
-        trainer.should_stop = self._ranks.decide(bool(trainer.should_stop), all_of=False)
+        stop, self.ending = self._ranks.any_of(bool(trainer.should_stop), self._told_to_end)
+        trainer.should_stop = stop
+        if self.ending:
+            _lightning.set_received_sigterm(trainer)

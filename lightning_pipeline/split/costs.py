@@ -26,7 +26,8 @@ def operation_cost(
 ) -> tuple[float, float]:
     """FLOPs of one operation, and its cost in equivalent FLOPs, memory traffic counted in.
 
-    A view costs nothing; an operation without a formula costs the bytes it reads and writes.
+    A view or a look at metadata costs nothing; an operation without a formula costs the bytes it reads and
+    writes.
     """
     packet = getattr(func, "overloadpacket", func)
     flops = 0.0
@@ -34,7 +35,7 @@ def operation_cost(
         flops = float(_OWN_FORMULAS[packet](*args, **kwargs))
     elif packet in flop_registry:
         flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
-    if getattr(func, "is_view", False):
+    if getattr(func, "is_view", False) or getattr(func, "namespace", "") == "prim":  # asks for metadata
         return flops, flops
     moved = sum(t.numel() * t.element_size() for t in _flat(args)) + sum(
         t.numel() * t.element_size() for t in _flat((result,))

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.meta import weights_needed
 from lightning_pipeline.split.placeholder import is_placeholder, storage_key, user_line, written_tensors
 from lightning_pipeline.split.structure import TensorSpec, map_tensors, tensors_in
 from lightning_pipeline.split.tags import Tag, TagStore
@@ -58,7 +59,8 @@ class Glue:
                 self._tracer.root,
             )
         poisoned = any(map(self.is_poisoned, operands))
-        faked = poisoned or any(map(is_placeholder, operands))
+        empty = poisoned or any(map(is_placeholder, operands))
+        faked = poisoned or any(map(self._is_foreign, operands))
         tags = self._tracer.tags.union(operands)
         written = list(written_tensors(func, args, kwargs))
         if poisoned:
@@ -67,17 +69,28 @@ class Glue:
         if func._schema.name in SCALAR_READS:
             if faked:
                 return self._scalar(func, operands)
+            if empty:
+                raise weights_needed(tags, self._tracer.root)
             self._tracer.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
         result = func(*args, **kwargs)
-        for tensor in operands_of((result,), {}):
+        results = list(operands_of((result,), {}))
+        for tensor in results:
             self._tracer.tags.add(tensor, tags)
-            if faked and not any(tensor is operand for operand in operands):
+            if empty and not any(tensor is operand for operand in operands):
                 self._tracer.made.append(weakref.ref(tensor))
         for tensor in written:
-            self._note_write(tensor, tags, faked)
+            self._note_write(tensor, tags, empty)
+        self._tracer.keeping.operation_in_glue(results)
         return result
 
-    def _note_write(self, tensor: Tensor, tags: frozenset[Tag], faked: bool) -> None:
+    def _is_foreign(self, tensor: Tensor) -> bool:
+        """Whether its values are computed by units, so that some stages do not know them."""
+        if not is_placeholder(tensor):
+            return False
+        tags = self._tracer.tags.of(tensor)
+        return not self._tracer.weightless or not tags or any(t.kind not in ("state", "batch") for t in tags)
+
+    def _note_write(self, tensor: Tensor, tags: frozenset[Tag], empty: bool) -> None:
         tracer = self._tracer
         for tag in tracer.shared.of(tensor):
             unit = tracer.patches.units[tracer.trace.calls[tag.call].unit].name
@@ -91,7 +104,7 @@ class Glue:
         self._tracer.tags.add(tensor, tags)
         if storage_key(tensor) in self._poisoned_by:
             self._tracer.tags.add(self._poisoned_by[storage_key(tensor)], tags)
-        if faked and not is_placeholder(tensor):
+        if empty and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
 
     def _note_states(self, written: list[Tensor], faked: bool) -> None:
@@ -177,7 +190,7 @@ class GlueOperations(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._tracer.inside is not None:
+        if self._tracer.inside is not None or self._tracer.keeping.is_packing:
             return func(*args, **(kwargs or {}))
         return self._tracer.glue.operation(func, args, kwargs or {})
 

@@ -58,10 +58,10 @@ class Partition:
 
     def table(self) -> StageTable:
         """The stages as a table that prints."""
-        costs = _unit_costs(self.trace)
+        costs = unit_costs(self.trace)
         total = sum(costs) or 1.0
         messages = self.liveness().messages
-        sizes = _value_sizes(self.trace)
+        sizes = value_sizes(self.trace)
         rows = []
         for stage in range(self.num_stages):
             units = self.units_of(stage)
@@ -82,6 +82,11 @@ class Partition:
         """The same with the parameters of each stage counted, which is done while the module is whole."""
         counts = [_distinct_parameters(self.trace, self.units_of(stage)) for stage in range(self.num_stages)]
         return replace(self, num_parameters=tuple(counts))
+
+    def first_units(self) -> list[str]:
+        """The first unit of each stage but the first: `partition=` for this cut."""
+        starts = self.bounds[1:-1]
+        return [self.trace.units[self.atoms[start].units[0]].name for start in starts]
 
     def _reason(self, stage: int) -> str:
         atom = self.atoms[self.bounds[stage]]
@@ -123,7 +128,7 @@ def _choose(trace: Trace, atoms: tuple[Atom, ...], num_stages: int, how: str | S
         raise PartitionError(
             f"partition={how!r} is not known: use 'auto', 'uniform', 'parameters' or a list of units"
         )
-    costs = _unit_costs(trace)
+    costs = unit_costs(trace)
     weights = [sum(costs[unit] for unit in atom.units) for atom in atoms]
     return Partition(
         trace, atoms, _balance(trace, atoms, weights, num_stages), "least cost of the slowest stage"
@@ -227,12 +232,13 @@ def _cut_bytes(trace: Trace, atoms: Sequence[Atom]) -> list[float]:
     for position, atom in enumerate(atoms):
         for unit in atom.units:
             stage_of[unit] = position
-    sizes = _value_sizes(trace)
+    sizes = value_sizes(trace)
     messages = liveness_of(trace, stage_of, len(atoms)).messages
     return [float(sum(sizes[key] for key in keys)) for keys in messages]
 
 
-def _value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
+def value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
+    """Bytes of every output tensor of a unit, by unit, which call of it, and which tensor."""
     return {
         (call.unit, call.nth, leaf): spec.num_bytes
         for call in trace.calls
@@ -240,7 +246,7 @@ def _value_sizes(trace: Trace) -> dict[tuple[int, int, int], int]:
     }
 
 
-def _unit_costs(trace: Trace) -> list[float]:
+def unit_costs(trace: Trace) -> list[float]:
     """Forward and backward of each unit in equivalent FLOPs; a frozen one's backward is cheaper."""
     costs = [0.0] * len(trace.units)
     for call in trace.calls:

@@ -76,6 +76,7 @@ class Replay:
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
         self._poison = Poison(program.mode, self._poisoned_read)
+        self.remembered = program.remembered
         self._specs = program.read_table(incoming.table if incoming is not None else ())
         self.functions = _GlueFunctions(self)
         self.replayed = Replayed(None, None, [])
@@ -110,6 +111,12 @@ class Replay:
         self.replayed.result = result
         self.replayed.outgoing = None if self._program.is_last else self._outgoing(result)
         return self.replayed
+
+    def close(self) -> None:
+        """Let go of all values. This object is part of a circle, which is collected some time later."""
+        self._received.clear()
+        self._raw.clear()
+        self.replayed = Replayed(None, None, [])
 
     def _explain(self, error: Exception) -> None:
         if self._error is not None and error is not self._error:
@@ -254,6 +261,7 @@ class Replay:
         if func._schema.name in ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero"):
             raise self._refuse("a value of another stage is used in control flow, or read as a number")
         for tensor in written_tensors(func, args, kwargs):
+            self.remembered.writes(tensor)
             if not is_placeholder(tensor):
                 self._poison.add(tensor)
         return run()
@@ -308,8 +316,10 @@ class _GlueFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in RANDOM_FUNCTIONS:
             self._replay.draw(kwargs.get("generator"))
+            result = func(*args, **kwargs)
         elif func is Tensor.register_hook and self._replay.is_handed(args[0]):
             return _NoHandle()
-        result = func(*args, **kwargs)
+        else:
+            result = self._replay.remembered.call(func, args, kwargs)
         self._replay.guard()
         return result

@@ -1,5 +1,6 @@
 """The table of stages that `describe()` prints."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -38,31 +39,50 @@ class StageTable:
         body = [
             (
                 str(row.stage),
-                _units(row.units),
+                units_text(row.units),
                 f"{row.num_parameters:,}",
                 f"{row.cost_share:.1%}",
-                f"{_size(row.message_bytes)} in {row.message_tensors}" if row.stage else "-",
+                f"{size_text(row.message_bytes)} in {row.message_tensors}" if row.stage else "-",
                 row.reason,
             )
             for row in self.rows
         ]
-        widths = [max(len(line[i]) for line in (head, *body)) for i in range(len(head))]
-        right = (True, False, True, True, True, False)
-
-        def render(line: tuple[str, ...]) -> str:
-            cells = [c.rjust(w) if r else c.ljust(w) for c, w, r in zip(line, widths, right, strict=True)]
-            return "  ".join(cells).rstrip()
-
-        return "\n".join([render(head), "  ".join("-" * width for width in widths), *map(render, body)])
+        return text_table(head, body, left=("units", "cut because"))
 
 
-def _units(names: tuple[str, ...]) -> str:
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, left: Sequence[str] = ()) -> str:
+    """Columns of text under their names.
+
+    Args:
+        head: Names of the columns.
+        rows: Cells, as many as there are names.
+        left: Columns that begin at the left; the others, such as numbers, end at the right.
+
+    Example:
+        >>> print(text_table(["name", "count"], [["a", "9"], ["b", "10"]], left=["name"]))
+        name  count
+        ----  -----
+        a         9
+        b        10
+    """
+    widths = [max(len(line[column]) for line in (head, *rows)) for column in range(len(head))]
+
+    def render(line: Sequence[str]) -> str:
+        cells = zip(line, widths, head, strict=True)
+        return "  ".join(c.ljust(w) if name in left else c.rjust(w) for c, w, name in cells).rstrip()
+
+    return "\n".join([render(head), "  ".join("-" * width for width in widths), *map(render, rows)])
+
+
+def units_text(names: tuple[str, ...]) -> str:
+    """The units of a stage in a few words."""
     if len(names) <= 2:
         return ", ".join(names)
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: float) -> str:
+    """A size with its unit."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:

@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.generators import Generators
+from lightning_pipeline.split.meta import StandIns
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode, user_line
 from lightning_pipeline.split.state import ModuleState, forget_placeholders, random_state_kept
@@ -31,7 +32,11 @@ class Call:
         specs: Its output tensors.
         flops: Floating-point operations of the forward.
         cost: Equivalent FLOPs of the forward, memory traffic counted in.
-        activation_bytes: What autograd keeps for the backward, parameters apart.
+        saved: Numbers of the pieces of memory that autograd keeps for the backward; parameters, buffers and
+            the batch apart. `Trace.sizes` has their bytes.
+        deferred: Those that a split backward keeps until W.
+        deferred_gradients: Bytes of gradients that it keeps beside them.
+        activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
     """
 
     index: int
@@ -42,6 +47,9 @@ class Call:
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
     cost: float = 0.0
+    saved: set[int] = field(default_factory=set)
+    deferred: set[int] = field(default_factory=set)
+    deferred_gradients: int = 0
     activation_bytes: int = 0
 
 
@@ -64,6 +72,9 @@ class Trace:
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
         host_random: Whether a unit draws from numpy's or Python's random state.
+        result: What the returned value depends on, a part of `tail`.
+        sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
+        handed: Number of the memory behind each value (call, leaf).
     """
 
     step: str
@@ -80,6 +91,9 @@ class Trace:
     checkpointed: bool = False
     writes_batch: bool = False
     host_random: bool = False
+    result: set[Tag] = field(default_factory=set)
+    sizes: dict[int, int] = field(default_factory=dict)
+    handed: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
@@ -103,7 +117,7 @@ def trace_step(
     restored.
 
     Args:
-        root: The LightningModule.
+        root: The LightningModule, with its weights or on the meta device.
         step: Name of its method.
         args: Its arguments: the micro-batch, its index, and so on.
         kwargs: Its keyword arguments.
@@ -125,12 +139,15 @@ def trace_step(
     saved = ModuleState(root)
     if own_patches:
         patches.install()
-    tracer = Tracer(root, step, patches, mode, sinks)
+    tracer = None
     try:
+        weightless = StandIns(mode).put_into(root)
+        tracer = Tracer(root, step, patches, mode, sinks, weightless)
         with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
-        tracer.close()
+        if tracer is not None:
+            tracer.close()
         saved.restore()
         if own_patches:
             patches.remove()

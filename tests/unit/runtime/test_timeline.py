@@ -53,3 +53,15 @@ def test_an_action_costs_a_few_microseconds() -> None:
     for _ in range(1000):
         record(timeline, 3)
     assert (time.process_time() - begin) / 3000 < 10e-6
+
+
+def test_a_recording_that_is_kept_stays_as_it_is() -> None:
+    timeline = Timeline()
+    record(timeline, 3)
+    timeline.finish()
+    kept = timeline.last
+    events = list(kept)
+    record(timeline, 1)
+    assert list(kept) == events
+    assert (kept.number, timeline.last.number) == (0, 1)
+    assert list(kept) == events, "reading does not use it up"

@@ -1,0 +1,77 @@
+"""What each rank of a plan would hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_pipeline.planning.assumptions import Assumptions
+from lightning_pipeline.planning.profile import StageProfile, State
+from lightning_pipeline.schedules import Simulation
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: Of its stages; what several of them share counts once.
+        gradients: As large as the trained parameters.
+        optimizer: What the optimizer keeps.
+        buffers: Of the module.
+        activations: The most that is held for backwards.
+        messages: One value and one gradient, in and out.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def memory_of(
+    simulation: Simulation, stages: Sequence[StageProfile], assumptions: Assumptions
+) -> tuple[RankMemory, ...]:
+    """By rank, with activations at their peak.
+
+    Args:
+        simulation: Of the plan, with activations in bytes.
+        stages: Of the same partition.
+        assumptions: For the optimizer.
+    """
+    plan = simulation.plan
+    ends = [*(stage.message_bytes for stage in stages), 0]  # the last stage sends nothing
+    return tuple(
+        _rank(
+            [stages[stage] for stage in plan.stages_of(rank)],
+            peak,
+            2.0 * max((ends[stage] + ends[stage + 1] for stage in plan.stages_of(rank)), default=0.0),
+            assumptions,
+        )
+        for rank, peak in enumerate(simulation.peak_memory)
+    )
+
+
+def alone(stages: Sequence[StageProfile], assumptions: Assumptions) -> RankMemory:
+    """On one device that runs the micro-batches one after another."""
+    return _rank(stages, sum(stage.activation_bytes for stage in stages), 0.0, assumptions)
+
+
+def _rank(
+    stages: Sequence[StageProfile], activations: float, messages: float, assumptions: Assumptions
+) -> RankMemory:
+    states: dict[str, State] = {state.name: state for stage in stages for state in stage.states}
+    trained = sum(state.num_bytes for state in states.values() if state.is_parameter and state.trained)
+    return RankMemory(
+        parameters=sum(state.num_bytes for state in states.values() if state.is_parameter),
+        gradients=trained,
+        optimizer=assumptions.optimizer_copies * trained,
+        buffers=sum(state.num_bytes for state in states.values() if not state.is_parameter),
+        activations=activations,
+        messages=messages,
+    )

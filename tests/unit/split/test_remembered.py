@@ -1,0 +1,92 @@
+"""What glue makes of placeholders serves again in the next micro-batch, unless glue changes it in place."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipeline.split.placeholder import PlaceholderMode
+from lightning_pipeline.split.remembered import Remembered
+from lightning_pipeline.split.structure import TensorSpec
+from tests.unit.split.nets import Net, assert_works, batch_of
+
+
+@pytest.fixture
+def placeholder() -> Tensor:
+    return PlaceholderMode().make(TensorSpec((2, 3), (3, 1), torch.float32, "cpu", True))
+
+
+def remembering(*placeholders: Tensor) -> Remembered:
+    remembered = Remembered()
+    for tensor in placeholders:
+        remembered.keep(tensor)
+    return remembered
+
+
+def test_the_same_function_of_the_same_placeholders_gives_the_same_placeholder(placeholder: Tensor) -> None:
+    call = remembering(placeholder).call
+    total = call(torch.add, (placeholder, placeholder), {})
+    assert call(torch.add, (placeholder, placeholder), {}) is total
+    assert call(Tensor.view, (total, 3, 2), {}) is call(Tensor.view, (total, 3, 2), {})
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (lambda call, p: call(torch.mul, (p, 1), {}), lambda call, p: call(torch.mul, (p, 2), {})),
+        (
+            lambda call, p: call(torch.sum, (p,), {"dim": 1}),
+            lambda call, p: call(torch.sum, (p,), {"dim": 0}),
+        ),
+        (lambda call, p: call(torch.add, (p, 1), {}), lambda call, p: call(torch.sub, (p, 1), {})),
+    ],
+)
+def test_other_arguments_give_another(
+    placeholder: Tensor, first: Callable[..., Any], second: Callable[..., Any]
+) -> None:
+    call = remembering(placeholder).call
+    assert first(call, placeholder) is not second(call, placeholder)
+
+
+def test_a_type_that_equals_another_gives_another() -> None:
+    whole = PlaceholderMode().make(TensorSpec((2,), (1,), torch.int64, "cpu", False))
+    call = remembering(whole).call
+    assert call(torch.mul, (whole, 1), {}).dtype == torch.int64
+    assert call(torch.mul, (whole, 1.0), {}).dtype == torch.float32
+
+
+def test_gradients_on_or_off_give_another(placeholder: Tensor) -> None:
+    call = remembering(placeholder).call
+    with torch.no_grad():
+        assert not call(torch.exp, (placeholder,), {}).requires_grad
+    assert call(torch.exp, (placeholder,), {}).requires_grad
+
+
+def test_what_is_not_known_is_computed_anew(placeholder: Tensor) -> None:
+    call = remembering().call
+    assert call(torch.exp, (placeholder,), {}) is not call(torch.exp, (placeholder,), {})
+
+
+def test_a_change_of_the_shape_in_place_ends_it(placeholder: Tensor) -> None:
+    call = remembering(placeholder).call
+    total = call(torch.exp, (placeholder,), {})
+    call(Tensor.unsqueeze_, (total, 0), {})
+    assert call(torch.exp, (placeholder,), {}).shape == (2, 3)
+
+
+class InPlaceOnGlue(Net):
+    """Glue that a later stage sees as placeholders, changed in place, in its shape too."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            wide = h + 1
+            wide.unsqueeze_(0).mul_(2)
+            h = wide.squeeze(0)
+        return h
+
+
+def test_gradients_stay_right_where_glue_writes_into_its_results() -> None:
+    assert_works(InPlaceOnGlue, batch_of(6), num_microbatches=3, steps=2)
