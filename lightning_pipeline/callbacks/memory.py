@@ -12,6 +12,7 @@ from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
 from lightning_pipeline.split import Held, size_text, text_table
 
 _GIB = 2.0**30
+_UNCOUNTED = 49  # batches at least between two in which activations are counted, unless asked for
 
 
 class StageMemoryMonitor(Callback):
@@ -25,18 +26,19 @@ class StageMemoryMonitor(Callback):
     GPU and the process' largest resident set on CPU, libraries and data included; with several stages also
     their `activations_gib` and `activations_planned_gib` together. A table closes `fit`.
 
-    Activations are counted through the tensors that autograd saves, in the first step and in the steps that
-    are logged; other steps are left alone. Parameters, buffers and the batch do not count as activations.
+    Activations are counted through the tensors that autograd saves. That takes about a tenth of a step on
+    CPU, so it is done in the first step and in some of those that are logged; other steps are left alone and
+    log what was counted last. Parameters, buffers and the batch do not count as activations.
 
     Args:
-        every_n_steps: Batches between two measurements that are logged. Default: the Trainer's
-            `log_every_n_steps`.
+        every_n_steps: Batches between two measurements that are logged, with activations counted in each.
+            Default: the Trainer's `log_every_n_steps`, and activations counted every 50 batches or more.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
         self.every_n_steps = every_n_steps
         self._names: list[str] = []
-        self._batches = 0
+        self._batches = self._counted = 0
 
     def _is_logged(self, trainer: Trainer, batches: int) -> bool:
         return batches % (self.every_n_steps or logged_every(trainer)) == 0
@@ -44,7 +46,7 @@ class StageMemoryMonitor(Callback):
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        self._batches = 0
+        self._batches = self._counted = 0
         self._names = stage_names([list(stages) for stages in run.gather_from_pipeline(run.stages_here)])
         run.memory.reset_peak()
 
@@ -52,7 +54,11 @@ class StageMemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._batches == 0 or self._is_logged(trainer, self._batches + 1):
+        if self._batches == 0 or (
+            self._is_logged(trainer, self._batches + 1)
+            and (self.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
+        ):
+            self._counted = self._batches
             run_of(trainer, self).memory.count_next()
 
     @override
@@ -63,8 +69,8 @@ class StageMemoryMonitor(Callback):
         if not self._is_logged(trainer, self._batches) or trainer.barebones:
             return
         run = run_of(trainer, self)
-        found = _logged(run.gather_from_pipeline(run.memory.measure()), self._names)
-        publish(trainer, self, {f"pipeline/{key}": float(value) for key, value in found})
+        logged = _logged(run.gather_from_pipeline(run.memory.measure()), self._names)
+        publish(trainer, self, {f"pipeline/{key}": float(value) for key, value in logged})
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_pipeline.split.placeholder import is_placeholder
 Place = tuple[int, int]  # stage and micro-batch
 Pack = Callable[[Tensor], Any]
 Unpack = Callable[[Any], Tensor]
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True)
@@ -64,6 +65,8 @@ class Peaks:
 
 def storages_of(tensor: Tensor) -> list[UntypedStorage]:
     """The memory behind a tensor: one piece, or those of the tensors that it wraps."""
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided:
+        return [tensor.untyped_storage()]
     wrapper: Any = tensor
     if is_traceable_wrapper_subclass(wrapper):
         names, _ = wrapper.__tensor_flatten__()
@@ -98,6 +101,7 @@ class SavedCount:
         self._apart = {storage._cdata for tensor in apart for storage in storages_of(tensor)}
         self._records: dict[Place, dict[int, tuple[StorageWeakRef, int]]] = {}
         self._known: set[int] = set()
+        self._now: dict[int, Held] = defaultdict(Held)
         self._open: set[Place] = set()
         self._touched: set[Place] = set()
 
@@ -109,6 +113,7 @@ class SavedCount:
         self.settle()
         place = stage, microbatch
         self._open.add(place)
+        self._now[stage].microbatches += 1
         if any(tensor.requires_grad for tensor in received):
             self._note_received(place, received)
         with counting_hooks(lambda tensor: self._note(place, tensor)):
@@ -126,8 +131,11 @@ class SavedCount:
 
     def done(self, stage: int, microbatch: int) -> None:
         """The micro-batch's backward is complete."""
-        self._open.discard((stage, microbatch))
-        self._touched.add((stage, microbatch))
+        place = stage, microbatch
+        if place in self._open:
+            self._open.remove(place)
+            self._now[stage].microbatches -= 1
+        self._touched.add(place)
 
     def _note_received(self, place: Place, tensors: Sequence[Tensor]) -> None:
         """Count messages by their tensors: what lies between them in the buffer is not activations."""
@@ -149,6 +157,7 @@ class SavedCount:
         if key not in self._known and key not in self._apart:
             self._known.add(key)
             self._records.setdefault(place, {})[key] = (StorageWeakRef(storage), num_bytes)
+            self._now[place[0]].num_bytes += num_bytes
             self._touched.add(place)
 
     # ---- what is held
@@ -157,28 +166,21 @@ class SavedCount:
         """Forget what is gone, before the next action: locals of the one before are gone, too."""
         for place in list(self._touched):
             record = self._records.get(place, {})
-            for key in [key for key, (reference, _) in record.items() if reference.expired()]:
+            gone = [(key, size) for key, (reference, size) in record.items() if reference.expired()]
+            for key, size in gone:
                 del record[key]
-                self._known.discard(key)
+                self._known.remove(key)
+                self._now[place[0]].num_bytes -= size
             if place in self._open:
                 self._touched.discard(place)
             elif not record:  # else someone still holds it: look again
                 self._touched.discard(place)
                 self._records.pop(place, None)
-        self._note_peaks()
-
-    def _note_peaks(self) -> None:
-        now = self.held()
-        self.peaks.rise_to(Peaks(now, Held.together(now.values())))
+        self.peaks.rise_to(Peaks(self._now, Held.together(self._now.values())))
 
     def held(self) -> dict[int, Held]:
-        """What each stage holds now."""
-        now: dict[int, Held] = defaultdict(Held)
-        for (stage, _), record in self._records.items():
-            now[stage].num_bytes += sum(size for _, size in record.values())
-        for stage, _ in self._open:
-            now[stage].microbatches += 1
-        return now
+        """What each stage holds now; a stage that holds nothing may be left out."""
+        return {stage: replace(held) for stage, held in self._now.items() if held != Held()}
 
 
 @contextmanager
@@ -205,7 +207,8 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:
-    return tensor.detach(), tensor._version  # itself would close a circle: an output saved by its own graph
+    kept = tensor if tensor.is_leaf else tensor.detach()  # else an output would be saved by its own graph
+    return kept, tensor._version
 
 
 def _unpack(packed: tuple[Tensor, int]) -> Tensor:

@@ -78,10 +78,9 @@ def saving_every(folder: str, steps: int) -> ModelCheckpoint:
     return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=steps, save_top_k=-1)
 
 
-def fit_and_save(pipeline: dict[str, Any], folder: str, steps: int, every: int) -> dict[str, Any]:
-    return fit_noisy(
-        pipeline, max_steps=steps, enable_checkpointing=True, callbacks=[saving_every(folder, every)]
-    )
+def fit_and_save(pipeline: dict[str, Any], folder: str, steps: int, *every: int) -> dict[str, Any]:
+    savers = [saving_every(folder, number) for number in every]
+    return fit_noisy(pipeline, max_steps=steps, enable_checkpointing=True, callbacks=savers)
 
 
 def fit_resumed(pipeline: dict[str, Any] | None, path: str, steps: int) -> dict[str, Any]:

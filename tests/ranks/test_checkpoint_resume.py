@@ -13,22 +13,26 @@ from tests.ranks.checkpoint_cases import assert_equal, fit_and_save, fit_resumed
 Ranks = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("saved_at", [10, 7], ids=["at an epoch's end", "in its middle"])
+AN_EPOCH, MIDDLE = 10, 7
+
+
 @pytest.mark.parametrize("pipeline", [
     {"stages": 1, "num_microbatches": 2},
     {"stages": 2, "num_microbatches": 2},
     {"stages": 2, "num_microbatches": 2, "data_parallel_size": 2},
     {"stages": 4, "num_microbatches": 2},
 ], ids=str)  # fmt: skip
-def test_resume_is_exact(ranks: Ranks, tmp_path: Path, pipeline: dict[str, Any], saved_at: int) -> None:
-    pool = ranks(pipeline["stages"] * pipeline.get("data_parallel_size", 1))
-    straight = pool(fit_and_save, pipeline, str(tmp_path), 20, saved_at)
-    for found, expected in zip(
-        pool(fit_resumed, pipeline, str(tmp_path / f"step={saved_at}.ckpt"), 20), straight, strict=True
-    ):
-        assert len(found["steps"]) == 20 - saved_at
-        assert_equal(found, expected)
-    assert all(name.endswith(".ckpt") for name in names_in(tmp_path))
+def test_resume_at_an_epochs_end_and_in_its_middle_is_exact(
+    ranks: Ranks, tmp_path: Path, pipeline: dict[str, Any]
+) -> None:
+    pool = ranks(ranks_of(pipeline))
+    straight = pool(fit_and_save, pipeline, str(tmp_path), 20, AN_EPOCH, MIDDLE)
+    for step in (AN_EPOCH, MIDDLE):
+        resumed = pool(fit_resumed, pipeline, str(tmp_path / f"step={step}.ckpt"), 20)
+        for found, expected in zip(resumed, straight, strict=True):
+            assert len(found["steps"]) == 20 - step
+            assert_equal(found, expected)
+    assert names_in(tmp_path) == ["step=10.ckpt", "step=14.ckpt", "step=20.ckpt", "step=7.ckpt"]
 
 
 def load_only(pipeline: dict[str, Any], path: str, save_to: str) -> dict[str, Any]:

@@ -116,6 +116,32 @@ def test_the_demo_holds_what_was_foreseen(ranks: Ranks, schedule: str, options: 
         assert logged[f"{name}/activations_gib"] == pytest.approx(planned, rel=0.002), name
 
 
+class Counted(pl.Callback):
+    """How many steps were counted."""
+
+    def __init__(self) -> None:
+        self.counts: list[Any] = []
+
+    def on_train_batch_end(self, run: pl.Trainer, *_: Any) -> None:
+        count = run.strategy.memory.split.count  # type: ignore[attr-defined]
+        if not any(count is known for known in self.counts):
+            self.counts.append(count)
+
+
+def fit_counting(every: int | None) -> int:
+    counted = Counted()
+    callbacks = [StageMemoryMonitor(every), counted]
+    trainer({"stages": 2, "num_microbatches": 2}, callbacks=callbacks, max_epochs=19).fit(
+        Regression(), loader()
+    )
+    return len(counted.counts)
+
+
+@pytest.mark.parametrize(("every", "steps"), [(None, 2), (19, 4)])
+def test_only_chosen_steps_are_counted(ranks: Ranks, every: int | None, steps: int) -> None:
+    assert ranks(2)(fit_counting, every) == [steps] * 2  # of 57; the first is always counted
+
+
 class Lines(logging.Handler):
     """Keeps what is logged."""
 

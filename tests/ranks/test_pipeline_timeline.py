@@ -16,6 +16,7 @@ from lightning_pipeline.callbacks import PipelineTimeline
 from lightning_pipeline.schedules import get_schedule
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
+from tests.trace_processor import look
 
 Ranks = Callable[[int], Pool]
 PIPELINE = {"stages": 2, "num_microbatches": 4}
@@ -51,9 +52,7 @@ def actions(schedule: str, ranks: int, microbatches: int) -> Counter[str]:
 def test_a_trace_and_a_picture_show_every_action_of_every_rank(
     ranks: Ranks, tmp_path: Path, schedule: str
 ) -> None:
-    first, second = ranks(2)(
-        fit, {**PIPELINE, "schedule": schedule, "stages": 2}, {"default_root_dir": tmp_path}
-    )
+    first, second = ranks(2)(fit, {**PIPELINE, "schedule": schedule}, {"default_root_dir": tmp_path})
     # Two epochs of three batches: the last of this short fit is recorded, and rank 0 alone writes.
     assert [Path(path).name for path in first[0]] == ["timeline-5.json", "timeline-5.svg"]
     assert second[0] == []
@@ -63,6 +62,18 @@ def test_a_trace_and_a_picture_show_every_action_of_every_rank(
     drawn = ElementTree.parse(tmp_path / "timeline-5.svg").getroot()
     hints = [title.text or "" for box in drawn.iter(f"{SVG}rect") for title in box.iter(f"{SVG}title")]
     assert Counter(hint.split(":")[0] for hint in hints) == expected + expected  # planned and measured
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
+def test_perfetto_finds_every_action_of_a_run_once(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
+    ranks(2)(fit, {**PIPELINE, "schedule": schedule}, {"default_root_dir": tmp_path})
+    seen = look(tmp_path / "timeline-5.json")
+    assert Counter(row.name for row in seen.slices if row.track == "compute") == actions(schedule, 2, 4)
+    assert seen.errors == []
+    assert set(seen.arrows.values()) == {1}
+    messages = [pair for pair in seen.arrows if "_" in pair[0]]
+    assert sorted(pair[0] for pair in messages) == sorted(r.name for r in seen.slices if r.track == "send")
+    assert sorted(pair[1] for pair in messages) == sorted(r.name for r in seen.slices if r.track == "receive")
 
 
 def test_messages_have_bytes_and_arrows(ranks: Ranks, tmp_path: Path) -> None:
