@@ -1,11 +1,13 @@
 """A rank's steps are collected; those of a device are read one step later."""
 
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from lightning_pipeline.callbacks.meter import Meter
+from lightning_pipeline.callbacks.shares import FIELDS
 from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.clock import StreamClock
 from lightning_pipeline.runtime.timeline import Timeline
@@ -94,3 +96,26 @@ def test_a_batch_without_a_step_counts_for_nothing() -> None:
     meter.begin_batch()
     meter.end_batch(None)
     assert meter.steps == 1
+
+
+class Ahead(Run):
+    """Another rank goes on for a second after each of this one's last actions."""
+
+    @staticmethod
+    def gather_numbers(values: list[float]) -> list[list[list[float]]]:
+        later = list(values)
+        later[FIELDS.index("last")] += 1e9
+        return [[list(values), later]]
+
+
+def test_the_drain_of_a_step_reaches_into_the_next_measurement() -> None:
+    run = Ahead(None)
+    meter = meter_of(run)
+    run.step(meter, 0)
+    assert meter.collect() is not None
+    time.sleep(0.05)
+    run.step(meter, 0)
+    measured = meter.collect()
+    assert measured is not None
+    assert measured.seconds[0]["waiting_drain"] >= 0.05
+    assert measured.seconds[0]["other"] < 0.02
