@@ -39,7 +39,7 @@ class StageProfile:
         stage: Its index.
         units: Names of its units.
         states: Parameters and buffers that it keeps, copies of tied ones too.
-        copies: Names of those that an earlier stage keeps as well.
+        copies: Names of the parameters that an earlier stage keeps as well.
         flops: Operations of a forward, without memory traffic.
         forward: Equivalent operations of a forward, memory traffic counted in.
         backward_input: The same of the input-gradient half of a backward.
@@ -82,7 +82,7 @@ def profile(root: nn.Module, partition: Partition) -> tuple[StageProfile, ...]:
             stage=stage,
             units=tuple(trace.units[unit].name for unit in partition.units_of(stage)),
             states=tuple(state for state in states if stage in needed[state.name]),
-            copies=frozenset(s.name for s in states if stage in needed[s.name][1:]),
+            copies=frozenset(s.name for s in states if s.is_parameter and stage in needed[s.name][1:]),
             message_bytes=sum(sizes[key] for key in messages[stage]),
             **_work(trace, [call for call in trace.calls if stage_of[call.unit] == stage]),
         )
