@@ -3,12 +3,10 @@
 `--stages 0` trains the same model on one device without the strategy. On CPU every stage is one process.
 """
 
-import dataclasses
 import shutil
 import time
 import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
 from gpt import GPT, StandardLibrary
@@ -17,9 +15,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer, seed_everythin
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
-from lightning_pipeline.schedules import Costs, Plan, draw_svg, get_schedule, simulate
-from lightning_pipeline.schedules.simulate import Timed
+from lightning_pipeline.callbacks import BubbleMonitor, PipelineTimeline, StageMemoryMonitor
 
 
 class ValidationHistory(Callback):
@@ -30,32 +26,6 @@ class ValidationHistory(Callback):
         if trainer.is_global_zero and not trainer.sanity_checking:
             loss = float(trainer.callback_metrics["val_loss"])
             print(f"\nstep {trainer.global_step}: validation loss {loss:.3f} nats per byte", flush=True)
-
-
-class TimelinePicture(Callback):
-    """Draws when each stage worked in the last step, as it was measured."""
-
-    def __init__(self, plan: Plan, path: Path) -> None:
-        self.plan, self.path = plan, path
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        """After the last step, collect every rank's times."""
-        if trainer.global_step == trainer.max_steps:
-            events = list(trainer.strategy.timeline)
-            numbers = [float(number) for event in events for number in (event.started, event.ended)]
-            per_rank = trainer.strategy.gather_from_pipeline(numbers)
-            if trainer.is_global_zero:
-                self.path.write_text(draw_svg(self._measured(per_rank)))
-
-    def _measured(self, per_rank: list[list[float]]) -> Any:
-        first, last = min(map(min, per_rank)), max(map(max, per_rank))
-        timed = [
-            Timed(action, rank, (start - first) / 1e6, (end - first) / 1e6)
-            for rank, numbers in enumerate(per_rank)
-            for action, start, end in zip(self.plan[rank], numbers[::2], numbers[1::2], strict=True)
-        ]
-        expected = simulate(self.plan, Costs(1, 1, 1))
-        return dataclasses.replace(expected, actions=tuple(timed), makespan=(last - first) / 1e6)
 
 
 def trained_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -101,8 +71,8 @@ def main(
     strategy, callbacks = "auto", [ValidationHistory()]
     if stages:
         strategy = PipelineStrategy(stages, num_microbatches=num_microbatches, schedule=schedule)
-        picture = TimelinePicture(get_schedule(schedule).plan(stages, num_microbatches), out / "timeline.svg")
-        callbacks += [BubbleMonitor(), StageMemoryMonitor(), picture]
+        timeline = PipelineTimeline(steps=[steps - 1], dirpath=out)  # the last one
+        callbacks += [BubbleMonitor(), StageMemoryMonitor(), timeline]
     trainer = Trainer(
         accelerator=accelerator,
         devices=max(stages, 1),

@@ -40,6 +40,7 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 __all__ = [
     "around_epoch_start",
     "backend_of",
+    "before_fetch",
     "brings_checkpoint_io",
     "claim_cpu",
     "combined_loader_of",
@@ -54,6 +55,7 @@ __all__ = [
     "loader_ran_ahead",
     "loader_states",
     "loader_states_to_load",
+    "logging_step",
     "make_launcher",
     "moves_batches_itself",
     "on_sigterm",
@@ -200,6 +202,31 @@ def around_epoch_start(
     given: Any = loop
     given.on_run_start = on_run_start
     return lambda: vars(loop).pop("on_run_start", None) and None
+
+
+def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call something each time the training loop turns to its loader; gives the undoing. Since 2.0.
+
+    What a loop spends on loading can be told by no public hook: those around it are its batches' own.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._on_before_fetch
+
+    def on_before_fetch() -> None:
+        call()
+        original()
+
+    loop._on_before_fetch = on_before_fetch  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop._on_before_fetch = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def logging_step(trainer: Trainer) -> int:
+    """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def loader_states(loop: Any) -> list[Any]:

@@ -1,21 +1,24 @@
 """What the user, and the callbacks, may ask of the strategy."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.runtime.alignment import Offset
 from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.timeline import Timeline
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.schedules import Plan, Schedule
+from lightning_pipeline.settings import Settings
 from lightning_pipeline.split import Partition, StageTable
 
 
@@ -75,6 +78,7 @@ class Answers(Places):
     """What is known while the module is split. The strategy inherits these answers."""
 
     lightning_module: LightningModule | None
+    _settings: Settings
     _pipeline: Pipeline | None = None
     _device_mesh: DeviceMesh | None = None
 
@@ -110,6 +114,21 @@ class Answers(Places):
         return self._running.executor.timeline
 
     @property
+    def pipeline_rank(self) -> int:
+        """This rank's position in its pipeline."""
+        return self._running.groups.rank
+
+    @property
+    def bytes_sent(self) -> int:
+        """That this rank has sent to other stages in this run of the Trainer."""
+        return sum(link.bytes_sent for link in self._running.groups.links.values())
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
+        return self._running.memory
+
+    @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
         return self._running.executor.clocks.offsets
@@ -121,6 +140,19 @@ class Answers(Places):
             exchanges: Messages back and forth with each rank; the quickest counts.
         """
         return self._running.executor.clocks.align(exchanges)
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it.
+
+        Args:
+            on: Whether to.
+        """
+        self._running.executor.record_messages(on)
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        return self._running.executor.log
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""
@@ -144,6 +176,21 @@ class Answers(Places):
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
         return self._running.gather(value)
+
+    @staticmethod
+    def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+        """Call something each time the training loop turns to its loader; gives the undoing."""
+        return _lightning.before_fetch(trainer, call)
+
+    @staticmethod
+    def logging_step(trainer: Trainer) -> int:
+        """The step under which loggers get what is logged now."""
+        return _lightning.logging_step(trainer)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The rule that training plans are made by."""
+        return self._settings.schedule
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
         """As many float64 of every rank, by replica and pipeline rank; all ranks must call.

@@ -22,7 +22,7 @@ from lightning_pipeline.planning.measure import MeasuredWorkload
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.step import Parts, Plans, split_arguments
+from lightning_pipeline.step import Parts, Plans, split_arguments, trains_batch_norm
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -87,7 +87,8 @@ class Prospect:
 
     def choose_number(self, schedule: Schedule, stages: int) -> int:
         """What `num_microbatches="auto"` is in a run."""
-        return Plans(schedule, stages).choose_number(self.parts(1).batch_size)
+        at_least = 1 + trains_batch_norm(self.module)
+        return Plans(schedule, stages).choose_number(self.parts(1).batch_size, at_least=at_least)
 
     def workload(self, parts: Parts, settings: Settings) -> Workload:
         """For the first micro-batch, none of the others is larger."""

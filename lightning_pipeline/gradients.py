@@ -42,6 +42,11 @@ class SetAside:
             parameter.grad = gradient
         self._before = []
 
+    def held(self) -> list[tuple[Tensor, Tensor]]:
+        """Parameters and the gradients of theirs that are not in `.grad` now."""
+        before = [(parameter, gradient) for parameter, gradient in self._before if gradient is not None]
+        return [*before, *self._fresh]
+
     def put_back(self) -> None:
         """Add the step's gradients to `.grad`."""
         for parameter, gradient in self._fresh:

@@ -22,6 +22,7 @@ from lightning_pipeline.gradients import SetAside
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
+from lightning_pipeline.outofmemory import watch_memory
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
@@ -41,7 +42,7 @@ from lightning_pipeline.splitting import (
     seed_of_run,
     split_module,
 )
-from lightning_pipeline.step import Plans, StepRunner, split_arguments
+from lightning_pipeline.step import Plans, StepRunner, split_arguments, trains_batch_norm
 from lightning_pipeline.summary import summarize_before_split
 from lightning_pipeline.together import KeepTogether
 
@@ -80,6 +81,7 @@ class Pipeline:
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._failed = self._is_split = False
+        self._at_least = 1
         self._together: KeepTogether | None = None
 
     def _outlet(self, rank: int) -> Outlet:
@@ -136,10 +138,11 @@ class Pipeline:
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":
             return self._settings.num_microbatches
+        self._at_least = 1 + trains_batch_norm(self._module)
 
         def choose() -> int:
             size = split_arguments(self._module, args, 1).batch_size
-            number = self._plans.choose_number(size)
+            number = self._plans.choose_number(size, at_least=self._at_least)
             rank_zero_info(
                 f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
             )
@@ -164,16 +167,13 @@ class Pipeline:
         self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
-            self._module,
-            self.split,
-            self.executor,
-            self._plans,
-            reports,
-            recorder,
-            metrics,
+            self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica,
+        )  # fmt: skip
+        self._runner.num_microbatches, self._runner.at_least = number, self._at_least
+        self.memory = watch_memory(
+            self._trainer, self.split, self.executor, self._runner, self._plans, self._set_aside
         )
-        self._runner.num_microbatches = number
         if isinstance(self._settings.schedule, Auto):
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share

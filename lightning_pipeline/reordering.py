@@ -6,7 +6,7 @@ from statistics import median
 
 from lightning_pipeline.runtime.timeline import Timeline
 from lightning_pipeline.schedules import Auto, Costs, Plan
-from lightning_pipeline.split import Partition
+from lightning_pipeline.split import Partition, stage_activations
 
 WARM_UP_STEPS = 2  # the first ones pay for caches and allocations
 MEASURED_STEPS = 5
@@ -82,10 +82,6 @@ def _halves(seconds: Seconds, stage: int) -> tuple[float, float]:
 
 def _activations(partition: Partition) -> Sequence[float]:
     """What each stage holds for one micro-batch, as shares of the stage that holds most."""
-    calls = partition.trace.calls
-    stage_of = partition.stage_of
-    held = [0.0] * partition.num_stages
-    for call in calls:
-        held[stage_of[call.unit]] += call.activation_bytes
+    held = [stage.until_backward for stage in stage_activations(partition)]
     most = max(held) or 1.0
     return [max(amount / most, 1e-3) for amount in held]

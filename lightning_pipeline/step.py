@@ -55,15 +55,16 @@ class Plans:
         """Run this one from now on for training batches of as many micro-batches."""
         self._made[False, plan.num_microbatches] = plan
 
-    def choose_number(self, batch_size: int | None) -> int:
+    def choose_number(self, batch_size: int | None, *, at_least: int = 1) -> int:
         """A number of micro-batches for batches of a size: a divisor where there is a good one.
 
         Args:
             batch_size: Samples, `None` where the batch cannot be split.
+            at_least: Samples that each micro-batch should have. `BatchNorm` needs 2 to train.
         """
         if batch_size is None or self.num_ranks == 1:
             return 1
-        most: int = min(batch_size, _MICROBATCHES_PER_RANK * self.num_ranks)
+        most: int = max(1, min(batch_size // at_least, _MICROBATCHES_PER_RANK * self.num_ranks))
         divisors: list[int] = [
             m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)
         ]
@@ -96,24 +97,33 @@ class Parts:
     batch_size: int | None
 
 
-def split_arguments(module: LightningModule, args: Sequence[Any], num_microbatches: int) -> Parts:
+def split_arguments(
+    module: LightningModule, args: Sequence[Any], num_microbatches: int, *, at_least: int = 1
+) -> Parts:
     """Split the batch, the first argument of every step; the others go to each micro-batch.
 
     Args:
         module: May override with `split_batch(batch, num_microbatches)`, which returns a list of parts.
         args: Of the step.
         num_microbatches: At most so many parts.
+        at_least: Samples that each part should have, where we split.
     """
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
     if own is None:
-        pairs = split_batch(batch, num_microbatches)
+        pairs = split_batch(batch, num_microbatches, at_least=at_least)
         sizes = [size for _, size in pairs]
         return Parts([(part, *rest) for part, _ in pairs], sizes, sum(sizes))
     parts = list(own(batch, num_microbatches))
     if not parts:
         raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
     return _sized([(part, *rest) for part in parts])
+
+
+def trains_batch_norm(module: LightningModule) -> bool:
+    """Whether a part of the module needs two samples to train: with one there is no variance."""
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(part, kinds) and part.training for part in module.modules())
 
 
 def _sized(args: list[tuple[Any, ...]]) -> Parts:
@@ -153,6 +163,7 @@ class StepRunner:
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica = replica
         self.num_microbatches = 1
+        self.at_least = 1
         self.last_plan: Plan | None = None
         self.batch_size: int | None = None
         self.reordering: Reordering | None = None
@@ -169,7 +180,7 @@ class StepRunner:
             `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
             what else the step returned.
         """
-        parts = split_arguments(self._module, args, self.num_microbatches)
+        parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
         total = sum(parts.sizes)
         weights = [size / total / accumulate for size in parts.sizes]
         report, output = self._run("training_step", parts, weights, key)

@@ -1,120 +1,187 @@
 """How long each stage worked and waited, measured."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+import time
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names, table
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.callbacks.measurement import Measurement
+from lightning_pipeline.callbacks.measures import logged_every, publish, run_of, stage_names
+from lightning_pipeline.callbacks.meter import Meter
+from lightning_pipeline.callbacks.report import Report
+
+_WARM_UP = 2  # the first steps pay for caches and allocations; they are not in the table
+_UNLOGGED = 50  # steps between two comparisons where nothing is logged
+
+Hook = TypeVar("Hook", bound=Callable[..., None])
 
 
-@dataclass
-class _Times:
-    """Seconds of one rank, summed over steps."""
+def _counted(hook: Hook) -> Hook:
+    """A hook whose time is added to `seconds_inside`."""
 
-    step: float = 0.0
-    forward: float = 0.0
-    backward: float = 0.0
-    waiting: float = 0.0
-    steps: int = 0
+    @wraps(hook)
+    def counted(self: "BubbleMonitor", *args: Any, **kwargs: Any) -> None:
+        begin = time.perf_counter()
+        try:
+            hook(self, *args, **kwargs)
+        finally:
+            self.seconds_inside += time.perf_counter() - begin
 
-    def add(self, timeline: Timeline) -> None:
-        self.step += (timeline.finished - timeline.began) / 1e9
-        for event in timeline:
-            seconds = (event.ended - event.started) / 1e9
-            if event.action.kind == "F":
-                self.forward += seconds
-            else:
-                self.backward += seconds
-        self.waiting += timeline.waiting_seconds
-        self.steps += 1
-
-    def values(self) -> list[float]:
-        return [self.step, self.forward, self.backward, self.waiting, float(self.steps)]
+    return cast(Hook, counted)
 
 
 class BubbleMonitor(Callback):
-    """Measures, per stage, the time in forward and backward and the time that is neither.
+    """Measures, for every rank and step, what the time goes to.
 
-    Logged under the same keys on every rank: `pipeline/bubble_fraction`, the share of all rank-time in
-    which a rank ran neither forward nor backward; `pipeline/step_time_s`, the schedule's makespan; and per
-    stage `pipeline/stage_0/forward_s`, `backward_s` and `idle_s`: means per step over the steps since the
-    last time. The schedule alone is measured: loading, optimizer and hooks are outside. A table closes
-    `fit`.
+    Logged under the same keys on every rank, means over the steps since the last time and over the replicas:
 
-    The clock is the processor's. On a GPU it sees when work was started, not when it ended.
+    * `pipeline/bubble_fraction`: idle share of all rank-time in the schedule's makespan, which is from the
+      first start of an action on any rank to the last end, on aligned clocks. Progress bar: `bubble`.
+    * `pipeline/bubble_fraction_simulated`: the same by the simulator, with the median times of the actions as
+      they were measured and messages that cost nothing. What is measured beyond it is communication and rest.
+    * `pipeline/bubble_fraction_equal_stages`: the same, were all stages alike. What the simulation has beyond
+      it is imbalance; `pipeline/slowest_stage` is the stage to relieve. This much is the schedule's own.
+    * `pipeline/step_time_s`: from the end of a batch to the end of the next, the mean over the ranks. After a
+      validation and at the start of an epoch, from where the batch is fetched.
+    * `pipeline/makespan_s`: of the schedule within the step.
+    * `pipeline/stage_0/idle_s`: the part of the makespan in which the rank ran no action; and so for every
+      stage (`stages_0_2` where a rank holds several).
+    * `pipeline/stage_0/...`, which add up to the rank's step: `forward_s`; `backward_s`, or
+      `input_gradient_s` and `weight_gradient_s`, as the schedule has them; `waiting_start_s`, for the first
+      input, from when both this rank and the first one had begun; `waiting_steady_s`, for the inputs of later
+      actions; `waiting_drain_s`, from the rank's last action to the end of the makespan, whatever it does
+      besides; `data_s`, for the loader and the way to the device; `optimizer_s`, for averaging and clipping
+      gradients and the optimizer's step; `other_s`, for hooks, logging, packing messages, and ranks that
+      begin their step late.
+
+    A table closes `fit`, with one line of advice where a change would pay.
+
+    On a GPU the times are those of its stream: events are recorded in a step and read in the next one.
 
     Args:
         every_n_steps: Batches between two measurements that are logged. Default: the Trainer's
             `log_every_n_steps`.
+        every_n_epochs: Epochs between two tables. Default: only the one at the end of `fit`.
+
+    Attributes:
+        seconds_inside: Time that this callback has taken on this rank.
     """
 
-    def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
-        self._since, self._total = _Times(), _Times()
+    def __init__(self, every_n_steps: int | None = None, *, every_n_epochs: int | None = None) -> None:
+        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
+        self.seconds_inside = 0.0
+        self._meter: Meter | None = None
+        self._total: Measurement | None = None
+        self._early: Measurement | None = None
         self._names: list[str] = []
+        self._batches = 0
 
     @override
+    @_counted
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        self._since, self._total = _Times(), _Times()
-        held = run.gather_from_pipeline([float(stage) for stage in run.stages_here])
-        self._names = stage_names([[int(stage) for stage in stages] for stages in held])
+        self._detach()
+        self._meter, self._batches = Meter(run, trainer), 0
+        self._total = self._early = None
+        self._names = stage_names(run.gather_from_pipeline(run.stages_here))
 
     @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._pause()
+
+    def _pause(self) -> None:
+        if self._meter is not None:  # the sanity check comes before training
+            self._meter.batches.pause()
+
+    @override
+    @_counted
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._measuring.begin_batch()
+
+    @override
+    @_counted
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._measuring.batches.close()
+
+    @override
+    @_counted
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._measuring.batches.close()
+
+    @override
+    @_counted
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._measuring.batches.gradients_done()
+
+    @override
+    @_counted
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        run = run_of(trainer, self)
-        self._since.add(run.timeline)
-        self._total.add(run.timeline)
-        every = self.every_n_steps or logged_every(trainer)
-        if self._since.steps < every:
-            return
-        measured = _measure(run.gather_from_pipeline(self._since.values()), self._names)
-        self._since = _Times()
-        if not trainer.barebones:
-            for key, value in measured.items():
-                pl_module.log(f"pipeline/{key}", value, on_step=True, on_epoch=False, batch_size=1)
-            pl_module.log("bubble", measured["bubble_fraction"], prog_bar=True, logger=False, batch_size=1)
+        self._measuring.end_batch(batch)
+        self._batches += 1
+        every = _UNLOGGED if trainer.barebones else self.every_n_steps or logged_every(trainer)
+        if self._batches == _WARM_UP + 1 <= every:
+            self._measuring.drop()
+        if self._batches % every == 0:
+            measured = self._collect()
+            if measured is not None and not trainer.barebones:
+                values = measured.values(self._names)
+                publish(trainer, self, {f"pipeline/{key}": value for key, value in values.items()})
+                trainer.progress_bar_metrics["bubble"] = measured.bubble
+
+    def _collect(self, *, last: bool = False) -> Measurement | None:
+        measured = self._measuring.collect(last=last)
+        if measured is not None and self._batches <= _WARM_UP:
+            self._early = measured
+        elif measured is not None:
+            self._total = measured if self._total is None else self._total + measured
+        return measured
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
+            self._report(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        per_rank = run_of(trainer, self).gather_from_pipeline(self._total.values())
-        if self._total.steps:
-            rank_zero_info(_summary(per_rank, self._names))
+        self._report(trainer)
+        self._detach()
 
+    def _report(self, trainer: Trainer) -> None:
+        self._collect(last=True)
+        total = self._total or self._early
+        if total is not None:
+            report = Report(run_of(trainer, self), total, self._measuring, self._names)
+            if trainer.is_global_zero:
+                rank_zero_info(str(report))
 
-def _measure(per_rank: Sequence[Sequence[float]], names: Sequence[str]) -> dict[str, float]:
-    makespan = max(step for step, *_ in per_rank)
-    steps = max(1.0, per_rank[0][4])
-    busy = sum(forward + backward for _, forward, backward, *_ in per_rank)
-    measured = {
-        "bubble_fraction": 1 - busy / (len(per_rank) * makespan) if makespan else 0.0,
-        "step_time_s": makespan / steps,
-    }
-    for name, (_, forward, backward, _, _) in zip(names, per_rank, strict=True):
-        measured[f"{name}/forward_s"] = forward / steps
-        measured[f"{name}/backward_s"] = backward / steps
-        measured[f"{name}/idle_s"] = (makespan - forward - backward) / steps
-    return measured
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
 
-def _summary(per_rank: Sequence[Sequence[float]], names: Sequence[str]) -> str:
-    measured = _measure(per_rank, names)
-    step = measured["step_time_s"]
-    rows = []
-    for name in names:
-        forward, backward = measured[f"{name}/forward_s"], measured[f"{name}/backward_s"]
-        idle = measured[f"{name}/idle_s"]
-        share = idle / step if step else 0.0
-        rows.append([name, *(f"{1e3 * t:.2f}" for t in (forward, backward, idle)), f"{100 * share:.1f} %"])
-    text = table(["stage", "forward ms", "backward ms", "idle ms", "idle"], rows)
-    return (
-        f"Pipeline, mean of {int(per_rank[0][4])} steps of {1e3 * step:.2f} ms, "
-        f"bubble {100 * measured['bubble_fraction']:.1f} %\n{text}"
-    )
+    def _detach(self) -> None:
+        if self._meter is not None:
+            self._meter.batches.detach()
+            self._meter = None
+
+    @property
+    def _measuring(self) -> Meter:
+        assert self._meter is not None, "training has started"
+        return self._meter

@@ -1,25 +1,32 @@
-"""How much memory each stage takes, measured."""
+"""How much memory each stage takes, measured, beside what the plan says."""
 
-import resource
-import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import PipelineRun, logged_every, run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names, table
+from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
+from lightning_pipeline.split import Held, size_text
 
 _GIB = 2.0**30
 
 
 class StageMemoryMonitor(Callback):
-    """Measures, per stage, parameters, gradients and the peak of memory.
+    """Measures what each stage has in memory, and compares activations with the plan.
 
-    Logged under the same keys on every rank: `pipeline/stage_0/parameters`, a count, and
-    `pipeline/stage_0/peak_memory_gib`, the allocator's peak on a GPU and the process' largest resident set on
-    CPU, libraries and data included. A table closes `fit`.
+    Logged under the same keys on every rank. Per stage, as `pipeline/stage_0/...`: `parameters`, a count;
+    `parameters_gib`, `gradients_gib` and `optimizer_state_gib`; `activations_gib` and
+    `activation_microbatches`, what was held at the worst moment of a step between forwards and backwards, and
+    `activations_planned_gib`. Per rank, under `stage_0`, or `stages_0_2` where it holds several:
+    `buffers_gib`, the most that buffers of messages took, and `peak_memory_gib`, the allocator's peak on a
+    GPU and the process' largest resident set on CPU, libraries and data included; with several stages also
+    their `activations_gib` and `activations_planned_gib` together. A table closes `fit`.
+
+    Activations are counted through the tensors that autograd saves, in the first step and in the steps that
+    are logged; other steps are left alone. Parameters, buffers and the batch do not count as activations.
 
     Args:
         every_n_steps: Batches between two measurements that are logged. Default: the Trainer's
@@ -31,51 +38,92 @@ class StageMemoryMonitor(Callback):
         self._names: list[str] = []
         self._batches = 0
 
+    def _is_logged(self, trainer: Trainer, batches: int) -> bool:
+        return batches % (self.every_n_steps or logged_every(trainer)) == 0
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
         self._batches = 0
-        held = run.gather_from_pipeline([float(stage) for stage in run.stages_here])
-        self._names = stage_names([[int(stage) for stage in stages] for stages in held])
-        if run.root_device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(run.root_device)
+        self._names = stage_names([list(stages) for stages in run.gather_from_pipeline(run.stages_here)])
+        run.memory.reset_peak()
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._batches == 0 or self._is_logged(trainer, self._batches + 1):
+            run_of(trainer, self).memory.count_next()
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        if self._batches % (self.every_n_steps or logged_every(trainer)) or trainer.barebones:
+        if not self._is_logged(trainer, self._batches) or trainer.barebones:
             return
         run = run_of(trainer, self)
-        for name, (count, _, peak) in zip(self._names, run.gather_from_pipeline(_measure(run)), strict=True):
-            pl_module.log(f"pipeline/{name}/parameters", count, on_step=True, on_epoch=False, batch_size=1)
-            pl_module.log(
-                f"pipeline/{name}/peak_memory_gib", peak / _GIB, on_step=True, on_epoch=False, batch_size=1
-            )
+        for key, value in _logged(run.gather_from_pipeline(run.memory.measure()), self._names):
+            pl_module.log(f"pipeline/{key}", float(value), on_step=True, on_epoch=False, batch_size=1)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        rows = [
-            [name, f"{int(count):,}", f"{size / _GIB:.3f}", f"{peak / _GIB:.3f}"]
-            for name, (count, size, peak) in zip(
-                self._names, run.gather_from_pipeline(_measure(run)), strict=True
-            )
-        ]
-        rank_zero_info("Memory\n" + table(["stage", "parameters", "parameters GiB", "peak GiB"], rows))
+        rank_zero_info(summary(run.gather_from_pipeline(run.memory.worst()), self._names))
 
 
-def _measure(run: PipelineRun) -> list[float]:
-    count = size = 0
-    for parameter in run.own_parameters():
-        count += parameter.numel()
-        size += parameter.numel() * parameter.element_size()
-    return [float(count), float(size), float(_peak_bytes(run.root_device))]
+def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+    for rank, name in zip(ranks, names, strict=True):
+        for stage in rank.stages:
+            yield from _logged_of_stage(stage)
+        yield f"{name}/buffers_gib", rank.buffers / _GIB
+        yield f"{name}/peak_memory_gib", rank.peak / _GIB
+        if len(rank.stages) > 1:
+            yield f"{name}/activations_gib", rank.held.num_bytes / _GIB
+            yield f"{name}/activations_planned_gib", rank.planned.num_bytes / _GIB
 
 
-def _peak_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+def _logged_of_stage(stage: StageMemory) -> Iterator[tuple[str, float]]:
+    name = f"stage_{stage.stage}"
+    yield f"{name}/parameters", stage.num_parameters
+    yield f"{name}/parameters_gib", stage.parameters / _GIB
+    yield f"{name}/gradients_gib", stage.gradients / _GIB
+    yield f"{name}/optimizer_state_gib", stage.optimizer_state / _GIB
+    yield f"{name}/activations_gib", stage.held.num_bytes / _GIB
+    yield f"{name}/activation_microbatches", stage.held.microbatches
+    yield f"{name}/activations_planned_gib", stage.planned.num_bytes / _GIB
+
+
+def summary(ranks: Sequence[RankMemory], names: Sequence[str]) -> str:
+    """The table that closes `fit`.
+
+    Args:
+        ranks: All of the pipeline.
+        names: Of each, such as `stage_0`.
+    """
+    head = ["stage", "parameters", "size", "gradients", "optimizer"]
+    head += ["activations", "planned", "micro-batches", "planned", "buffers", "peak"]
+    rows = []
+    for rank, name in zip(ranks, names, strict=True):
+        of_rank = [size_text(rank.buffers), size_text(rank.peak)]
+        for stage in rank.stages:
+            alone = len(rank.stages) == 1
+            rows.append([*_cells(stage), *(of_rank if alone else ["", ""])])
+        if len(rank.stages) > 1:
+            rows.append([name, "", "", "", "", *_activation_cells(rank.held, rank.planned), *of_rank])
+    return "Memory, activations at the worst moment\n" + table(head, rows)
+
+
+def _cells(stage: StageMemory) -> list[str]:
+    sizes = (stage.parameters, stage.gradients, stage.optimizer_state)
+    return [
+        f"stage_{stage.stage}", f"{stage.num_parameters:,}", *map(size_text, sizes),
+        *_activation_cells(stage.held, stage.planned),
+    ]  # fmt: skip
+
+
+def _activation_cells(held: Held, planned: Held) -> list[str]:
+    return [
+        size_text(held.num_bytes), size_text(planned.num_bytes), str(held.microbatches),
+        str(planned.microbatches),
+    ]  # fmt: skip

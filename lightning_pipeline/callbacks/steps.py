@@ -1,8 +1,10 @@
 """One step as all ranks of a pipeline lived it, on one clock."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from lightning_pipeline.callbacks.measures import PipelineRun
+from lightning_pipeline.runtime.messages import Message
 from lightning_pipeline.runtime.timeline import Event, Recording
 
 
@@ -16,6 +18,7 @@ class RankStep:
         began: When it began to run the plan.
         finished: When it had run it and all its messages were delivered.
         events: Its actions, in order.
+        messages: What it sent and received, in order; empty where that was not recorded.
     """
 
     rank: int
@@ -23,6 +26,7 @@ class RankStep:
     began: int
     finished: int
     events: tuple[Event, ...]
+    messages: tuple[Message, ...] = ()
 
 
 def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[RankStep]:
@@ -38,15 +42,31 @@ def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[Ra
     if not run.clock_offsets:
         run.align_clocks()
     recording = recording or run.timeline.last
-    steps: list[RankStep] = []
+    log = run.messages if recording is run.timeline.last else None
+    messages = log.messages if log is not None else []
     gathered = run.gather_from_pipeline(
-        (run.stages_here, recording.began, recording.finished, [tuple(event) for event in recording])
-    )
-    for rank, (stages, began, finished, events) in enumerate(gathered):
-        offset = run.clock_offsets[rank].nanoseconds
-        moved = tuple(
-            Event(action, asked - offset, started - offset, ended - offset)
-            for action, asked, started, ended in events
+        (
+            run.stages_here,
+            recording.began,
+            recording.finished,
+            [tuple(event) for event in recording],
+            [tuple(message) for message in messages],
         )
-        steps.append(RankStep(rank, stages, began - offset, finished - offset, moved))
-    return steps
+    )
+    return [
+        _on_one_clock(rank, values, run.clock_offsets[rank].nanoseconds)
+        for rank, values in enumerate(gathered)
+    ]
+
+
+def _on_one_clock(rank: int, values: Any, offset: int) -> RankStep:
+    stages, began, finished, events, messages = values
+    moved = tuple(
+        Event(action, asked - offset, started - offset, ended - offset)
+        for action, asked, started, ended in events
+    )
+    told = tuple(
+        Message(action, peer, num_bytes, begin - offset, end - offset)
+        for action, peer, num_bytes, begin, end in messages
+    )
+    return RankStep(rank, stages, began - offset, finished - offset, moved, told)

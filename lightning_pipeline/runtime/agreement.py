@@ -80,6 +80,11 @@ class Agreement:
         specs = tuple(self.specs[index] for index in self.with_gradient)
         return Layout(specs, start=header_bytes(len(specs)))
 
+    @property
+    def idle_bytes(self) -> int:
+        """Buffers of messages like this that are kept to be filled again."""
+        return self.layout.idle_bytes + (self.gradients.idle_bytes if self.with_gradient else 0)
+
 
 class Agreements:
     """Agreements by stage and micro-batch signature; frozen during a run, so both ends never disagree.
@@ -92,6 +97,11 @@ class Agreements:
         self._signatures: Sequence[Hashable] = ()
         self._frozen: dict[tuple[int, int], Agreement | None] = {}
         self._noted: dict[tuple[int, int], tuple[Hashable, Agreement]] = {}
+
+    @property
+    def idle_bytes(self) -> int:
+        """Buffers that are kept to be filled again."""
+        return sum(agreement.idle_bytes for agreement in self._known.values())
 
     def begin(self, signatures: Sequence[Hashable]) -> None:
         """Start a run with these signatures of its micro-batches."""

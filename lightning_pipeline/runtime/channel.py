@@ -13,11 +13,13 @@ from torch import Tensor
 from lightning_pipeline.errors import MessageError
 from lightning_pipeline.runtime import header as wire
 from lightning_pipeline.runtime.agreement import Agreement, Agreements
+from lightning_pipeline.runtime.clock import now
 from lightning_pipeline.runtime.header import Header, header_bytes, write_header
 from lightning_pipeline.runtime.inbox import Inbox, Key, Opening
 from lightning_pipeline.runtime.link import Link
 from lightning_pipeline.runtime.packing import Layout, Parcel
 from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.schedules import Action
 
 
 class Channel:
@@ -34,6 +36,11 @@ class Channel:
         self._agreements = Agreements()
         self._sent: dict[tuple[int, int], Agreement | None] = {}
         self._inbox = Inbox(link, device=device, sent=self._sent)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken: in flight, posted, or kept to be filled again."""
+        return max(self.link.peak_bytes, self._agreements.idle_bytes + self._inbox.idle_bytes)
 
     def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> None:
         """Start a run: tell the peer what it is about and expect its messages.
@@ -57,6 +64,7 @@ class Channel:
 
     def send_values(self, stage: int, microbatch: int, values: Values) -> None:
         """Send what a stage hands to `stage` on the peer."""
+        began, bytes_before = now(), self.link.bytes_sent
         key = Key(wire.FORWARD, stage, microbatch)
         agreed = self._agreements.get(stage, microbatch)
         if values.empty:
@@ -67,8 +75,13 @@ class Channel:
             self._send_tensors(key, agreed, agreed.layout, values.tensors)
         else:
             self._send_deviating(key, agreed, values)
+        self._log(Action(stage - 1, "SEND_F", microbatch), began, bytes_before)
         if self.link.is_free:  # the gradients' size is known now
             self._inbox.post_ahead()
+
+    def _log(self, action: Action, began: int, bytes_before: int) -> None:
+        if self.link.log is not None:
+            self.link.log.add(action, self.link.peer, self.link.bytes_sent - bytes_before, began)
 
     def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
         if agreed is not None:
@@ -97,6 +110,7 @@ class Channel:
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Send back to `stage` on the peer the gradients of what it sent, one entry per tensor."""
+        began, bytes_before = now(), self.link.bytes_sent
         agreement = self._inbox.taken.pop((stage + 1, microbatch))
         chosen = [gradients[index] for index in agreement.with_gradient]
         for spec, gradient in zip(agreement.gradients.specs, chosen, strict=True):
@@ -107,6 +121,7 @@ class Channel:
                 )
         key = Key(wire.BACKWARD, stage, microbatch)
         self._send_tensors(key, agreement, agreement.gradients, chosen, missing=[g is None for g in chosen])
+        self._log(Action(stage + 1, "SEND_B", microbatch), began, bytes_before)
 
     def _send_tensors(
         self,

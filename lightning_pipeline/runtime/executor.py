@@ -10,10 +10,11 @@ from lightning_pipeline.runtime.channel import Channel
 from lightning_pipeline.runtime.clock import stream_clock
 from lightning_pipeline.runtime.failure import Failure, Where
 from lightning_pipeline.runtime.groups import Groups
+from lightning_pipeline.runtime.messages import MessageLog
 from lightning_pipeline.runtime.routes import Routes
 from lightning_pipeline.runtime.stage import Stage, Values
 from lightning_pipeline.runtime.timeline import Timeline
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.schedules import Action, Plan
 
 
 class Executor:
@@ -24,6 +25,9 @@ class Executor:
         groups: The process groups; their links become this executor's channels.
         device: Where the tensors between stages live. Default: CPU.
         timeline: Where to record what happens. Default: a new one, on the clock of the device.
+
+    Attributes:
+        log: The messages of the last run; `None` while nobody records.
     """
 
     def __init__(
@@ -42,6 +46,7 @@ class Executor:
         self.channels = {
             peer: Channel(link, device=torch.device(device)) for peer, link in groups.links.items()
         }
+        self.log: MessageLog | None = None
         self._runs = 0
         self._routes = Routes(self.rank, self.channels)
         self._handed: dict[tuple[str, int, int], Values | list[Tensor | None]] = {}
@@ -52,6 +57,17 @@ class Executor:
             "I": self._backward_input,
             "W": self._backward_weight,
         }
+
+    def record_messages(self, on: bool) -> None:
+        """Write messages down in `log`, from the next run on; or stop it."""
+        self.log = MessageLog() if on else None
+        for channel in self.channels.values():
+            channel.link.log = self.log
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken on this rank, neighbour by neighbour."""
+        return sum(channel.buffer_bytes for channel in self.channels.values())
 
     def run(self, plan: Plan, signatures: Sequence[Hashable], *, forward_only: bool = False) -> None:
         """Run this rank's list of actions.
@@ -79,6 +95,8 @@ class Executor:
         self._begin(plan, signatures, forward_only)
         timeline, methods = self.timeline, self._methods
         timeline.begin(actions)
+        if torch.autograd._profiler_enabled():  # naming an action costs more than recording it
+            methods = {kind: _named(kind, method) for kind, method in methods.items()}
         for position, (stage, kind, microbatch) in enumerate(actions):
             timeline.ask(position)
             methods[kind](stage, microbatch)
@@ -91,6 +109,8 @@ class Executor:
         assert len(signatures) == plan.num_microbatches, "one signature for each micro-batch of the plan"
         self._runs += 1
         self._empty.clear()
+        if self.log is not None:
+            self.log.begin()
         self._routes.follow(plan, forward_only)
         opening = self._routes.opening(self._runs, signatures)
         for peer, channel in self.channels.items():
@@ -191,3 +211,13 @@ class Executor:
         if (stage, microbatch) not in self._empty:
             self.stages[stage].backward_weight(microbatch)
         self.timeline.end()
+
+
+def _named(kind: str, method: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    """The method with its action's name around it, for the trace of a profiler."""
+
+    def named(stage: int, microbatch: int) -> None:
+        with torch.profiler.record_function(str(Action(stage, kind, microbatch))):
+            method(stage, microbatch)
+
+    return named

@@ -51,6 +51,7 @@ class Cause:
         detail: Traceback, or last actions.
         timed_out: Whether a wait took longer than `step_timeout`.
         silent: Whether that rank cannot tell anything itself any more.
+        advice: What more there is to say, such as what to change.
     """
 
     rank: int
@@ -60,6 +61,7 @@ class Cause:
     detail: str
     timed_out: bool = False
     silent: bool = False
+    advice: str = ""
 
 
 class Failure:
@@ -68,6 +70,9 @@ class Failure:
     Args:
         groups: Whose connections are closed, and whose store is used.
         recent: Gives this rank's last actions as lines of text.
+
+    Attributes:
+        explain: Gives what more there is to say about an error of this rank, often nothing.
     """
 
     def __init__(self, groups: Groups, *, recent: Callable[[], list[str]] = list) -> None:
@@ -75,6 +80,7 @@ class Failure:
         self._store = groups.store
         self._recent = recent
         self.cause: Cause | None = None
+        self.explain: Callable[[BaseException, Where], str] = lambda error, where: ""
 
     @contextmanager
     def watch(self, activity: str) -> Iterator[None]:
@@ -107,6 +113,8 @@ class Failure:
         self._groups.abort()
         self._linger(self.cause)
         if self.cause == own and not isinstance(error, LinkError):
+            if own.advice:
+                error.add_note(own.advice)
             error.add_note(f"This was rank {own.rank} in {own.where}; all other ranks were told.")
             return
         self._raise(self.cause, where, error)
@@ -123,7 +131,13 @@ class Failure:
             return self._describe_lost(error, where)
         summary = "".join(traceback.format_exception_only(error)).strip()
         detail = "".join(traceback.format_exception(error))
-        return Cause(rank, number, str(where), summary, detail)
+        return Cause(rank, number, str(where), summary, detail, advice=self._explained(error, where))
+
+    def _explained(self, error: BaseException, where: Where) -> str:
+        try:
+            return self.explain(error, where)
+        except Exception as broken:  # the first cause is what counts
+            return f"What more there is to say could not be put together: {type(broken).__name__}: {broken}"
 
     def _describe_lost(self, error: LinkError, where: Where) -> Cause:
         groups = self._groups
@@ -199,4 +213,5 @@ class Failure:
         raise kind(
             f"rank {self._groups.rank} stopped in {where} because rank {cause.rank} (global rank "
             f"{cause.global_rank}) {what} in {cause.where}: {cause.summary}\n{cause.detail}"
+            f"{cause.advice}"
         ) from error

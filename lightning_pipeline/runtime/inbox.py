@@ -10,9 +10,11 @@ from torch import Tensor
 from lightning_pipeline.errors import BatchMismatchError, ConfigMismatchError, MessageError
 from lightning_pipeline.runtime import header as wire
 from lightning_pipeline.runtime.agreement import Agreement, Agreements
+from lightning_pipeline.runtime.clock import now
 from lightning_pipeline.runtime.header import Header, header_bytes, read_header
 from lightning_pipeline.runtime.link import Link
 from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.schedules import Action
 
 _KINDS = {wire.OPEN: "opening", wire.FORWARD: "values", wire.BACKWARD: "gradients"}
 Content = Values | list[Tensor | None]
@@ -66,6 +68,11 @@ class Inbox:
             wire.BACKWARD: self._unpack_gradients,
         }
 
+    @property
+    def idle_bytes(self) -> int:
+        """Buffers for gradients that are kept to be filled again."""
+        return self._agreements.idle_bytes
+
     def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> Key:
         """Expect the messages of a run, the peer's opening first; returns the opening's key."""
         self._agreements.begin(signatures)
@@ -114,11 +121,15 @@ class Inbox:
             self.post_ahead()
         assert self._expected, "the plan has a receive without a send"
         key = self._expected[0]
+        began, bytes_before = now(), self._link.bytes_received
         buffer = self._link.take()
         self._expected.popleft()
         header = self._checked(buffer, key)
         self._link.acknowledged(header.received)
         self._unpack[key.kind](key, header, buffer)
+        if self._link.log is not None and key.kind != wire.OPEN:
+            action = Action(key.stage, "RECV_F" if key.kind == wire.FORWARD else "RECV_B", key.microbatch)
+            self._link.log.add(action, self._link.peer, self._link.bytes_received - bytes_before, began)
         self.post_ahead()
 
     def _checked(self, buffer: Tensor, key: Key) -> Header:

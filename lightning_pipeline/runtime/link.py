@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.runtime.messages import MessageLog
 
 
 class LinkError(PipelineError):
@@ -51,6 +52,12 @@ class Link:
         outgoing: Two-rank group for what leaves.
         incoming: Two-rank group for what arrives.
         timeout: Longest wait for one message.
+
+    Attributes:
+        sent: Messages that left; `bytes_sent` their bytes.
+        received: Messages that arrived; `bytes_received` their bytes.
+        log: Where messages are written down; `None` while nobody records.
+        peak_bytes: The most that buffers in flight and the posted one have taken.
     """
 
     def __init__(
@@ -59,7 +66,10 @@ class Link:
         self.peer = peer
         self.sent = 0
         self.received = 0
+        self.bytes_sent = self.bytes_received = 0
+        self.log: MessageLog | None = None
         self.timeout = timeout
+        self.peak_bytes = self._bytes = 0
         self._outgoing: dist.ProcessGroup | None = outgoing
         self._incoming: dist.ProcessGroup | None = incoming
         self._peer_in_group = 1 - outgoing.rank()
@@ -86,6 +96,8 @@ class Link:
         except RuntimeError as error:
             raise self._explain(error) from None
         self.sent += 1
+        self.bytes_sent += buffer.numel()
+        self._take_up(buffer.nbytes)
 
     def acknowledged(self, count: int) -> None:
         """Free the buffers of the first `count` messages sent: the peer says that it has them."""
@@ -102,6 +114,7 @@ class Link:
             self._in_flight[0].work.wait(self.timeout)
         except RuntimeError as error:
             raise self._explain(error) from None
+        self._bytes -= self._in_flight[0].buffer.nbytes
         release = self._in_flight.popleft().release
         if release is not None:
             release()
@@ -121,6 +134,12 @@ class Link:
             self._posted = (self._incoming.recv([buffer], self._peer_in_group, 0), buffer)
         except RuntimeError as error:
             raise self._explain(error) from None
+        self._take_up(num_bytes)
+
+    def _take_up(self, num_bytes: int) -> None:
+        self._bytes += num_bytes
+        if self._bytes > self.peak_bytes:
+            self.peak_bytes = self._bytes
 
     def take(self) -> Tensor:
         """Wait for the posted message and return its buffer."""
@@ -131,7 +150,9 @@ class Link:
             raise self._explain(error) from None
         buffer = self._posted[1]
         self._posted = None
+        self._bytes -= buffer.nbytes
         self.received += 1
+        self.bytes_received += buffer.numel()
         return buffer
 
     def _explain(self, error: RuntimeError) -> LinkError:

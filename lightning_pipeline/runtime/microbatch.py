@@ -42,7 +42,7 @@ def batch_size_of(batch: Any) -> int:
     return length
 
 
-def split_batch(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
+def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list[tuple[Any, int]]:
     """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
 
     Every tensor whose first dimension is the batch's, and every list of that length, is split. Dicts,
@@ -53,6 +53,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     Args:
         batch: What the dataloader gave.
         num_microbatches: How many to make. At least 1.
+        at_least: Samples that each should have; fewer are made so that it does.
 
     Returns:
         Pairs of a micro-batch and its number of samples.
@@ -67,7 +68,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[tuple[Any, int]]:
     size = batch_size_of(batch)
     if size == 0:
         raise ConfigurationError("the batch is empty, nothing to split: check the dataset's last batch")
-    parts = min(num_microbatches, size)
+    parts = max(1, min(num_microbatches, size // at_least))
     if parts == 1:
         return [(batch, size)]
     sizes = [size // parts + (index < size % parts) for index in range(parts)]

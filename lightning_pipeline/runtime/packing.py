@@ -68,6 +68,11 @@ class Layout:
             self._places.append((spec.dtype, spec.shape, spec.stride, begin // spec.dtype.itemsize))
         self.num_bytes = -(-end // ALIGNMENT) * ALIGNMENT
 
+    @property
+    def idle_bytes(self) -> int:
+        """Size of the buffers that are kept to be filled again."""
+        return len(self.free) * self.num_bytes
+
     def view(self, buffer: Tensor) -> list[Tensor]:
         """Look at a buffer as the tensors it holds; nothing is copied."""
         typed = {dtype: buffer.view(dtype) for dtype, *_ in self._places}

@@ -136,6 +136,11 @@ class Timeline:
         """Times of marks in nanoseconds of the host's clock. Waits for the device."""
         return list(marks) if self.stream is None else self.stream.read(marks)
 
+    def anchor(self) -> None:
+        """Tie the times of the device to the host's anew; waits for the device."""
+        if self.stream is not None:
+            self.stream.anchor()
+
     def __iter__(self) -> Iterator[Event]:
         return iter(self.last)
 

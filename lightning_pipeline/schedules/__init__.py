@@ -5,7 +5,7 @@ from lightning_pipeline.schedules.auto import Auto
 from lightning_pipeline.schedules.check import check
 from lightning_pipeline.schedules.communicate import communicate
 from lightning_pipeline.schedules.costs import Costs
-from lightning_pipeline.schedules.draw import draw, draw_svg
+from lightning_pipeline.schedules.draw import draw
 from lightning_pipeline.schedules.dualpipe_v import DualPipeV
 from lightning_pipeline.schedules.forward_only import ForwardOnly
 from lightning_pipeline.schedules.from_table import FromTable
@@ -14,6 +14,7 @@ from lightning_pipeline.schedules.gpipe import GPipe
 from lightning_pipeline.schedules.interleaved import Interleaved1F1B, InterleavedZeroBubble
 from lightning_pipeline.schedules.looped_bfs import LoopedBFS
 from lightning_pipeline.schedules.one_f_one_b import OneFOneB
+from lightning_pipeline.schedules.panels import draw_svg
 from lightning_pipeline.schedules.plan import Plan
 from lightning_pipeline.schedules.registry import available_schedules, get_schedule
 from lightning_pipeline.schedules.schedule import Schedule

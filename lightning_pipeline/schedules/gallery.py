@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lightning_pipeline.schedules.costs import Costs
-from lightning_pipeline.schedules.draw import draw_svg
+from lightning_pipeline.schedules.panels import draw_svg
 from lightning_pipeline.schedules.registry import get_schedule
 from lightning_pipeline.schedules.simulate import Simulation, simulate
 

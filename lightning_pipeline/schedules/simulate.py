@@ -60,10 +60,17 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     counts = [len(plan.stages_of(rank)) for rank in range(plan.num_ranks)]
     stage_costs = costs.per_stage([counts[plan.rank_of(stage)] for stage in range(plan.num_stages)])
     timed = _Clock(plan, stage_costs).run()
-    return _summary(plan, timed, stage_costs)
+    return summarize(plan, timed, stage_costs)
 
 
-def _summary(plan: Plan, timed: list[list[Timed]], costs: StageCosts) -> Simulation:
+def summarize(plan: Plan, timed: list[list[Timed]], costs: StageCosts) -> Simulation:
+    """What follows from when each action ran, simulated or measured.
+
+    Args:
+        plan: What was run.
+        timed: By rank its actions, in order.
+        costs: For the memory.
+    """
     busy = tuple(sum(t.end - t.start for t in mine) for mine in timed)
     ends = [mine[-1].end if mine else 0.0 for mine in timed]
     starts = [mine[0].start if mine else 0.0 for mine in timed]

@@ -1,18 +1,29 @@
 """The unmodified module: units, trace, liveness, partition, replay."""
 
 from lightning_pipeline.split.elsewhere import ElsewhereError
+from lightning_pipeline.split.foreseen import (
+    StageActivations,
+    peak_activations,
+    stage_activations,
+)
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
-from lightning_pipeline.split.table import StageRow, StageTable
+from lightning_pipeline.split.saved import Held, Peaks, SavedCount, storage_bytes
+from lightning_pipeline.split.structure import tensors_in
+from lightning_pipeline.split.table import StageRow, StageTable, size_text
 from lightning_pipeline.split.trace import Trace, trace_step
 from lightning_pipeline.split.units import Unit, find_units
 
 __all__ = [
     "ElsewhereError",
+    "Held",
     "Partition",
+    "Peaks",
+    "SavedCount",
     "SharedParameter",
     "SplitModel",
+    "StageActivations",
     "StageRow",
     "StageTable",
     "StepResult",
@@ -20,5 +31,10 @@ __all__ = [
     "Unit",
     "find_units",
     "partition",
+    "peak_activations",
+    "size_text",
+    "stage_activations",
+    "storage_bytes",
+    "tensors_in",
     "trace_step",
 ]

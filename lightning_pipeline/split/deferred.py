@@ -23,13 +23,21 @@ class WeightQueue:
 
     Attributes:
         parameters: The parameters whose gradient is deferred, by identity.
-        pending: What computes a contribution, in the order of the backward.
+        pending: What computes a contribution, and what tensors it needs, in the order of the backward.
         fused: What the input half computed for the same parameters, where they are also used otherwise.
     """
 
     parameters: dict[int, Tensor] = field(default_factory=dict)
-    pending: list[tuple[Tensor, Accumulation]] = field(default_factory=list)
+    pending: list[tuple[Tensor, Accumulation, tuple[Tensor, ...]]] = field(default_factory=list)
     fused: dict[int, Tensor] = field(default_factory=dict)
+
+    def defer(self, parameter: Tensor, compute: Accumulation, *needed: Tensor) -> None:
+        """Leave a contribution to `parameter` for W."""
+        self.pending.append((parameter, compute, needed))
+
+    def held(self) -> list[Tensor]:
+        """The tensors that wait for W."""
+        return [*(tensor for _, _, needed in self.pending for tensor in needed), *self.fused.values()]
 
     @contextmanager
     def collecting(self) -> Iterator[None]:
@@ -53,7 +61,7 @@ class WeightQueue:
         """Compute the weight gradients and add them to `.grad`."""
         sums = self.fused
         with torch.no_grad():
-            for parameter, compute in self.pending:
+            for parameter, compute, _ in self.pending:
                 gradient = compute()
                 known = sums.get(id(parameter))
                 sums[id(parameter)] = gradient if known is None else known.add_(gradient)
@@ -68,6 +76,11 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad = gradient.to(parameter.dtype)
     else:
         parameter.grad.add_(gradient)
+
+
+def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The values alone: what waits for W would else keep the graph, and with it what the stage was sent."""
+    return [tensor.detach() for tensor in tensors]
 
 
 class _Linear(torch.autograd.Function):
@@ -85,13 +98,13 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         flat = gradient.reshape(-1, gradient.shape[-1])
         parameter, bias = ctx.parameters
         inputs = x.reshape(-1, x.shape[-1])
-        ctx.queue.pending.append((parameter, lambda: flat.t().mm(inputs).to(parameter.dtype)))
+        ctx.queue.defer(parameter, lambda: flat.t().mm(inputs).to(parameter.dtype), flat, inputs)
         if bias is not None:
-            ctx.queue.pending.append((bias, lambda: flat.sum(0).to(bias.dtype)))
+            ctx.queue.defer(bias, lambda: flat.sum(0).to(bias.dtype), flat)
         result = flat.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
         return result, None, None, None, None
 
@@ -109,10 +122,10 @@ class _Addmm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
-        ctx.queue.pending.append((parameter, lambda: x.t().mm(gradient).to(parameter.dtype)))
-        ctx.queue.pending.append((bias, lambda: gradient.sum(0).to(bias.dtype)))
+        ctx.queue.defer(parameter, lambda: x.t().mm(gradient).to(parameter.dtype), x, gradient)
+        ctx.queue.defer(bias, lambda: gradient.sum(0).to(bias.dtype), gradient)
         return None, gradient.mm(weight.t()) if ctx.needs_input_grad[1] else None, None, None, None
 
 
@@ -131,16 +144,18 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = ctx.saved_tensors
+        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
         sizes, options = None if bias is None else list(bias.shape), ctx.options
 
         def part(*mask: bool) -> Any:
             return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *options, list(mask))
 
-        ctx.queue.pending.append((parameter, lambda: part(False, True, False)[1].to(parameter.dtype)))
+        ctx.queue.defer(
+            parameter, lambda: part(False, True, False)[1].to(parameter.dtype), gradient, x, weight
+        )
         if bias is not None:
-            ctx.queue.pending.append((bias, lambda: part(False, False, True)[2].to(bias.dtype)))
+            ctx.queue.defer(bias, lambda: part(False, False, True)[2].to(bias.dtype), gradient, x, weight)
         result = part(True, False, False)[0] if ctx.needs_input_grad[0] else None
         return result, None, None, None, None, None
 
@@ -159,15 +174,15 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        (indices,) = ctx.saved_tensors
+        (indices,) = _without_graph(ctx.saved_tensors)
         parameter, (padding, by_frequency) = ctx.parameter, ctx.options
-        ctx.queue.pending.append(
-            (
-                parameter,
-                lambda: torch.ops.aten.embedding_dense_backward(
-                    gradient, indices, parameter.shape[0], padding, by_frequency
-                ),
-            )
+        ctx.queue.defer(
+            parameter,
+            lambda: torch.ops.aten.embedding_dense_backward(
+                gradient, indices, parameter.shape[0], padding, by_frequency
+            ),
+            gradient,
+            indices,
         )
         return None, None, None, None, None
 

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.costs import operation_cost
 from lightning_pipeline.split.generators import Generators
-from lightning_pipeline.split.placeholder import alias, is_placeholder, storage_key
+from lightning_pipeline.split.placeholder import alias, is_placeholder
 from lightning_pipeline.split.state import ObjectState
 from lightning_pipeline.split.structure import TensorSpec, map_tensors
 from lightning_pipeline.split.watch import AttributeSnapshot
@@ -50,27 +49,15 @@ class FakeRun:
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._tracer.patches.originals[call.unit]
-        seen: set[int] = set()
         objects = ObjectState((args, kwargs))
-
-        def keep(tensor: Tensor) -> Tensor:
-            self._count_saved(call, tensor, seen)
-            return tensor.detach()  # itself would close a circle: an output saved by its own graph
-
         try:
-            with _quiet(), self._tracer.mode, saved_tensors_hooks(keep, lambda tensor: tensor):
+            with _quiet(), self._tracer.mode, self._tracer.keeping.in_unit(call):
                 return original(*args, **kwargs)
         except SplitError:
             raise
         except Exception as error:
             objects.restore()
             return self._run_really(call, args, kwargs, error)
-
-    def _count_saved(self, call: "Call", tensor: Tensor, seen: set[int]) -> None:
-        key = storage_key(tensor)
-        if key not in seen and not self._tracer.is_state(tensor):
-            seen.add(key)
-            call.activation_bytes += tensor.untyped_storage().nbytes()
 
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
@@ -85,9 +72,11 @@ class FakeRun:
                 f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}"
             ) from cause
         args, kwargs = map_tensors(_made_up, (args, kwargs))
+        call.saved.clear()
+        call.activation_bytes = 0
         counter = FlopCounterMode(display=False)
         try:
-            with counter:
+            with counter, self._tracer.keeping.in_unit(call):
                 output = self._tracer.patches.originals[call.unit](*args, **kwargs)
         except Exception as error:
             raise SplitError(
@@ -104,6 +93,7 @@ class FakeRun:
         flops, cost = operation_cost(func, args, kwargs, result)
         call.flops += flops
         call.cost += cost
+        self._tracer.keeping.operation_in_unit(call, func, args, result)
 
     def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:
         """An output cut off from the unit's graph, as the next stage would get it, and its description."""

@@ -73,12 +73,14 @@ class Glue:
                 raise weights_needed(tags, self._tracer.root)
             self._tracer.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
         result = func(*args, **kwargs)
-        for tensor in operands_of((result,), {}):
+        results = list(operands_of((result,), {}))
+        for tensor in results:
             self._tracer.tags.add(tensor, tags)
             if empty and not any(tensor is operand for operand in operands):
                 self._tracer.made.append(weakref.ref(tensor))
         for tensor in written:
             self._note_write(tensor, tags, empty)
+        self._tracer.keeping.operation_in_glue(results)
         return result
 
     def _is_foreign(self, tensor: Tensor) -> bool:
@@ -188,7 +190,7 @@ class GlueOperations(TorchDispatchMode):
         self._tracer = tracer
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._tracer.inside is not None:
+        if self._tracer.inside is not None or self._tracer.keeping.is_packing:
             return func(*args, **(kwargs or {}))
         return self._tracer.glue.operation(func, args, kwargs or {})
 

@@ -19,8 +19,10 @@ from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.program import StageProgram, Step, TracedOutput
 from lightning_pipeline.split.residence import Residence, SharedParameter
+from lightning_pipeline.split.saved import Held, Peaks, SavedCount
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.sinks import metrics_of, replaced, stub_metrics, stub_sinks
+from lightning_pipeline.split.structure import TensorSpec, tensors_in
 from lightning_pipeline.split.trace import Trace, step_function, trace_step
 
 Sink = Callable[..., None]
@@ -51,6 +53,11 @@ class SplitModel:
             index and the user's arguments.
         forward_context: Makes the precision's context for one forward, such as autocast.
         seed: Base of all random draws inside steps; the same on every rank.
+
+    Attributes:
+        counts_next: Whether to count what the stages hold in the next step that has a backward.
+        count: That of the last step in which it was counted.
+        worst: The worst moment of all steps in which it was.
     """
 
     def __init__(
@@ -78,6 +85,9 @@ class SplitModel:
         self._step: Step | None = None
         self._microbatch = 0
         self.signatures: list[Hashable] = []
+        self.counts_next = False
+        self.count: SavedCount | None = None
+        self.worst = Peaks()
         self._isolation = Isolation(root, self._no_value) if len(self._programs) > 1 else None
         self._install()
 
@@ -211,6 +221,7 @@ class SplitModel:
             self._at,
             split_backward,
             self._later_outputs(step, microbatches, liveness),
+            count=self._new_count(microbatches) if weights is not None and self.counts_next else None,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
@@ -218,6 +229,22 @@ class SplitModel:
         self._silence_or_record(self._open)
         for program in self._programs.values():
             program.begin(self._step)
+
+    def _new_count(self, microbatches: Sequence[MicrobatchArguments]) -> SavedCount:
+        """Counts what the stages hold beside parameters, buffers, plain tensors of modules and the batch."""
+        held = [vars(m).values() for m in self._modules]
+        states = [(*m._parameters.values(), *m._buffers.values()) for m in self._modules]
+        tensors = [t for values in (*held, *states) for t in values if isinstance(t, Tensor)]
+        self.count = SavedCount([*tensors, *tensors_in(microbatches)])
+        self.counts_next = False
+        return self.count
+
+    def counted_now(self) -> dict[int, Held] | None:
+        """What each stage of this rank holds, where the step that is running counts it."""
+        if self._step is None or self._step.count is None:
+            return None
+        self._step.count.settle()
+        return self._step.count.held()
 
     def _later_outputs(
         self, step: str, microbatches: Sequence[MicrobatchArguments], liveness: Liveness
@@ -276,14 +303,15 @@ class SplitModel:
         return log
 
     def _no_value(self) -> Tensor:
-        from lightning_pipeline.split.structure import TensorSpec
-
         return self.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
 
     def finish(self) -> StepResult:
         """End the batch and hand out what the last stage has."""
         step = self._step
         assert step is not None, "begin() comes first"
+        if step.count is not None:
+            step.count.settle()
+            self.worst.rise_to(step.count.peaks)
         self.failed()
         if not self.has_last_stage:
             return StepResult([], [])

@@ -83,6 +83,11 @@ class Partition:
         counts = [_distinct_parameters(self.trace, self.units_of(stage)) for stage in range(self.num_stages)]
         return replace(self, num_parameters=tuple(counts))
 
+    def first_units(self) -> list[str]:
+        """The first unit of each stage but the first: `partition=` for this cut."""
+        starts = self.bounds[1:-1]
+        return [self.trace.units[self.atoms[start].units[0]].name for start in starts]
+
     def _reason(self, stage: int) -> str:
         atom = self.atoms[self.bounds[stage]]
         return f"{self.how}; kept whole: {atom.reason}" if atom.reason else self.how

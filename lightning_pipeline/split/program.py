@@ -17,6 +17,7 @@ from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.remembered import Remembered
 from lightning_pipeline.split.replay import Entry, Replay, Replayed, Table
+from lightning_pipeline.split.saved import SavedCount
 from lightning_pipeline.split.seeds import StepSeeds
 from lightning_pipeline.split.structure import Structure, TensorSpec, map_tensors
 from lightning_pipeline.split.trace import Trace
@@ -42,6 +43,7 @@ class Step:
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        count: Counts what the stages hold, in the steps that are looked at.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Step:
     later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
+    count: SavedCount | None = None
 
 
 @dataclass(slots=True)
@@ -126,6 +129,11 @@ class StageProgram:
         """Micro-batches whose activations are held."""
         return len(self._saved)
 
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches whose weight gradients are still to be computed."""
+        return len(self._queues)
+
     # ---- forward
 
     def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
@@ -136,7 +144,7 @@ class StageProgram:
         if self.is_last:
             step.on_microbatch(microbatch)
         queue = WeightQueue() if step.split_backward else None
-        with self._deferring(queue), self.apart(), step.context():
+        with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
             done = self._replay(microbatch, step, incoming)
         if self.is_last:
             self._finish(microbatch, step, done)
@@ -156,6 +164,13 @@ class StageProgram:
                 return replay.run(step.function, self._fresh(args), self._fresh(kwargs))
         finally:
             self._patches.runner = self.mode.watcher = None
+            replay.close()
+
+    def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
+        count = self._current_step().count
+        if count is None or self._current_step().weights is None:
+            return nullcontext()
+        return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
 
     def _deferring(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
         return nullcontext() if queue is None else self._deferral.into(queue)
@@ -205,6 +220,9 @@ class StageProgram:
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """The half of the backward that the stage before waits for. See `runtime.stage.Stage`."""
+        count = self._current_step().count
+        if count is not None:
+            count.backward(self.index, microbatch)
         saved = self._saved.pop(microbatch, None)
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None
@@ -216,6 +234,8 @@ class StageProgram:
             self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
         if saved.queue is not None:
             self._queues[microbatch] = saved.queue
+            if count is not None:
+                count.keep(self.index, microbatch, saved.queue.held())
         if not self.index:
             return None
         return [None if leaf is None else leaf.grad for leaf in saved.leaves]
@@ -233,9 +253,14 @@ class StageProgram:
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` left."""
+        count = self._current_step().count
+        if count is not None:
+            count.backward(self.index, microbatch)
         queue = self._queues.pop(microbatch, None)
         if queue is not None:
             queue.drain()
+        if count is not None:
+            count.done(self.index, microbatch)
 
     # ---- what a replay asks
 

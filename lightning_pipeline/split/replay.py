@@ -112,6 +112,12 @@ class Replay:
         self.replayed.outgoing = None if self._program.is_last else self._outgoing(result)
         return self.replayed
 
+    def close(self) -> None:
+        """Let go of all values. This object is part of a circle, which is collected some time later."""
+        self._received.clear()
+        self._raw.clear()
+        self.replayed = Replayed(None, None, [])
+
     def _explain(self, error: Exception) -> None:
         if self._error is not None and error is not self._error:
             raise self._error from error

@@ -12,8 +12,8 @@ from lightning_pipeline.split.placeholder import storage_key
 class Tag(NamedTuple):
     """One origin of a value.
 
-    `kind` is "value" (output `leaf` of call `call`), "state" (the parameter or buffer called `name`) or
-    "effect" (something that call `call` changed beside its output).
+    `kind` is "value" (output `leaf` of call `call`), "state" (the parameter or buffer called `name`),
+    "effect" (something that call `call` changed beside its output) or "saved" (keeps memory number `call`).
     """
 
     kind: str

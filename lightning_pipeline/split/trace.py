@@ -32,7 +32,11 @@ class Call:
         specs: Its output tensors.
         flops: Floating-point operations of the forward.
         cost: Equivalent FLOPs of the forward, memory traffic counted in.
-        activation_bytes: What autograd keeps for the backward, parameters apart.
+        saved: Numbers of the pieces of memory that autograd keeps for the backward; parameters, buffers and
+            the batch apart. `Trace.sizes` has their bytes.
+        deferred: Those that a split backward keeps until W.
+        deferred_gradients: Bytes of gradients that it keeps beside them.
+        activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
     """
 
     index: int
@@ -43,6 +47,9 @@ class Call:
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
     cost: float = 0.0
+    saved: set[int] = field(default_factory=set)
+    deferred: set[int] = field(default_factory=set)
+    deferred_gradients: int = 0
     activation_bytes: int = 0
 
 
@@ -65,6 +72,9 @@ class Trace:
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
         host_random: Whether a unit draws from numpy's or Python's random state.
+        result: What the returned value depends on, a part of `tail`.
+        sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
+        handed: Number of the memory behind each value (call, leaf).
     """
 
     step: str
@@ -81,6 +91,9 @@ class Trace:
     checkpointed: bool = False
     writes_batch: bool = False
     host_random: bool = False
+    result: set[Tag] = field(default_factory=set)
+    sizes: dict[int, int] = field(default_factory=dict)
+    handed: dict[tuple[int, int], int] = field(default_factory=dict)
 
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]

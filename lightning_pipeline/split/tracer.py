@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.split.fakerun import FakeRun
 from lightning_pipeline.split.glue import Glue, GlueFunctions, GlueOperations, operands_of
+from lightning_pipeline.split.keeping import Keeping
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import (
     PlaceholderMode,
@@ -67,6 +68,7 @@ class Tracer:
         self._changed_by_units: set[tuple[int, str]] = set()
         self._sinks = sinks
         self.glue = Glue(self)
+        self.keeping = Keeping(self)
         self._fake = FakeRun(self)
         self._name_states()
 
@@ -116,6 +118,7 @@ class Tracer:
             stack.enter_context(forward_context())
             stack.enter_context(GlueFunctions(self))
             stack.enter_context(GlueOperations(self))
+            stack.enter_context(self.keeping.in_glue())
             self._call_step(function, args, kwargs)
         self._reads.stop()
         self._note_attributes(before)
@@ -132,6 +135,7 @@ class Tracer:
             self._end_early(error)
         else:
             self.tail_read(result)
+            self.trace.result |= self.tags.union(tensors_in(result)) | self.keeping.take_waiting()
             if self.glue.unknown_line:
                 self._everything_alive()
 
@@ -148,6 +152,7 @@ class Tracer:
 
     def _everything_alive(self) -> None:
         self.trace.tail.update(tag for tag, value in self.values.items() if value() is not None)
+        self.trace.result |= self.trace.tail
 
     # ---- calls of units
 
@@ -162,7 +167,7 @@ class Tracer:
         self._counts[unit] += 1
         self.trace.calls.append(call)
         self._note_region(call)
-        call.reads |= self.tags.union(tensors_in((args, kwargs)))
+        call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
         contents = [_contents(container) for container in _containers((args, kwargs))]
         output = self._fake.run(call, args, kwargs)
         if contents != [_contents(container) for container in _containers((args, kwargs))]:
@@ -194,6 +199,7 @@ class Tracer:
         self.tags.replace(handed, outer | {tag})
         self.handed.add(handed, frozenset({tag}))
         self.values[tag] = weakref.ref(handed)
+        self.trace.handed[call.index, leaf] = self.keeping.number_of(handed)
         self.made.append(weakref.ref(handed))
         return handed
 
@@ -225,7 +231,7 @@ class Tracer:
         finally:
             self._depth -= 1
         for tensor in written_tensors(func, args, kwargs):
-            origin = self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
+            origin = self.origin(tensor)
             self.glue.note_batch(origin)
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
@@ -247,6 +253,10 @@ class Tracer:
         for tensor in results:
             if not self.tags.of(tensor):
                 self.tags.add(tensor, own)
+
+    def origin(self, tensor: Tensor) -> Tensor:
+        """The real tensor that a placeholder is a view of, or the tensor itself."""
+        return self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
 
     def is_state(self, tensor: Tensor) -> bool:
         """Whether this is a parameter or buffer of the module, or a view of one."""

@@ -311,7 +311,9 @@ def test_monitors_log_the_same_keys_and_values_on_every_rank(ranks: Ranks) -> No
     assert keys == sorted(
         ["pipeline/bubble_fraction", "pipeline/step_time_s"]
         + [f"pipeline/stage_{s}/{name}" for s in (0, 1)
-           for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib")]
+           for name in ("forward_s", "backward_s", "idle_s", "parameters", "peak_memory_gib", "parameters_gib",
+                        "gradients_gib", "optimizer_state_gib", "activations_gib", "activation_microbatches",
+                        "activations_planned_gib", "buffers_gib")]
     )  # fmt: skip
 
 
@@ -372,3 +374,18 @@ def test_torch_clipping_in_a_hook_goes_by_all_stages(ranks: Ranks) -> None:
     for found, found_norms in ranks(2)(fit_clipping_in_hook, {"stages": 2, "partition": ["net.4"]}):
         assert found_norms == pytest.approx(norms, rel=1e-9)
         assert_same((found, {}), (expected, {}))
+
+
+class Normalised(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(1, nn.BatchNorm1d(8, dtype=torch.float64))
+
+
+def fit_normalised() -> dict[str, Tensor]:
+    return fit({"stages": 2}, Normalised, max_epochs=1)[0]
+
+
+def test_batch_norm_trains_with_a_number_of_micro_batches_that_it_can(ranks: Ranks) -> None:
+    first, second = ranks(2)(fit_normalised)  # batches of 8 on 2 ranks are otherwise cut into 8
+    assert_same((first, {}), (second, {}))

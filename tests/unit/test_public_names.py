@@ -10,6 +10,7 @@ PUBLIC = {
     ],
     "lightning_pipeline.callbacks": [
         "BubbleMonitor",
+        "PipelineTimeline",
         "StageMemoryMonitor",
     ],
     "lightning_pipeline.errors": [

@@ -12,6 +12,7 @@ class Run:
     """Two ranks that did the same at the same moment; the second one's clock is 5 s ahead."""
 
     stages_here = (0,)
+    messages = None
 
     def __init__(self) -> None:
         self.timeline = Timeline()
@@ -22,10 +23,10 @@ class Run:
         return self.clock_offsets
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
-        stages, began, finished, events = value
+        stages, began, finished, events, messages = value
         ahead = 5_000_000_000
         later = [(action, *(time + ahead for time in times)) for action, *times in events]
-        return [value, (stages, began + ahead, finished + ahead, later)]
+        return [value, (stages, began + ahead, finished + ahead, later, messages)]
 
 
 def test_all_ranks_times_are_on_the_first_one_s_clock() -> None:

@@ -3,7 +3,7 @@ import time
 import pytest
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
-from lightning_pipeline.schedules import Costs, GPipe, OneFOneB, Plan, draw, draw_svg, simulate
+from lightning_pipeline.schedules import Costs, GPipe, OneFOneB, Plan, draw, simulate
 
 
 def test_times_of_a_small_plan() -> None:
@@ -88,7 +88,12 @@ def test_a_picture_of_two_stages_per_rank_names_them() -> None:
     assert draw(Plan.parse("0F0 1F0 1I0 0I0 0W0 1W0")) == "rank 0 | 0F0 1F0 1I0 0I0 0W0 1W0"
 
 
-def test_an_svg_has_a_box_for_each_action() -> None:
-    svg = draw_svg(OneFOneB().plan(2, 3))
-    assert svg.startswith("<svg ") and svg.rstrip().endswith("</svg>")
-    assert svg.count("<g>") == 12 and "1B2: " in svg
+def test_a_wide_picture_goes_on_below() -> None:
+    assert draw(simulate(OneFOneB().plan(2, 2), Costs(1, 1, 1)), width=24) == (
+        "rank 0 | F0 F1 .. .. B0\nrank 1 | .. F0 B0 -- F1\n\nrank 0 | -- .. B1 --\nrank 1 | B1 --"
+    )
+
+
+def test_columns_may_stand_for_more_time() -> None:
+    run = simulate(Plan.parse("0F0 0B0\n1F0 1B0"), Costs([1, 4], [2, 2], [2, 2]))
+    assert draw(run, column=4) == "rank 0 | F0 .. B0\nrank 1 | F0 B0"

@@ -1,0 +1,179 @@
+"""Chosen steps as they happened: a trace, a picture, and text in the log."""
+
+import json
+import math
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_pipeline.callbacks.measured import Comparison
+from lightning_pipeline.callbacks.measures import run_of
+from lightning_pipeline.callbacks.steps import RankStep, gather_step
+from lightning_pipeline.callbacks.trace import trace
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.schedules.picture import Picture, has_plot, require_plot
+
+_TENTH = 9  # counted from 0: caches are warm then, and a short fit gets there
+
+
+class PipelineTimeline(Callback):
+    """Records chosen steps and shows them as they happened, below how they were planned.
+
+    For step 9, say, global rank 0 writes `timeline-9.json`, a trace for https://ui.perfetto.dev or
+    chrome://tracing with every action and message of every rank, `timeline-9.svg` (and `.png`), the
+    numbered boxes of the papers, and the same as text to the log. With a `TensorBoardLogger` the picture
+    is shown there too, as an image if matplotlib is installed (`lightning-pipeline[plot]`), else as text.
+
+    Steps are training batches, counted from 0 over all epochs; with `accumulate_grad_batches=1` that is
+    `trainer.global_step` when the batch begins. Of data-parallel replicas the first is recorded. Under
+    `fast_dev_run` files are written only if `dirpath` is given. On a GPU, a recorded step is waited for.
+
+    Attributes:
+        files: What this rank has written.
+        seconds_recording: Spent on this rank to record steps and to gather them, waiting for the slowest
+            rank included.
+        seconds_writing: Spent on this rank to draw and write, after the recorded steps.
+
+    Args:
+        steps: Which to record. Default, if `every_n_steps` is not given either: the tenth of the fit, or
+            its last if it is shorter.
+        every_n_steps: Record the last of every so many. Default: only `steps`.
+        dirpath: Folder to write to. Default: `trainer.log_dir`, which is `default_root_dir` without a logger.
+        png: Write the picture as PNG, too. Needs matplotlib.
+
+    Raises:
+        ConfigurationError: `steps` or `every_n_steps` is negative, or PNG is asked for without matplotlib.
+    """
+
+    def __init__(
+        self,
+        steps: list[int] | None = None,
+        every_n_steps: int | None = None,
+        dirpath: str | Path | None = None,
+        png: bool = False,
+    ) -> None:
+        _check(steps, every_n_steps)
+        if png:
+            require_plot()
+        self.steps = None if steps is None else frozenset(steps)
+        self.every_n_steps, self.dirpath, self.png = every_n_steps, dirpath, png
+        self.files: list[Path] = []
+        self.seconds_recording = self.seconds_writing = 0.0
+        self._folder: Path | None = None
+        self._batches = self._default = 0
+        self._recording: int | None = None
+        self._missing: set[int] = set()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        run = run_of(trainer, self)
+        if run.replica_index == 0 and not run.clock_offsets:
+            run.align_clocks()
+        self._batches, self._recording = 0, None
+        self._default = int(min(_TENTH, max(_batches_left(trainer) - 1, 0)))
+        self._missing = set(self.steps or ())
+        self._folder = None if self.dirpath is None else Path(self.dirpath)
+        if self.dirpath is None and not trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector
+            self._folder = Path(trainer.log_dir or trainer.default_root_dir)  # asks rank 0: all ranks must
+
+    @override
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        number, run = trainer.fit_loop.total_batch_idx, run_of(trainer, self)
+        self._recording = number if self._wants(number) and run.replica_index == 0 else None
+        self._missing.discard(number)
+        self._batches += 1
+        if self._recording is not None:
+            run.record_messages(True)
+
+    def _wants(self, number: int) -> bool:
+        if self.steps is None and self.every_n_steps is None:
+            return self._batches == self._default
+        every = self.every_n_steps is not None and (number + 1) % self.every_n_steps == 0
+        return every or (self.steps is not None and number in self.steps)
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self._recording is None:
+            return
+        number, self._recording = self._recording, None
+        run, begin = run_of(trainer, self), time.monotonic()
+        inside = run.messages.seconds_inside if run.messages is not None else 0.0
+        steps, plan = gather_step(run), run.last_plan
+        run.record_messages(False)
+        recorded = time.monotonic()
+        self.seconds_recording += recorded - begin + inside
+        if trainer.is_global_zero:
+            assert plan is not None, "a step that ended had a plan"
+            self._show(trainer, plan, steps, number)
+            self.seconds_writing += time.monotonic() - recorded
+
+    def _show(self, trainer: Trainer, plan: Plan, steps: list[RankStep], number: int) -> None:
+        comparison = Comparison(plan, steps, number)
+        picture, text = comparison.picture(), comparison.text()
+        if self._folder is not None:
+            self._write(self._folder, number, picture, json.dumps(trace(steps, number)))
+            text += f"\nTimeline of step {number}: {', '.join(str(path) for path in self._of(number))}"
+        rank_zero_info(text)
+        for logger in trainer.loggers:
+            if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
+                _to_tensorboard(logger, picture, text, number)
+
+    def _write(self, folder: Path, number: int, picture: Picture, events: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        contents = {"json": events.encode(), "svg": picture.svg().encode()}
+        if self.png:
+            contents["png"] = picture.png()
+        for ending, content in contents.items():
+            path = folder / f"timeline-{number}.{ending}"
+            path.write_bytes(content)
+            self.files.append(path)
+
+    def _of(self, number: int) -> list[Path]:
+        return [path for path in self.files if path.stem == f"timeline-{number}"]
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._missing:
+            rank_zero_warn(
+                f"PipelineTimeline was to record steps {sorted(self._missing)}, which this fit did not run: "
+                f"it ended after step {trainer.fit_loop.total_batch_idx}"
+            )
+
+
+def _check(steps: Iterable[int] | None, every_n_steps: int | None) -> None:
+    problems = []
+    if any(step < 0 for step in steps or ()):
+        problems.append(f"steps={steps} must not be negative: they are counted from 0")
+    if every_n_steps is not None and every_n_steps < 1:
+        problems.append(f"every_n_steps={every_n_steps} must be at least 1")
+    if problems:
+        raise ConfigurationError("PipelineTimeline: " + "; ".join(problems))
+
+
+def _batches_left(trainer: Trainer) -> float:
+    """At most so many batches will be run; perhaps infinite. An optimizer step takes one batch at least."""
+    epochs = math.inf if trainer.max_epochs in (None, -1) else trainer.max_epochs - trainer.current_epoch
+    batches = epochs * trainer.num_training_batches
+    steps = math.inf if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
+    return min(batches, steps)
+
+
+def _to_tensorboard(logger: Any, picture: Picture, text: str, number: int) -> None:
+    import numpy  # TensorBoard brings it; else nobody here needs it
+
+    if has_plot():
+        pixels = numpy.asarray(picture.pixels())
+        logger.experiment.add_image("pipeline/timeline", pixels, number, dataformats="HWC")
+    else:
+        indented = "\n".join(f"    {line}" for line in text.splitlines())  # Markdown's way to keep columns
+        logger.experiment.add_text("pipeline/timeline", indented, number)

@@ -1,0 +1,162 @@
+"""What the memory monitor reports of whole runs is what the stages hold, and what the plan foresees."""
+
+import logging
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_pipeline.callbacks import StageMemoryMonitor
+from lightning_pipeline.schedules import Costs, get_schedule, simulate
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+GIB = 2**30
+MICROBATCHES = 8
+
+
+class Adam(Regression):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=1e-3)
+
+
+class Notes(pl.Callback):
+    """Keeps what was logged before the run is undone, and the optimizer's state as it stands."""
+
+    def on_train_batch_end(self, run: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:
+        self.states = sum(
+            tensor.numel() * tensor.element_size()
+            for held in run.optimizers[0].state.values()
+            for tensor in held.values()
+        )
+
+    def on_train_end(self, run: pl.Trainer, *_: Any) -> None:
+        self.logged = {
+            name.removeprefix("pipeline/"): float(value)
+            for name, value in run.callback_metrics.items()
+            if name.startswith("pipeline/")
+        }
+
+
+def fit(pipeline: dict[str, Any], **options: Any) -> tuple[dict[str, float], int, dict[str, Tensor]]:
+    notes, module = Notes(), Adam()
+    run = trainer(pipeline, callbacks=[StageMemoryMonitor(), notes], max_epochs=1, **options)
+    run.fit(module, loader(16))
+    return notes.logged, notes.states, weights(module)
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 2), ("1F1B", 4), ("GPipe", 2), ("ZBH1", 2)])
+def test_stages_hold_as_many_microbatches_as_the_plan_says(ranks: Ranks, schedule: str, stages: int) -> None:
+    found = ranks(stages)(fit, {"stages": stages, "schedule": schedule, "num_microbatches": MICROBATCHES})
+    logged = found[0][0]
+    assert all(one == logged for one, *_ in found)
+    plan = get_schedule(schedule).plan(stages, MICROBATCHES)
+    expected = simulate(plan, Costs(1, 1, 1)).peak_memory
+    held = [logged[f"stage_{stage}/activation_microbatches"] for stage in range(stages)]
+    assert held == list(expected)
+    if schedule != "ZBH1":
+        assert held == [stages - stage if schedule == "1F1B" else MICROBATCHES for stage in range(stages)]
+
+
+def test_parameters_gradients_and_optimizer_state_are_counted_to_the_byte(ranks: Ranks) -> None:
+    found = ranks(2)(fit, {"stages": 2, "num_microbatches": 2})
+    logged = found[0][0]
+    for stage, (_, states, _) in enumerate(reversed(found)):  # the last stage is rank 0's
+        assert round(logged[f"stage_{stage}/optimizer_state_gib"] * GIB) == states
+        assert logged[f"stage_{stage}/gradients_gib"] == logged[f"stage_{stage}/parameters_gib"]
+        assert logged[f"stage_{stage}/buffers_gib"] > 0
+    total = round(sum(logged[f"stage_{stage}/parameters_gib"] for stage in range(2)) * GIB)
+    assert total == sum(p.numel() * p.element_size() for p in Adam().parameters())
+
+
+def test_counting_changes_no_bit(ranks: Ranks) -> None:
+    pipeline = {"stages": 2, "schedule": "ZBH1", "num_microbatches": 4}
+    for (_, _, counted), alone in zip(
+        ranks(2)(fit, pipeline), ranks(2)(fit_uncounted, pipeline), strict=True
+    ):
+        assert all(torch.equal(counted[name], alone[name]) for name in alone)
+
+
+def fit_uncounted(pipeline: dict[str, Any]) -> dict[str, Tensor]:
+    module = Adam()
+    trainer(pipeline, max_epochs=1).fit(module, loader(16))
+    return weights(module)
+
+
+def fit_gpt(schedule: str, options: dict[str, Any]) -> dict[str, float]:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+    from gpt import GPT
+
+    notes = Notes()
+    run = trainer(
+        {"stages": 2, "schedule": schedule, "num_microbatches": 4, **options},
+        callbacks=[StageMemoryMonitor(), notes], max_epochs=1, max_steps=2,
+    )  # fmt: skip
+    data = torch.randint(0, 256, (32, 65))
+    run.fit(GPT(layers=6), torch.utils.data.DataLoader(data, 16))
+    return notes.logged
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [("GPipe", {}), ("1F1B", {}), ("ZBH1", {}), ("Interleaved1F1B", {"stages_per_rank": 2}), ("ZBV", {})],
+)
+def test_the_demo_holds_what_was_foreseen(ranks: Ranks, schedule: str, options: dict[str, Any]) -> None:
+    logged = ranks(2)(fit_gpt, schedule, options)[0]
+    names = {name.removesuffix("/activations_gib") for name in logged if name.endswith("/activations_gib")}
+    assert len(names) == (2 if schedule in ("GPipe", "1F1B", "ZBH1") else 6)  # stages, and ranks with several
+    for name in names:
+        planned = logged[f"{name}/activations_planned_gib"]
+        assert logged[f"{name}/activations_gib"] == pytest.approx(planned, rel=0.002), name
+
+
+class Lines(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def fit_briefly(options: dict[str, Any]) -> str:
+    kept = Lines()
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addHandler(kept)
+    try:
+        monitor = StageMemoryMonitor(every_n_steps=2)
+        trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options).fit(
+            Regression(), loader()
+        )
+    finally:
+        logger.removeHandler(kept)
+    return "\n".join(kept.lines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fast_dev_run": True},
+        {"fast_dev_run": 3},
+        {"barebones": True, "log_every_n_steps": None, "num_sanity_val_steps": None},
+        {"logger": False, "max_epochs": 1},
+    ],
+    ids=["one step", "three steps", "barebones", "no logger"],
+)
+def test_a_short_or_silent_run_ends_with_the_table_on_rank_0(ranks: Ranks, options: dict[str, Any]) -> None:
+    first, second = ranks(2)(fit_briefly, options)
+    table = first.partition("Memory, activations at the worst moment\n")[2].splitlines()[:4]
+    assert table[0].split()[:5] == ["stage", "parameters", "size", "gradients", "optimizer"]
+    for stage, row in enumerate(table[2:]):
+        cells = [cell.strip() for cell in row.split("  ") if cell.strip()]
+        assert cells[0] == f"stage_{stage}"
+        assert cells[5] == cells[6] != "0 B"  # activations as planned
+    assert "Memory" not in second

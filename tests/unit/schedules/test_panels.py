@@ -1,0 +1,106 @@
+"""Pictures of plans: well-formed, every action once, and numbers that fit their boxes."""
+
+import io
+import itertools
+import re
+import sys
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.schedules import Costs, Plan, draw_svg, get_schedule, simulate
+from lightning_pipeline.schedules.panels import Panel, arrange
+from lightning_pipeline.schedules.picture import Box, Picture, Words, words_fit
+
+SVG = "{http://www.w3.org/2000/svg}"
+SIZES = [(2, 4), (4, 8), (8, 32)]
+
+
+def two_panels(ranks: int, microbatches: int, schedule: str = "1F1B") -> tuple[Plan, Picture]:
+    plan = get_schedule(schedule).plan(ranks, microbatches)
+    run = simulate(plan, Costs(2.0, 2.0, 2.0, send=0.1))
+    return plan, arrange(
+        [Panel(simulate(plan, Costs(2, 2, 2)), "planned", "ms"), Panel(run, "measured", "ms")]
+    )
+
+
+def hints_of(svg: str) -> list[str]:
+    rectangles = ElementTree.fromstring(svg).iter(f"{SVG}rect")
+    return [title.text or "" for box in rectangles for title in box.iter(f"{SVG}title")]
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "ZBH1", "ZBV", "Interleaved1F1B"])
+def test_an_svg_has_a_box_for_each_action(schedule: str) -> None:
+    plan = get_schedule(schedule).plan(2, 4)
+    drawn = [hint.split(":")[0] for hint in hints_of(draw_svg(plan))]
+    assert sorted(drawn) == sorted(str(action) for actions in plan for action in actions)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_number_fits_its_box(size: tuple[int, int]) -> None:
+    plan, picture = two_panels(*size)
+    boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.hint]
+    numbers = [shape for shape in picture.shapes if isinstance(shape, Words) and shape.anchor == "middle"]
+    assert len(boxes) == 2 * sum(map(len, plan))
+    inside = [
+        (box, words) for box, words in zip(picture.shapes, picture.shapes[1:], strict=False)
+        if isinstance(box, Box) and box.hint and isinstance(words, Words)
+    ]  # fmt: skip
+    assert len(inside) == len(boxes) <= len(numbers)
+    for box, words in inside:
+        assert words_fit(words.text, words.size, box.width) and words.size >= 9
+        assert words.text == re.split("[FBIW]", box.hint.split(":")[0])[1]
+
+
+def test_boxes_stay_in_the_picture_and_rows_apart() -> None:
+    _, picture = two_panels(4, 8)
+    boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.hint]
+    assert all(box.x + box.width <= picture.width and box.y + box.height <= picture.height for box in boxes)
+    rows = sorted({box.y for box in boxes})
+    assert len(rows) == 8
+    assert all(below - above > boxes[0].height for above, below in itertools.pairwise(rows))
+
+
+def test_captions_axis_and_legend_are_there() -> None:
+    _, picture = two_panels(2, 4)
+    words = [shape.text for shape in picture.shapes if isinstance(shape, Words)]
+    assert [text for text in words if text in ("planned", "measured")] == ["planned", "measured"]
+    assert words.count("0 ms") == 2 and words.count("rank 1") == 2
+    assert words[-3:] == ["forward", "backward", "idle"]
+    halves = [shape.text for shape in two_panels(2, 4, "ZBV")[1].shapes if isinstance(shape, Words)]
+    assert halves[-5:] == ["forward", "input half", "weight half", "idle", "paler: a rank's later stages"]
+
+
+def test_an_action_too_short_for_its_number_stays_empty() -> None:
+    run = simulate(Plan.parse("0F0 0B0\n1F0 1B0"), Costs([100, 0.01], [100, 0.01], [100, 0.01]))
+    words = [s.text for s in arrange([Panel(run)]).shapes if isinstance(s, Words) and s.anchor == "middle"]
+    assert words == ["0", "0"]
+
+
+def test_text_is_escaped() -> None:
+    picture = Picture(10, 10, "a < b", [Words(1, 1, "x & y"), Box(0, 0, 1, 1, "#000000", hint='"<')])
+    root = ElementTree.fromstring(picture.svg())
+    assert [element.text for element in root.iter(f"{SVG}title")] == ["a < b", '"<']
+    assert [element.text for element in root.iter(f"{SVG}text")] == ["x & y"]
+
+
+def test_a_png_has_the_picture_s_size_and_colours() -> None:
+    pytest.importorskip("matplotlib")
+    from PIL import Image
+
+    _, picture = two_panels(2, 4)
+    image: Any = Image.open(io.BytesIO(picture.png(scale=1.0))).convert("RGB")
+    assert image.size == (int(picture.width), int(picture.height))
+    boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.hint]
+    for box in boxes:
+        colour = "#{:02x}{:02x}{:02x}".format(*image.getpixel((int(box.x + 3), int(box.y + 4))))
+        assert colour == box.fill, box.hint
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'lightning-pipeline\[plot\]'"):
+        two_panels(2, 2)[1].png()

@@ -1,0 +1,31 @@
+"""`num_microbatches="auto"`."""
+
+import lightning.pytorch  # noqa: F401  # registers the strategy, which imports what is tested here
+import pytest
+
+from lightning_pipeline.schedules import Interleaved1F1B, OneFOneB
+from lightning_pipeline.step import Plans
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "at_least", "number"),
+    [
+        (16, 2, 1, 8),  # four per rank
+        (8, 2, 1, 8),
+        (8, 2, 2, 4),  # BatchNorm trains on no single sample
+        (12, 4, 1, 12),
+        (1, 4, 1, 1),
+        (1, 4, 2, 1),
+        (7, 2, 1, 7),
+        (None, 4, 1, 1),  # cannot be split
+        (16, 1, 1, 1),
+    ],
+)
+def test_divides_the_batch_and_serves_the_schedule(
+    size: int | None, ranks: int, at_least: int, number: int
+) -> None:
+    assert Plans(OneFOneB(), ranks).choose_number(size, at_least=at_least) == number
+
+
+def test_a_schedule_that_wants_multiples_gets_one() -> None:
+    assert Plans(Interleaved1F1B(2), 4).choose_number(12) % 4 == 0
