@@ -138,7 +138,7 @@ def forecast(
         chosen=chosen,
         stages=workload.stages(chosen.plan.num_stages),
         partition=workload.partition(chosen.plan.num_stages).table(),
-        verdict=verdict(predictions, workload.stages(num_ranks), alone, assumptions),
+        verdict=verdict(predictions, workload.stages(1)[0], alone, assumptions),
         basis=_basis(assumptions, workload.measured_on),
     )
 

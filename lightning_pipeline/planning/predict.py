@@ -124,6 +124,6 @@ def _prediction(
         costs = times.costs(True, [max(h / (max(held) or 1), 1e-3) for h in held])
         plan = schedule.reorder([plan.rank_of(s) for s in range(plan.num_stages)], num_microbatches, costs)
     simulation = simulate(plan, times.costs(plan.splits_backward, held))
-    memory = memory_of(simulation, stages, assumptions)
+    memory = memory_of(plan, workload.partition(plan.num_stages), stages, assumptions)
     fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
     return Prediction(name, schedule, simulation, memory, fits)
