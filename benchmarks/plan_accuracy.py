@@ -112,9 +112,14 @@ def _report(schedule: str, guess: Prediction, found: dict[str, float], sizes: li
         f"{guess.bubble:7.1%} {bubble:7.1%} {guess.bubble / bubble - 1:+7.1%}  "
         + " ".join(f"{off:+.2%}" for off in parameters)
     )
-    for name, value in sorted(found.items()):
-        if "activation" in name:
-            print(f"    {name} {value:g}; predicted by rank {[r.activations for r in guess.memory]}")
+    for rank, held in enumerate(guess.memory):
+        stages = "_".join(map(str, guess.plan.stages_of(rank)))
+        name = f"pipeline/stage{'s' * ('_' in stages)}_{stages}/activations_gib"
+        if name in found:
+            print(
+                f"    {name} {found[name]:.6f}, predicted {held.activations / 2**30:.6f}, "
+                f"{held.activations / 2**30 / found[name] - 1:+.2%}"
+            )
 
 
 if __name__ == "__main__":
