@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_pipeline.callbacks.measures import table
 from lightning_pipeline.callbacks.rankmemory import MemoryMeter, RankMemory
 from lightning_pipeline.errors import PipelineError, ScheduleError
 from lightning_pipeline.gradients import SetAside
@@ -20,6 +19,7 @@ from lightning_pipeline.split import (
     peak_activations,
     size_text,
     stage_activations,
+    text_table,
 )
 from lightning_pipeline.step import Plans, StepRunner
 
@@ -87,7 +87,7 @@ def _table(memory: RankMemory) -> str:
         ]
         for stage in memory.stages
     ]  # fmt: skip
-    return table(head, rows)
+    return text_table(head, rows)
 
 
 class Advice:

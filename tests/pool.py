@@ -24,6 +24,7 @@ import torch.distributed as dist
 from tests.rank import Job, serve
 
 PRELOAD = [
+    "pytest",
     "torch",
     "torch.distributed",
     "torch._subclasses.fake_tensor",

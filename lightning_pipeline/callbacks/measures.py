@@ -1,7 +1,5 @@
 """Numbers of all ranks of a pipeline, by stage, for the callbacks."""
 
-import resource
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -156,21 +154,3 @@ def publish(trainer: Trainer, callback: object, values: Mapping[str, float]) -> 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:
     """A key for each rank of the pipeline: `stage_0`, or `stages_0_2` where a rank holds several."""
     return [f"{'stage' if len(held) == 1 else 'stages'}_{'_'.join(map(str, held))}" for held in per_rank]
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns of text, numbers to the right."""
-    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
-    lines = [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in [header, *rows]
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that this process has held: the allocator's peak on a GPU, else its largest resident set."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -7,9 +7,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names, table
+from lightning_pipeline.callbacks.measures import logged_every, run_of, stage_names
 from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
-from lightning_pipeline.split import Held, size_text
+from lightning_pipeline.split import Held, size_text, text_table
 
 _GIB = 2.0**30
 
@@ -111,7 +111,7 @@ def summary(ranks: Sequence[RankMemory], names: Sequence[str]) -> str:
             rows.append([*_cells(stage), *(of_rank if alone else ["", ""])])
         if len(rank.stages) > 1:
             rows.append([name, "", "", "", "", *_activation_cells(rank.held, rank.planned), *of_rank])
-    return "Memory, activations at the worst moment\n" + table(head, rows)
+    return "Memory, activations at the worst moment\n" + text_table(head, rows)
 
 
 def _cells(stage: StageMemory) -> list[str]:

@@ -164,7 +164,7 @@ class MemoryMeter:
                 )
             )
         return RankMemory(
-            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, _peak_bytes(self.device)
+            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, peak_bytes(self.device)
         )
 
     def _parameters_by_stage(self) -> dict[int, list[Tensor]]:
@@ -194,7 +194,7 @@ class MemoryMeter:
     def device_sizes(self) -> dict[str, int]:
         """What the device says of itself, in bytes."""
         if self.device.type != "cuda":
-            return {"largest resident set": _peak_bytes(self.device)}
+            return {"largest resident set": peak_bytes(self.device)}
         return {
             "allocated": torch.cuda.memory_allocated(self.device),
             "reserved": torch.cuda.memory_reserved(self.device),
@@ -202,7 +202,8 @@ class MemoryMeter:
         }
 
 
-def _peak_bytes(device: torch.device) -> int:
+def peak_bytes(device: torch.device) -> int:
+    """The most that this process has held: the allocator's peak on a GPU, else its largest resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss

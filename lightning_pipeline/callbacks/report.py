@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from statistics import median
 
 from lightning_pipeline.callbacks.measurement import Measurement, Prediction, stage_costs
-from lightning_pipeline.callbacks.measures import PipelineRun, peak_bytes, table
+from lightning_pipeline.callbacks.measures import PipelineRun
 from lightning_pipeline.callbacks.meter import Meter
+from lightning_pipeline.callbacks.rankmemory import peak_bytes
 from lightning_pipeline.callbacks.shares import KINDS
 from lightning_pipeline.callbacks.steps import RankStep, gather_step
 from lightning_pipeline.planning.advice import Situation, advise
 from lightning_pipeline.schedules import Action, Plan
+from lightning_pipeline.split import text_table
 
 _GIB, _MIB = 2.0**30, 2.0**20
 _WORTH_SAYING = 0.02  # of the bubble
@@ -57,7 +59,7 @@ class Report:
             "peak GiB",
             "sent MiB",
         ]
-        return table(header, rows)
+        return text_table(header, rows)
 
     def _advice(self) -> str | None:
         total, cut = self._total, self._run.partition

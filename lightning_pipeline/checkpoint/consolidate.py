@@ -3,7 +3,7 @@
 import json
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
-from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, verify_file
+from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
 from lightning_pipeline.checkpoint.optimizers import merged_groups, to_numbered
 from lightning_pipeline.checkpoint.reader import Reader
 from lightning_pipeline.checkpoint.safe import load_object
@@ -35,15 +35,15 @@ def verify(folder: Path) -> Manifest:
     for name in (METADATA, META, *manifest.files):
         if name not in manifest.files:
             raise CheckpointError(f"checkpoint {folder} does not list {name}")
-        verify_file(folder, name, manifest, checksums=True)
+        verify_file(folder, name, manifest)
     return manifest
 
 
 def to_file(folder: Path, file: Path, *, trust: bool) -> None:
     """Write a one-file checkpoint as a run on one device would: weights, optimizers, and the rest.
 
-    Tensors pass through a file beside `file`, mapped into memory, so that memory may stay smaller than the
-    model.
+    Tensors are written out of the mapped files of the checkpoint, so that memory may stay smaller than the
+    model. Where files cannot be mapped, they pass through scratch files beside `file`.
 
     Args:
         folder: The checkpoint.
@@ -53,15 +53,21 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
     Raises:
         CheckpointError: The folder cannot be read.
     """
-    verify(folder)
-    reader = Reader(folder, trust=trust)
+    reader = _verified(folder, trust=trust)
     checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
     own = checkpoint.pop(OURS, {})
     tensors = _Mapped(reader, file)
     checkpoint["state_dict"] = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
     if "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)
-    _replace(file, lambda temporary: torch.save(checkpoint, temporary))
+    _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))
+
+
+def _verified(folder: Path, *, trust: bool) -> Reader:
+    manifest = read_manifest(folder)
+    stamps = {name: stamp_file(folder, name, manifest) for name in manifest.files}
+    verify(folder)
+    return Reader(folder, trust=trust, stamps=stamps)
 
 
 def _training_state(
@@ -81,7 +87,7 @@ def _training_state(
 
 
 class _Mapped:
-    """Entries of a checkpoint, their tensors in files that are mapped into memory and have no name."""
+    """Entries of a checkpoint; large tensors are mapped files: its own, or scratch files without a name."""
 
     def __init__(self, reader: Reader, beside: Path) -> None:
         self._reader, self._beside = reader, beside
@@ -91,7 +97,7 @@ class _Mapped:
         """A tensor, the same one for tied names; or a value."""
         place = self._reader.place_of(key)
         if place not in self._places:
-            value = self._reader.read([key], place=self._new)[key]
+            value = self._reader.read([key], place=self._new, mapped=True)[key]
             if not isinstance(value, Tensor):
                 return value
             self._places[place] = value
@@ -108,10 +114,11 @@ class _Mapped:
             scratch.unlink(missing_ok=True)
 
 
-def _replace(file: Path, write: Any) -> None:
+def _replace(file: Path, reader: Reader, write: Callable[[Path], None]) -> None:
     temporary = file.with_name(f"{file.name}.{secrets.token_hex(4)}.tmp")
     try:
         write(temporary)
+        reader.compare_again()
         with temporary.open("rb+") as handle:
             os.fsync(handle.fileno())
         temporary.replace(file)
@@ -129,8 +136,7 @@ def to_safetensors(folder: Path, file: Path) -> None:
     Raises:
         CheckpointError: The folder cannot be read, or a data type has no name in that format.
     """
-    verify(folder)
-    reader = Reader(folder, trust=False)
+    reader = _verified(folder, trust=False)
     kept, ties = _once(reader)
     header, offset = {"__metadata__": {"format": "pt", **ties}}, 0
     entries: dict[str, Any] = dict(header)
@@ -142,7 +148,7 @@ def to_safetensors(folder: Path, file: Path) -> None:
         end = offset + entry.size.numel() * entry.properties.dtype.itemsize
         entries[name] = {"dtype": kind, "shape": list(entry.size), "data_offsets": [offset, end]}
         offset = end
-    _replace(file, lambda temporary: _write_safetensors(temporary, entries, reader, kept))
+    _replace(file, reader, lambda temporary: _write_safetensors(temporary, entries, reader, kept))
 
 
 def _once(reader: Reader) -> tuple[list[str], dict[str, str]]:
@@ -162,7 +168,7 @@ def _write_safetensors(path: Path, entries: Mapping[str, Any], reader: Reader, n
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            for piece in _bytes_of(reader.read([f"{MODEL}.{name}"])[f"{MODEL}.{name}"]):
+            for piece in _bytes_of(reader.read([f"{MODEL}.{name}"], mapped=True)[f"{MODEL}.{name}"]):
                 file.write(piece)
 
 

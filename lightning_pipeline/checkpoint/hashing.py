@@ -3,12 +3,14 @@
 import hashlib
 import io
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 from typing_extensions import override
 
 from lightning_pipeline import faults
+from lightning_pipeline.checkpoint.mapped import MappedFile
 
 _BLOCK = 4 << 20
 _FAULT_AFTER = 256  # bytes of a shard after which the point `during` comes
@@ -53,11 +55,21 @@ def checksum_of(path: Path, integrity: str) -> str:
     digest = new_digest(integrity)
     if digest is None:
         return ""
-    block = memoryview(bytearray(_BLOCK))
     with path.open("rb", buffering=0) as file:
-        while count := file.readinto(block):
-            digest.update(block[:count])
+        for block in _blocks(file):
+            digest.update(block)
     return digest.hexdigest()
+
+
+def _blocks(file: IO[bytes]) -> Iterator[memoryview]:
+    try:
+        memory = MappedFile(file)
+    except (OSError, ValueError):  # not every file system maps, and an empty file is not mapped
+        block = memoryview(bytearray(_BLOCK))
+        while count := file.readinto(block):  # type: ignore[attr-defined]  # a raw file has it
+            yield block[:count]
+    else:
+        yield from memory.blocks(file, _BLOCK)
 
 
 class HashingStream(io.RawIOBase):

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.fitting import Misfits, compare
 from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
-from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, verify_file
+from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
 from lightning_pipeline.checkpoint.optimizers import fill, names_of
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.reader import Reader
@@ -67,35 +67,55 @@ def load_folder(path: Path, target: Target, ranks: Ranks) -> dict[str, Any]:
     """
     what = f"loading {path}"
     manifest = ranks.leader(what, lambda: read_manifest(path))
-    ranks.everyone(what, lambda: _verify(path, manifest, target, ranks))
-    reader = ranks.everyone_local(what, lambda: Reader(path, trust=target.trust))
-    ranks.collect(what, lambda: compare(reader, target.tensors, target.optimizers, target.names),
-                  lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
-    staged = ranks.everyone_local(what, lambda: stage(path, reader, target))
-    apply(staged, target)
+    stamps = ranks.everyone_local(what, lambda: _stamps(path, manifest))
+    ranks.everyone_local(what, lambda: _verify(path, manifest, target, ranks))
+    opened: list[Reader] = []
+
+    def compare_here() -> Misfits:
+        opened.append(Reader(path, trust=target.trust, stamps=stamps))
+        return compare(opened[0], target.tensors, target.optimizers, target.names)
+
+    ranks.collect(what, compare_here, lambda found: Misfits.refuse(found, path, strict=target.strict))
+    staged = ranks.everyone_local(what, lambda: stage(path, opened[0], target))
+    ranks.everyone_local(what, lambda: _use(staged, target, opened[0]))
     return staged.meta
+
+
+def _stamps(path: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file, seen before any rank verifies them."""
+    for name in (METADATA, META):
+        if name not in manifest.files:
+            raise CheckpointCorruptError(f"checkpoint {path} does not list {name}")
+    return {name: stamp_file(path, name, manifest) for name in sorted(manifest.files)}
 
 
 def _verify(path: Path, manifest: Manifest, target: Target, ranks: Ranks) -> None:
     """The ranks share the files out; with the layout that saved them, each gets the one it will read."""
-    for name in (METADATA, META):
-        if name not in manifest.files:
-            raise CheckpointCorruptError(f"checkpoint {path} does not list {name}")
-    for name in sorted(manifest.files):
-        verify_file(path, name, manifest, checksums=False)
-    for index, name in enumerate(sorted(manifest.files, key=lambda name: (not name.startswith("__"), name))):
-        if index % ranks.size == ranks.rank:
-            verify_file(path, name, manifest, checksums=target.checksums)
+    names = sorted(manifest.files, key=_by_writer) if target.checksums else ()
+    for name in names[ranks.rank :: ranks.size]:
+        verify_file(path, name, manifest)
+
+
+def _by_writer(name: str) -> tuple[bool, int, str]:
+    """`__10_0.distcp` comes after `__9_0.distcp`, and files of no rank last."""
+    number = name.removeprefix("__").partition("_")[0]
+    return (not number.isdecimal(), int(number) if number.isdecimal() else 0, name)
+
+
+def _use(staged: Staged, target: Target, reader: Reader) -> None:
+    reader.compare_again()
+    apply(staged, target)
+    reader.compare_again()
 
 
 def stage(path: Path, reader: Reader, target: Target) -> Staged:
-    """Read what one rank needs into new memory."""
+    """Read what one rank needs: optimizer state into new memory; weights stay in the mapped files."""
     keys = {name: f"{MODEL}.{name}" for name in target.tensors if f"{MODEL}.{name}" in reader.entries}
     first: dict[int, str] = {}
     for name in keys:
         first.setdefault(id(target.tensors[name]), name)
     wanted = {name: keys[name] for name in first.values()}
-    tensors = reader.read(wanted.values())
+    tensors = reader.read(wanted.values(), mapped=True)
     meta = load_object(path / META, f"checkpoint file {path / META}", trust=target.trust)
     optimizers = [_stage_optimizer(reader, i, o, target.names) for i, o in enumerate(target.optimizers)]
     return Staged({name: tensors[key] for name, key in wanted.items()}, optimizers, meta)

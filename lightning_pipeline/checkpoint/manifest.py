@@ -11,6 +11,7 @@ from typing import Any
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.hashing import checksum_of
 from lightning_pipeline.checkpoint.layout import FORMAT_VERSION, MANIFEST
+from lightning_pipeline.checkpoint.mapped import stamp
 from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
 from lightning_pipeline.settings import INTEGRITY
 
@@ -131,27 +132,45 @@ def safe_file(folder: Path, name: str) -> Path:
     return path
 
 
-def verify_file(folder: Path, name: str, manifest: Manifest, *, checksums: bool) -> None:
-    """Compare a file with the manifest.
+def stamp_file(folder: Path, name: str, manifest: Manifest) -> tuple[int, int]:
+    """Compare a file's size with the manifest.
+
+    Returns:
+        Its size in bytes and the time of its last change in nanoseconds.
+
+    Raises:
+        CheckpointCorruptError: It is missing, or its size differs. Names the file.
+        UnsafeCheckpointError: It lies outside the folder.
+    """
+    path, expected = safe_file(folder, name), manifest.files[name]["size"]
+    try:
+        found = stamp(path)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"checkpoint file {path} is missing; {_AGAIN}") from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
+    if found[0] != expected:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} has {found[0]} bytes instead of {expected}; {_AGAIN}"
+        )
+    return found
+
+
+def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
+    """Compare a file's size and checksum with the manifest.
 
     Raises:
         CheckpointCorruptError: It is missing, or its size or checksum differs. Names the file.
         UnsafeCheckpointError: It lies outside the folder.
     """
-    path, expected = safe_file(folder, name), manifest.files[name]
+    stamp_file(folder, name, manifest)
+    path, expected = folder / name, manifest.files[name]["checksum"]
     try:
-        size = path.stat().st_size
-        if size != expected["size"]:
-            raise CheckpointCorruptError(
-                f"checkpoint file {path} has {size} bytes instead of {expected['size']}; {_AGAIN}"
-            )
-        found = checksum_of(path, manifest.integrity) if checksums else expected["checksum"]
-    except FileNotFoundError:
-        raise CheckpointCorruptError(f"checkpoint file {path} is missing; {_AGAIN}") from None
+        found = checksum_of(path, manifest.integrity)
     except OSError as error:
         raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
-    if found != expected["checksum"]:
+    if found != expected:
         raise CheckpointCorruptError(
             f"checkpoint file {path} was changed after it was written: its {manifest.integrity} is "
-            f"{found}, not {expected['checksum']}; {_AGAIN}"
+            f"{found}, not {expected}; {_AGAIN}"
         )

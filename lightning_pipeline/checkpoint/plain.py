@@ -58,7 +58,7 @@ def load_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) ->
                   lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
     groups = ranks.everyone(what, lambda: [groups_of(bare(o), target.names) for o in target.optimizers])
     staged = ranks.everyone_local(what, lambda: _stage(path, checkpoint, tensors, target, groups, order))
-    apply(staged, target)
+    ranks.everyone_local(what, lambda: apply(staged, target))
     return staged.meta
 
 

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from lightning_pipeline.checkpoint.mapped import MappedFile, stamp
 from lightning_pipeline.checkpoint.safe import load_object, read_metadata
 from lightning_pipeline.errors import CheckpointCorruptError
 
 Place = Callable[[torch.Size, torch.dtype], torch.Tensor]
+_WORTH_MAPPING = 1 << 14  # bytes
 
 
 class Reader:
@@ -23,17 +25,21 @@ class Reader:
     Args:
         folder: The checkpoint. Its files were verified.
         trust: Whether objects of any class may be unpickled.
+        stamps: Size and time of change of each file when it was verified; default: not compared.
 
     Raises:
         UnsafeCheckpointError: The list of what lies where would run code or leads outside the folder.
         CheckpointCorruptError: It cannot be read.
     """
 
-    def __init__(self, folder: Path, *, trust: bool) -> None:
-        self._folder, self._trust = folder, trust
+    def __init__(
+        self, folder: Path, *, trust: bool, stamps: Mapping[str, tuple[int, int]] | None = None
+    ) -> None:
+        self._folder, self._trust, self._stamps = folder, trust, stamps or {}
         self._metadata: Metadata = read_metadata(folder, trust=trust)
         self._storage = FileSystemReader(folder)
         self._places: dict[str, list[Any]] = {}
+        self._memory: dict[str, MappedFile] = {}
         for index, info in self._metadata.storage_data.items():
             self._places.setdefault(index.fqn, []).append(info)
 
@@ -60,15 +66,19 @@ class Reader:
             )
         return str(places[0].relative_path), int(places[0].offset)
 
-    def read(self, keys: Iterable[str], place: Place | None = None) -> dict[str, Any]:
+    def read(
+        self, keys: Iterable[str], place: Place | None = None, *, mapped: bool = False
+    ) -> dict[str, Any]:
         """Read entries into new memory.
 
         Args:
             keys: Of the entries.
-            place: Makes the tensor for a size and data type. Default: what was read stays where it is.
+            place: Makes the tensor for a size and data type, where it is not the file itself. Default: what
+                was read stays where it is.
+            mapped: Whether large tensors may be the file itself, in memory: only to be copied from.
 
         Raises:
-            CheckpointCorruptError: A file cannot be read.
+            CheckpointCorruptError: A file cannot be read, or was changed since it was verified.
             UnsafeCheckpointError: A value would run code.
         """
         found: dict[str, Any] = dict.fromkeys(keys)
@@ -79,20 +89,46 @@ class Reader:
         for name, wanted in by_file.items():
             try:
                 with (self._folder / name).open("rb") as file:
+                    self._compare(name, file)
+                    memory = self._mapped(name, file) if mapped else None
                     for _, key in sorted(wanted):
-                        found[key] = self._entry(file, key, place)
+                        found[key] = self._entry(file, key, place, memory)
             except OSError as error:
                 raise CheckpointCorruptError(
                     f"checkpoint file {self._folder / name} cannot be read: {error}"
                 ) from error
         return found
 
-    def _entry(self, file: Any, key: str, place: Place | None) -> Any:
-        where = f"entry {key!r} of checkpoint {self._folder}"
-        view = self._storage._slice_file(file, self._places[key][0])
-        value, entry = load_object(view, where, trust=self._trust), self.entries[key]
+    def compare_again(self) -> None:
+        """Refuse files that were changed while they were read.
+
+        Raises:
+            CheckpointCorruptError: With the file.
+        """
+        for name in self._stamps:
+            self._compare(name, self._folder / name)
+
+    def _compare(self, name: str, file: Path | IO[bytes]) -> None:
+        try:
+            changed = name in self._stamps and stamp(file) != self._stamps[name]
+        except OSError as error:
+            raise CheckpointCorruptError(
+                f"checkpoint file {self._folder / name} cannot be read: {error}"
+            ) from error
+        if changed:
+            raise CheckpointCorruptError(
+                f"checkpoint file {self._folder / name} was changed while it was read: let no other program "
+                "write there during a load"
+            )
+
+    def _entry(self, file: Any, key: str, place: Place | None, memory: MappedFile | None) -> Any:
+        where, entry = f"entry {key!r} of checkpoint {self._folder}", self.entries[key]
         if not isinstance(entry, TensorStorageMetadata):
-            return value
+            return load_object(self._view(file, key), where, trust=self._trust)
+        in_file = self._in_memory(file, key, where, memory) if memory is not None else None
+        value = in_file
+        if value is None:
+            value = load_object(self._view(file, key), where, trust=self._trust)
         if not isinstance(value, torch.Tensor) or (value.shape, value.dtype) != (
             entry.size,
             entry.properties.dtype,
@@ -100,4 +136,34 @@ class Reader:
             raise CheckpointCorruptError(
                 f"{where} is not the tensor that {self._folder / '.metadata'} tells of"
             )
-        return value if place is None else place(value.shape, value.dtype).copy_(value)
+        if place is None or value is in_file:
+            return value
+        return place(value.shape, value.dtype).copy_(value)
+
+    def _view(self, file: Any, key: str) -> Any:
+        return self._storage._slice_file(file, self._places[key][0])
+
+    def _in_memory(self, file: Any, key: str, where: str, memory: MappedFile) -> torch.Tensor | None:
+        """A large dense tensor as part of the mapped file; `None` for all else."""
+        place = self._places[key][0]
+        if place.length < _WORTH_MAPPING:
+            return None
+        shape = load_object(self._view(file, key), where, trust=self._trust, place="meta")
+        if type(shape) is not torch.Tensor or shape.layout != torch.strided or shape.is_quantized:
+            return None
+        start = getattr(shape.untyped_storage(), "_checkpoint_offset", None)
+        if start is None or shape.untyped_storage().nbytes() == 0:
+            return None
+        memory.fetch(file, place.offset, place.length)
+        try:
+            return memory.tensor(place.offset + start, shape)
+        except (ValueError, RuntimeError) as error:
+            raise CheckpointCorruptError(f"{where} cannot be read: {error}") from error
+
+    def _mapped(self, name: str, file: IO[bytes]) -> MappedFile | None:
+        if name not in self._memory:
+            try:
+                self._memory[name] = MappedFile(file)
+            except (OSError, ValueError):  # not every file system maps: then it is read
+                return None
+        return self._memory[name]

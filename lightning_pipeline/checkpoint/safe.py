@@ -95,14 +95,17 @@ def _check_metadata(folder: Path, found: Any) -> None:
             raise UnsafeCheckpointError(f"checkpoint {folder} was written through an extension: {_WAY_OUT}")
 
 
-def load_object(source: Path | IO[bytes], where: str, *, trust: bool, mmap: bool = False) -> Any:
-    """`torch.load` of plain values and tensors on CPU.
+def load_object(
+    source: Path | IO[bytes], where: str, *, trust: bool, mmap: bool = False, place: str = "cpu"
+) -> Any:
+    """`torch.load` of plain values and tensors.
 
     Args:
         source: To read.
         where: What it is, for messages.
         trust: Whether any class may be unpickled.
         mmap: Whether tensors stay in the file until they are used.
+        place: Device of the tensors; on `meta` no data is read.
 
     Raises:
         UnsafeCheckpointError: It names other classes.
@@ -110,7 +113,7 @@ def load_object(source: Path | IO[bytes], where: str, *, trust: bool, mmap: bool
     """
     try:
         with torch.serialization.safe_globals([] if trust else _PLAIN_CLASSES):
-            return torch.load(source, map_location="cpu", weights_only=not trust, mmap=mmap or None)
+            return torch.load(source, map_location=place, weights_only=not trust, mmap=mmap or None)
     except pickle.UnpicklingError as error:
         asked = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
         raise UnsafeCheckpointError(f"{where} is not plain data ({asked.strip()}): {_WAY_OUT}") from None

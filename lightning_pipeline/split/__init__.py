@@ -11,7 +11,7 @@ from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
 from lightning_pipeline.split.saved import Held, Peaks, SavedCount, storage_bytes
 from lightning_pipeline.split.structure import tensors_in
-from lightning_pipeline.split.table import StageRow, StageTable, size_text
+from lightning_pipeline.split.table import StageRow, StageTable, size_text, text_table
 from lightning_pipeline.split.trace import Trace, trace_step
 from lightning_pipeline.split.units import Unit, find_units
 
@@ -36,5 +36,6 @@ __all__ = [
     "stage_activations",
     "storage_bytes",
     "tensors_in",
+    "text_table",
     "trace_step",
 ]

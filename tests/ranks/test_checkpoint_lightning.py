@@ -1,6 +1,7 @@
 """Checkpoints as Lightning's own parts ask for them, and to and from runs on one device."""
 
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,43 @@ def save_remotely() -> str:
 
 def test_remote_paths_are_refused(ranks: Ranks) -> None:
     assert all("is remote" in text for text in ranks(2)(save_remotely))
+
+
+def save_with_options(folder: str) -> str:
+    run = trainer(TWO, max_epochs=1)
+    run.fit(Regression2(), loader(8))
+    with pytest.raises(CheckpointError) as caught:
+        run.save_checkpoint(f"{folder}/a.ckpt", storage_options={"key": "value"})
+    return str(caught.value)
+
+
+def test_storage_options_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks(2)(save_with_options, str(tmp_path)):
+        assert text.startswith("storage_options reach only one-file checkpoints") and "leave them out" in text
+    assert names_in(tmp_path) == []
+
+
+class FailsLate(Regression2):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 3:
+            raise ValueError("all of a sudden")
+
+
+def fail_saving(folder: str) -> list[str]:
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_on_exception=True)
+    run = trainer(TWO, max_epochs=3, enable_checkpointing=True, callbacks=[saver])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        with pytest.raises(Exception, match="all of a sudden"):
+            run.fit(FailsLate(), loader(16, batch_size=8))
+    return [str(warning.message) for warning in told]
+
+
+def test_an_exception_saves_nothing_and_says_so(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = ranks(2)(fail_saving, str(tmp_path))
+    assert any("was not saved: the run was interrupted" in text for text in first)
+    assert names_in(tmp_path) == ["epoch=0-step=2.ckpt"]
+    assert verify(tmp_path / "epoch=0-step=2.ckpt").step == 2
 
 
 def test_a_folder_without_manifest_is_no_checkpoint(ranks: Ranks, tmp_path: Path) -> None:

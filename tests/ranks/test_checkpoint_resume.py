@@ -40,24 +40,38 @@ def load_only(pipeline: dict[str, Any], path: str, save_to: str) -> dict[str, An
     return {**kept, "next": later["steps"]}
 
 
-def test_hops_between_numbers_of_stages_keep_every_bit(ranks: Ranks, tmp_path: Path) -> None:
-    first = ranks(4)(fit_and_save, {"stages": 4, "num_microbatches": 2}, str(tmp_path), 5, 5)
+TWO_EACH = {"stages": 2, "schedule": "Interleaved1F1B", "stages_per_rank": 2}
+
+
+@pytest.mark.parametrize(("start", "hops"), [
+    ({"stages": 4},
+     [{"stages": 2, "schedule": "GPipe"}, {"stages": 1}, {"stages": 3, "partition": "uniform"}]),
+    (TWO_EACH, [{"stages": 4}, TWO_EACH, {"stages": 2}]),
+    ({"stages": 2, "data_parallel_size": 2},
+     [{"stages": 2}, {"stages": 1, "data_parallel_size": 2}, {"stages": 2, "data_parallel_size": 2}]),
+], ids=["stages", "stages per rank", "replicas"])  # fmt: skip
+def test_hops_between_layouts_keep_every_bit(
+    ranks: Ranks, tmp_path: Path, start: dict[str, Any], hops: list[dict[str, Any]]
+) -> None:
+    first = ranks(ranks_of(start))(fit_and_save, {**start, "num_microbatches": 2}, str(tmp_path), 5, 5)
     weights = first[0]["weights"]
     adam = {name: value for rank in first for name, value in rank["optimizer"].items()}
     path, losses = str(tmp_path / "step=5.ckpt"), []
-    hops: list[dict[str, Any]] = [
-        {"stages": 2, "schedule": "GPipe"}, {"stages": 1}, {"stages": 3, "partition": "uniform"},
-    ]  # fmt: skip
-    for hop in hops:
-        onward = str(tmp_path / f"from{hop['stages']}.ckpt")
-        found = ranks(hop["stages"])(load_only, {**hop, "num_microbatches": 2}, path, onward)
+    for number, hop in enumerate(hops):
+        onward = str(tmp_path / f"hop{number}.ckpt")
+        found = ranks(ranks_of(hop))(load_only, {**hop, "num_microbatches": 2}, path, onward)
         for rank in found:
-            assert all(torch.equal(rank["weights"][name], value) for name, value in weights.items())
+            assert all(torch.equal(value, weights[name]) for name, value in rank["weights"].items())
             assert all(torch.equal(value, adam[name]) for name, value in rank["optimizer"].items())
         assert {name for rank in found for name in rank["optimizer"]} == set(adam)
-        losses.append(found[0]["next"])
+        assert set(found[0]["weights"]) == set(weights)
+        losses.append((hop.get("data_parallel_size", 1), found[0]["next"]))
         path = onward
-    assert losses[0] == losses[1] == losses[2]
+    assert all(loss == next(b for n, b in losses if n == replicas) for replicas, loss in losses)
+
+
+def ranks_of(pipeline: dict[str, Any]) -> int:
+    return int(pipeline["stages"] * pipeline.get("data_parallel_size", 1))
 
 
 class Counting:

@@ -2,8 +2,6 @@
 
 import itertools
 import json
-import os
-import shutil
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 
 from lightning_pipeline.callbacks.trace import trace
 from lightning_pipeline.schedules import Plan, get_schedule
+from tests.trace_processor import WasmTraceProcessor
 from tests.unit.callbacks.recorded import recorded
 
 KINDS = ["GPipe", "1F1B", "Interleaved1F1B", "ZBH1", "ZBV"]
@@ -105,21 +104,12 @@ def test_a_rank_that_waits_for_a_message_shows_waiting() -> None:
     assert waiting["dur"] == pytest.approx(forward["dur"], abs=0.002)
 
 
-def shell() -> str | None:
-    """Perfetto's trace processor: the `perfetto` package has none and would download it."""
-    named = os.environ.get("TRACE_PROCESSOR_SHELL") or shutil.which("trace_processor_shell")
-    kept = sorted(Path.home().glob(".local/share/perfetto/prebuilts/trace_processor_shell*"))
-    return named or (str(kept[-1]) if kept else None)
-
-
-@pytest.mark.skipif(shell() is None, reason="no trace_processor_shell on PATH or in TRACE_PROCESSOR_SHELL")
 @pytest.mark.parametrize("schedule", KINDS)
 def test_perfetto_finds_every_action_once(tmp_path: Path, schedule: str) -> None:
-    api = pytest.importorskip("perfetto.trace_processor")
     plan, path = plan_of(schedule), tmp_path / "timeline-9.json"
     written = trace(recorded(plan), 9)
     path.write_text(json.dumps(written))
-    processor = api.TraceProcessor(trace=str(path), config=api.TraceProcessorConfig(bin_path=shell()))
+    processor = WasmTraceProcessor(trace=str(path))
     try:
         query = (
             "select slice.name, ts, dur, thread.name as track, process.name as process from slice "
