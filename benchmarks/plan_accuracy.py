@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/plan_accuracy.py
 
-Sizes of examples/train_gpt.py. Rank 0 predicts while the others wait; then each schedule is fitted for some
-steps. Makespan and bubble are medians over the steps after the first ten; the whole step, with data, optimizer
-and hooks, stands at the end of the line. Memory is that of each rank's parameters, and of the activations that
-StageMemoryMonitor counts.
+Sizes of examples/train_gpt.py. Rank 0 predicts while the others wait; then each schedule is fitted for
+some steps. Makespan and bubble are medians over the steps after the first ten; the whole step, with data,
+optimizer and hooks, stands at the end of the line. Memory is that of each rank's parameters, and of the
+activations that StageMemoryMonitor counts.
 """
 
 import os
