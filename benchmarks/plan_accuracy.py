@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 2 benchmarks/plan_accuracy.py
 
-Sizes of examples/train_gpt.py. Rank 0 predicts while the others wait; then each schedule is fitted for some
-steps. Step and bubble are medians over the steps after the first ten; memory is that of each rank's
-parameters, and of the activations that StageMemoryMonitor counts.
+Sizes of examples/train_gpt.py. Rank 0 predicts while the others wait; then each schedule is fitted for
+some steps. Makespan and bubble are medians over the steps after the first ten; the whole step, with data,
+optimizer and hooks, stands at the end of the line. Memory is that of each rank's parameters, and of the
+activations that StageMemoryMonitor counts.
 """
 
 import os
@@ -62,7 +63,7 @@ def measured(schedule: str, steps: int) -> tuple[dict[str, float], list[float]]:
     readings = Readings()
     trainer = Trainer(
         accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy(schedule),
-        callbacks=[BubbleMonitor(every_n_steps=1), StageMemoryMonitor(every_n_steps=1), readings],
+        callbacks=[BubbleMonitor(every_n_steps=1), StageMemoryMonitor(every_n_steps=10), readings],
         max_steps=steps, limit_val_batches=0, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
@@ -95,7 +96,9 @@ def main(
     torch.set_num_threads(1)
     first = os.environ["RANK"] == "0"
     if first:
-        print(f"{'':16} {'step':>8} {'fit':>8} {'off':>7} {'bubble':>7} {'fit':>7} {'off':>7}  parameters")
+        print(
+            f"{'':16} {'schedule':>8} {'fit':>8} {'off':>7} {'bubble':>7} {'fit':>7} {'off':>7}  parameters"
+        )
     for _ in range(rounds):
         for schedule in schedules:
             guess = predicted(schedule) if first else None
@@ -105,12 +108,13 @@ def main(
 
 
 def _report(schedule: str, guess: Prediction, found: dict[str, float], sizes: list[float]) -> None:
-    step, bubble = found["pipeline/step_time_s"], found["pipeline/bubble_fraction"]
+    step, bubble = found["pipeline/makespan_s"], found["pipeline/bubble_fraction"]
     parameters = [rank.parameters / size - 1 for rank, size in zip(guess.memory, sizes, strict=True)]
     print(
         f"{schedule:16} {1e3 * guess.step:5.1f} ms {1e3 * step:5.1f} ms {guess.step / step - 1:+7.1%} "
         f"{guess.bubble:7.1%} {bubble:7.1%} {guess.bubble / bubble - 1:+7.1%}  "
         + " ".join(f"{off:+.2%}" for off in parameters)
+        + f"  whole step {1e3 * found['pipeline/step_time_s']:.1f} ms"
     )
     for rank, held in enumerate(guess.memory):
         stages = "_".join(map(str, guess.plan.stages_of(rank)))
