@@ -108,6 +108,8 @@ class BubbleMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._batches == _WARM_UP:
+            self._measuring.drop()
         self._measuring.begin_batch()
 
     @override
@@ -133,8 +135,6 @@ class BubbleMonitor(Callback):
         self._measuring.end_batch(batch)
         self._batches += 1
         every = _UNLOGGED if trainer.barebones else self.every_n_steps or logged_every(trainer)
-        if self._batches == _WARM_UP + 1 <= every:
-            self._measuring.drop()
         if self._batches % every == 0:
             measured = self._collect()
             if measured is not None and not trainer.barebones:

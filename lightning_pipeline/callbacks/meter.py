@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 from torch import Tensor
@@ -17,6 +17,17 @@ from lightning_pipeline.runtime.timeline import Recording
 from lightning_pipeline.schedules import Plan
 
 _REALIGN = 4  # exchanges with each rank, where ranks' clocks differ
+
+
+class _Step(NamedTuple):
+    """What a step left behind, to be read when the device has done it."""
+
+    marks: list[Mark]
+    recording: Recording
+    plan: Plan
+    samples: int
+    tokens: int
+    sent: int
 
 
 class Meter:
@@ -38,7 +49,7 @@ class Meter:
         self.batch_size = 0
         """Samples of the largest batch of a replica; 0 where batches do not tell."""
         self._lag = 0 if run.timeline.stream is None else 1
-        self._unread: list[tuple[list[Mark], Recording]] = []
+        self._unread: list[_Step] = []
         self._window_ends: list[float] = []
         self._sent_before = 0
         self._forget()
@@ -71,22 +82,23 @@ class Meter:
         self.last = recording
         plan = self._run.last_plan
         assert plan is not None, "a step has run by a plan"
-        if self._plan is None or plan.num_microbatches >= self._plan.num_microbatches:
-            self._plan = plan
-        self._samples += self._run.batch_size or 0
-        self.batch_size = max(self.batch_size, self._run.batch_size or 0)
-        self._tokens += tokens_of(batch)
-        self._sent += self._run.bytes_sent - self._sent_before
-        self._unread.append((marks, recording))
+        sent = self._run.bytes_sent - self._sent_before
+        self._unread.append(_Step(marks, recording, plan, self._run.batch_size or 0, tokens_of(batch), sent))
         self._read(self._lag)
 
     def _read(self, lag: int) -> None:
         offset = self._run.clock_offsets[self._run.pipeline_rank].nanoseconds
         while len(self._unread) > lag:
-            marks, recording = self._unread.pop(0)
-            self._rows.append(row(self.batches.read(marks), recording, offset))
-            for action, _, started, ended in recording:
+            step = self._unread.pop(0)
+            self._rows.append(row(self.batches.read(step.marks), step.recording, offset))
+            for action, _, started, ended in step.recording:
                 self._durations[action.stage, action.kind].append(ended - started)
+            if self._plan is None or step.plan.num_microbatches >= self._plan.num_microbatches:
+                self._plan = step.plan
+            self._samples += step.samples
+            self._tokens += step.tokens
+            self._sent += step.sent
+            self.batch_size = max(self.batch_size, step.samples)
 
     def drop(self) -> None:
         """Forget the steps since the last `collect`: they are not like those to come."""

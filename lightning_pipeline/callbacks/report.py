@@ -11,9 +11,8 @@ from lightning_pipeline.callbacks.shares import KINDS
 from lightning_pipeline.callbacks.steps import RankStep, gather_step
 from lightning_pipeline.planning.advice import Situation, advise
 from lightning_pipeline.schedules import Action, Plan
-from lightning_pipeline.split import text_table
+from lightning_pipeline.split import size_text, stage_activations, text_table
 
-_GIB, _MIB = 2.0**30, 2.0**20
 _WORTH_SAYING = 0.02  # of the bubble
 
 
@@ -46,33 +45,23 @@ class Report:
             rows.append([
                 name, f"{count:,}", f"{busy[rank] / (sum(busy) or 1.0):.1%}",
                 *(f"{1e3 * seconds / total.steps:.2f}" for seconds in (forward, busy[rank] - forward)),
-                f"{idle / (total.makespan or 1.0):.1%}", f"{peak / _GIB:.3f}",
-                f"{total.sent[rank] / total.steps / _MIB:.2f}",
+                f"{idle / (total.makespan or 1.0):.1%}", size_text(peak),
+                size_text(total.sent[rank] / total.steps),
             ])  # fmt: skip
-        header = [
-            "stage",
-            "parameters",
-            "time",
-            "forward ms",
-            "backward ms",
-            "bubble",
-            "peak GiB",
-            "sent MiB",
-        ]
-        return text_table(header, rows)
+        head = ["stage", "parameters", "time", "forward ms", "backward ms", "bubble", "peak", "sent a step"]
+        return text_table(head, rows)
 
     def _advice(self) -> str | None:
         total, cut = self._total, self._run.partition
         forward, backward_input, backward_weight = stage_costs(total.plan, total.costs)
-        held = [0.0] * cut.num_stages
-        for call in cut.trace.calls:
-            held[cut.stage_of[call.unit]] += call.activation_bytes
+        rank_of = [total.plan.rank_of(stage) for stage in range(cut.num_stages)]
+        held = tuple(float(stage.until_backward) for stage in stage_activations(cut, rank_of))
         return advise(
             Situation(
                 total.plan, self._run.schedule, cut,
                 tuple(forward), tuple(backward_input), tuple(backward_weight),
                 send=hop_seconds(total.plan, self._last),
-                activation_bytes=tuple(held),
+                activation_bytes=held,
                 batch_size=self._meter.batch_size or None,
             )
         )  # fmt: skip
@@ -82,14 +71,14 @@ def headline(total: Measurement) -> str:
     """How long a step takes, how much that is a second, and what it goes to outside the schedule."""
     rates = [f"{total.samples / total.step:,.0f} samples/s"] if total.samples else []
     rates += [f"{total.tokens / total.step:,.0f} tokens/s"] if total.tokens else []
-    parts = []
-    for name in ("data", "optimizer", "other"):
-        share = sum(mine[name] for mine in total.seconds) / len(total.seconds) / total.step
-        parts.append(f"{name} {share:.1%}")
+    shares = {"schedule": total.makespan / total.step}
+    for name in ("data", "optimizer"):
+        shares[name] = sum(mine[name] for mine in total.seconds) / len(total.seconds) / total.step
+    shares["the rest"] = max(0.0, 1 - sum(shares.values()))
     step = 1e3 * total.step / total.steps
     return (
-        f"Pipeline: {total.steps} steps of {step:.2f} ms{''.join(', ' + rate for rate in rates)}; of a step, "
-        f"schedule {total.makespan / total.step:.1%}, {', '.join(parts)}"
+        f"Pipeline: {total.steps} steps of {step:.2f} ms{''.join(', ' + rate for rate in rates)}; of a step "
+        f"{', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
     )
 
 

@@ -9,7 +9,7 @@ window: from the first start of an action on any rank to the last end.
                             start-up                      drain
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -114,27 +114,7 @@ def share_out(rows: Sequence[Sequence[Sequence[float]]], window_end: float | Non
     open_at, close_at = at["first"].amin(0), at["last"].amax(0)
     before = torch.full_like(close_at, float("-inf") if window_end is None else window_end)
     before[1:] = close_at[:-1]
-    held = torch.minimum(torch.maximum(before, at["begin"]), at["first"])  # by the drain of the step before
-
-    def leading(start: Tensor, end: Tensor) -> Tensor:
-        return (end - torch.maximum(start, held)).clamp(min=0)
-
-    def trailing(start: Tensor, end: Tensor) -> Tensor:
-        return (end - torch.maximum(start, close_at)).clamp(min=0)
-
-    waits = torch.minimum(torch.maximum(torch.maximum(open_at, at["began"]), held), at["first"])
-    busy = sum(at[kind] for kind in KINDS.values())
-    found = {kind: at[kind] for kind in KINDS.values()}
-    found["waiting_start"] = at["first"] - waits
-    found["waiting_steady"] = at["waiting_steady"]
-    found["waiting_drain"] = held - at["begin"] + torch.minimum(close_at, at["end"]) - at["last"]
-    found["data"] = leading(at["fetch"], at["ready"])
-    found["optimizer"] = trailing(at["closing"], at["stepped"])
-    found["other"] = (
-        leading(at["begin"], at["fetch"]) + leading(at["ready"], waits)
-        + at["last"] - at["first"] - busy - at["waiting_steady"]
-        + trailing(at["last"], at["closing"]) + trailing(at["stepped"], at["end"])
-    )  # fmt: skip
+    found = _categories(at, open_at, close_at, before)
     seconds = {name: (found[name].sum(1) / 1e9).tolist() for name in CATEGORIES}
     return Shares(
         [{name: seconds[name][rank] for name in CATEGORIES} for rank in range(len(rows))],
@@ -142,3 +122,30 @@ def share_out(rows: Sequence[Sequence[Sequence[float]]], window_end: float | Non
         float((close_at - open_at).sum()) / 1e9,
         float(close_at[-1]),
     )
+
+
+def _categories(
+    at: Mapping[str, Tensor], open_at: Tensor, close_at: Tensor, before: Tensor
+) -> dict[str, Tensor]:
+    """Nanoseconds by rank and step, of each category; the fields likewise, and the windows by step."""
+    held = torch.minimum(torch.maximum(before, at["begin"]), at["first"])  # by the drain of the step before
+    waits = torch.minimum(torch.maximum(torch.maximum(open_at, at["began"]), held), at["first"])
+
+    def leading(start: Tensor, end: Tensor) -> Tensor:
+        return (end - torch.maximum(start, held)).clamp(min=0)
+
+    def trailing(start: Tensor, end: Tensor) -> Tensor:
+        return (end - torch.maximum(start, close_at)).clamp(min=0)
+
+    found = {kind: at[kind] for kind in KINDS.values()}
+    gaps = at["last"] - at["first"] - sum(found.values()) - at["waiting_steady"]
+    found["waiting_start"] = at["first"] - waits
+    found["waiting_steady"] = at["waiting_steady"]
+    found["waiting_drain"] = held - at["begin"] + torch.minimum(close_at, at["end"]) - at["last"]
+    found["data"] = leading(at["fetch"], at["ready"])
+    found["optimizer"] = trailing(at["closing"], at["stepped"])
+    found["other"] = (
+        leading(at["begin"], at["fetch"]) + leading(at["ready"], waits) + gaps
+        + trailing(at["last"], at["closing"]) + trailing(at["stepped"], at["end"])
+    )  # fmt: skip
+    return found

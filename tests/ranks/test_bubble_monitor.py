@@ -1,14 +1,18 @@
 """What `BubbleMonitor` reports is what happened, whatever surrounds the schedule."""
 
+import csv
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -248,6 +252,37 @@ def test_nothing_breaks_in_a_special_run(ranks: Ranks, options: dict[str, Any]) 
     assert len(texts) == (options.get("limit_train_batches") != 0)
 
 
+class Steps(pl.Callback):
+    def __init__(self) -> None:
+        self.monitored: list[float] = []
+
+    def on_train_epoch_end(self, run: pl.Trainer, *_: Any) -> None:
+        self.monitored.append(float(run.callback_metrics["pipeline/stage_1/forward_s"]))
+
+
+def fit_logged(folder: str) -> Any:
+    steps, logger = Steps(), CSVLogger(folder, name="log", version="0")
+    stop = EarlyStopping("pipeline/bubble_fraction", mode="max", patience=0, min_delta=2.0)
+    run = trainer(
+        {"stages": 2, "num_microbatches": 2}, logger=logger, log_every_n_steps=2, max_epochs=9,
+        callbacks=[BubbleMonitor(), steps, stop], accumulate_grad_batches=2,
+    )  # fmt: skip
+    run.fit(Regression(), loader(64))
+    return steps.monitored, run.current_epoch, run.global_step
+
+
+def test_keys_reach_loggers_and_callbacks_that_monitor(ranks: Ranks, tmp_path: Path) -> None:
+    results = ranks(2)(fit_logged, str(tmp_path))
+    assert results[0] == results[1]
+    assert results[0][1:] == (2, 8), "the bubble cannot grow by 2"
+    with (tmp_path / "log" / "0" / "metrics.csv").open() as file:
+        lines = list(csv.DictReader(file))
+    measured = [int(line["step"]) for line in lines if line["pipeline/bubble_fraction"]]
+    logged = [int(line["step"]) for line in lines if line["train_loss_step"]]
+    assert measured == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert logged == [1, 3, 5, 7]
+
+
 def fit_with_tables() -> list[str]:
     texts: list[str] = []
     bubble.rank_zero_info = texts.append  # type: ignore[assignment]
@@ -261,7 +296,7 @@ def test_tables_come_when_asked_for_and_say_what_to_know(ranks: Ranks) -> None:
     assert len(texts) == 3
     lines = texts[-1].splitlines()
     assert lines[0].startswith("Pipeline: 10 steps of ")
-    assert " samples/s; of a step, schedule " in lines[0]
+    assert " samples/s; of a step schedule " in lines[0]
     assert lines[1].startswith("Bubble ")
     assert ": schedule " in lines[1] and "imbalance " in lines[1]
     assert lines[2].split()[:2] == ["stage", "parameters"]

@@ -1,0 +1,61 @@
+"""Parts of the table that closes `fit`."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_pipeline.callbacks.meter import tokens_of
+from lightning_pipeline.callbacks.report import hop_seconds
+from lightning_pipeline.callbacks.steps import RankStep
+from lightning_pipeline.runtime.timeline import Event
+from lightning_pipeline.schedules import Action, Plan
+
+MS = 1_000_000
+
+
+def event(text: str, asked: int, started: int, ended: int) -> Event:
+    return Event(Action.parse(text), asked * MS, started * MS, ended * MS)
+
+
+def test_a_hop_is_from_an_end_to_the_start_of_what_waited_for_it() -> None:
+    plan = Plan.parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    first = (
+        event("0F0", 0, 0, 10),
+        event("0F1", 10, 10, 20),
+        event("0B0", 20, 33, 40),
+        event("0B1", 50, 51, 60),
+    )
+    second = (
+        event("1F0", 0, 12, 20),
+        event("1B0", 20, 20, 30),
+        event("1F1", 30, 31, 40),
+        event("1B1", 40, 40, 49),
+    )
+    steps = [RankStep(0, (0,), 0, 60 * MS, first), RankStep(1, (1,), 0, 60 * MS, second)]
+    # 1F0 waited 2 ms from the end of 0F0, 0B0 3 ms; 1F1 and 0B1 found their messages there.
+    assert hop_seconds(plan, steps) == pytest.approx(0.0025)
+
+
+def test_a_step_in_which_nobody_waited_has_no_hops() -> None:
+    plan = Plan.parse("0F0 1F0 1B0 0B0")
+    events = tuple(event(text, k, k, k + 1) for k, text in enumerate(("0F0", "1F0", "1B0", "0B0")))
+    assert hop_seconds(plan, [RankStep(0, (0, 1), 0, 4 * MS, events)]) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("batch", "tokens"),
+    [
+        (torch.zeros(3, 5, dtype=torch.long), 15),
+        ({"input_ids": torch.zeros(2, 4, dtype=torch.long), "labels": torch.zeros(2)}, 8),
+        ([torch.zeros(3, 5, dtype=torch.int32), torch.zeros(3)], 15),
+        (torch.zeros(3, 5), 0),
+        (torch.zeros(3, dtype=torch.long), 0),
+        ({"x": torch.zeros(3, 5, dtype=torch.long)}, 0),
+        ("text", 0),
+        ([], 0),
+        (None, 0),
+    ],
+)
+def test_tokens_are_integers_by_sample_and_position(batch: Any, tokens: int) -> None:
+    assert tokens_of(batch) == tokens
