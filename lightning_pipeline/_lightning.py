@@ -24,7 +24,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.warnings import PossibleUserWarning
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 # Re-runs the script once per device. Since 1.6.
@@ -42,6 +42,7 @@ __all__ = [
     "backend_of",
     "before_fetch",
     "brings_checkpoint_io",
+    "callbacks_with",
     "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
@@ -70,6 +71,17 @@ __all__ = [
     "takes",
     "time_based_validation",
 ]
+
+
+def callbacks_with(hook: str, trainer: Trainer) -> list[Callback]:
+    """The user's callbacks with a hook of their own. `trainer.callbacks` is set by a connector. Since 1.0."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        callback
+        for callback in callbacks
+        if getattr(type(callback), hook) is not getattr(Callback, hook)
+        and not type(callback).__module__.startswith(f"{__package__}.")
+    ]
 
 
 def is_interrupted(trainer: Trainer | None) -> bool:

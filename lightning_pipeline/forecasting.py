@@ -75,6 +75,12 @@ class Prospect:
         step = self.module.training_step
         self._args = (batch, 0) if takes(step, "batch_idx", min_args=2) else (batch,)
 
+    @property
+    def usual_assumptions(self) -> Assumptions:
+        """With links that fit the times: those of this machine's processes where it is measured on CPU."""
+        on_cpu = self._measure and all(p.device.type == "cpu" for p in self.module.parameters())
+        return Assumptions.between_processes() if on_cpu else Assumptions()
+
     def parts(self, num_microbatches: int) -> Parts:
         """The batch, split."""
         return split_arguments(self.module, self._args, num_microbatches)
@@ -93,13 +99,13 @@ class Prospect:
         )  # fmt: skip
 
     def forecast(
-        self, settings: Settings, assumptions: Assumptions, *, own: Schedule | None = None
+        self, settings: Settings, assumptions: Assumptions | None = None, *, own: Schedule | None = None
     ) -> Forecast:
         """Work out every schedule.
 
         Args:
             settings: Of the strategy.
-            assumptions: About the machine.
+            assumptions: About the machine. Default: `usual_assumptions`.
             own: The schedule to show; its micro-batches count for `num_microbatches="auto"`.
         """
         stages, number = settings.stages, settings.num_microbatches
@@ -112,7 +118,14 @@ class Prospect:
             number = self.choose_number(own or settings.schedule, stages)
         parts = self.parts(number)
         workload = self.workload(parts, settings)
-        return forecast(workload, stages, len(parts.args), assumptions, batch_size=parts.batch_size, own=own)
+        return forecast(
+            workload,
+            stages,
+            len(parts.args),
+            assumptions or self.usual_assumptions,
+            batch_size=parts.batch_size,
+            own=own,
+        )
 
 
 def _prepared(module: LightningModule, batch: Any) -> Any:

@@ -2,7 +2,24 @@
 
 from collections.abc import Iterable
 
+from lightning.pytorch import Trainer
 from torch import Tensor
+
+from lightning_pipeline import _lightning
+
+
+def zeroed_unseen(trainer: Trainer, batch_idx: int) -> bool:
+    """Whether Lightning zeroes `.grad` after this training step with no code of the user's in between.
+
+    Args:
+        trainer: In its training.
+        batch_idx: Of the batch.
+    """
+    if batch_idx % trainer.accumulate_grad_batches:
+        return False
+    hooks = ("on_before_zero_grad", "optimizer_zero_grad")
+    own = [_lightning.is_overridden(hook, trainer.lightning_module) for hook in hooks]
+    return not any(own) and not _lightning.callbacks_with("on_before_zero_grad", trainer)
 
 
 class SetAside:
@@ -17,15 +34,17 @@ class SetAside:
         self._before: list[tuple[Tensor, Tensor | None]] = []
         self._fresh: list[tuple[Tensor, Tensor]] = []
 
-    def begin(self, parameters: Iterable[Tensor]) -> None:
+    def begin(self, parameters: Iterable[Tensor], *, drop: bool = False) -> None:
         """Clear `.grad` for a step and remember what was there.
 
         Args:
             parameters: All that the step may give a gradient.
+            drop: Free what was there: nobody looks before Lightning zeroes it. Otherwise the step holds the
+                gradients of the one before beside its own.
         """
         assert not self._before, "the step before was ended or cancelled"
         self._fresh = []
-        self._before = [(parameter, parameter.grad) for parameter in parameters]
+        self._before = [(parameter, None if drop else parameter.grad) for parameter in parameters]
         for parameter, _ in self._before:
             parameter.grad = None
 

@@ -18,7 +18,7 @@ from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
-from lightning_pipeline.gradients import SetAside
+from lightning_pipeline.gradients import SetAside, zeroed_unseen
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
@@ -254,7 +254,7 @@ class Pipeline:
         self.checkpoints.check()
         epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
         self.feed.check(args[0], batch_idx, "training_step")
-        self._set_aside.begin(self._parameters)
+        self._set_aside.begin(self._parameters, drop=zeroed_unseen(self._trainer, batch_idx))
         try:
             outputs = self._runner.train(args, (epoch, batch_idx), self._trainer.accumulate_grad_batches)
         except BaseException:

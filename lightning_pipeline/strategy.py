@@ -124,7 +124,8 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         Args:
             module: Whole, with its weights or on the meta device; it is left as it is.
             batch: Of one replica, as a dataloader gives it.
-            assumptions: About speed, links and memory. Default: 100 TFLOP/s, 25 GB/s, no limit.
+            assumptions: About speed, links and memory. Default: 100 TFLOP/s and
+                25 GB/s, or gloo on one machine where stages are measured on CPU; no limit of memory.
             precision: As of the Trainer.
             measure: Run each stage on this machine for its times; needs weights.
 
@@ -137,7 +138,7 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         """
         prospect = Prospect(module, batch, precision=precision, measure=measure)
         settings = self._settings
-        return prospect.forecast(settings, assumptions or Assumptions(), own=settings.schedule)
+        return prospect.forecast(settings, assumptions, own=settings.schedule)
 
     # Where this rank is
 

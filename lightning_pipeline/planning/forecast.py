@@ -11,7 +11,7 @@ from lightning_pipeline.schedules import Schedule, draw, draw_svg
 from lightning_pipeline.split import StageTable
 from lightning_pipeline.split.table import size_text, text_table, units_text
 
-_PICTURE_WIDTH = 160
+_PICTURE_WIDTH = 120
 
 
 @dataclass(frozen=True)
@@ -97,10 +97,8 @@ class Forecast:
 
 
 def _picture(prediction: Prediction) -> str:
-    lines = draw(prediction.simulation).splitlines()
-    return "\n".join(
-        line if len(line) <= _PICTURE_WIDTH else line[:_PICTURE_WIDTH] + " ..." for line in lines
-    )
+    beginning, *rest = draw(prediction.simulation, width=_PICTURE_WIDTH).split("\n\n")
+    return beginning + ("\n(the beginning; --svg FILE, or .svg, has all of it)" if rest else "")
 
 
 def forecast(
@@ -138,7 +136,7 @@ def forecast(
         chosen=chosen,
         stages=workload.stages(chosen.plan.num_stages),
         partition=workload.partition(chosen.plan.num_stages).table(),
-        verdict=verdict(predictions, workload.stages(num_ranks), alone, assumptions),
+        verdict=verdict(predictions, workload.stages(1)[0], alone, assumptions),
         basis=_basis(assumptions, workload.measured_on),
     )
 

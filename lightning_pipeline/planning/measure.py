@@ -2,7 +2,7 @@
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.times import StageTimes, hop_of
 from lightning_pipeline.planning.workload import Workload
@@ -19,8 +20,11 @@ from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.state import ModuleState, random_state_kept
 
 MICROBATCHES = 2  # held at once in a round
-ROUNDS = 7
+ROUNDS = 9
 WARM_UP = 2  # rounds that pay for caches and first allocations
+
+_SINKS: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+Seconds = dict[tuple[int, str], float]
 
 
 class MeasuredWorkload(Workload):
@@ -34,22 +38,23 @@ class MeasuredWorkload(Workload):
 
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """Medians of this machine; the link is assumed."""
-        if num_stages not in self._times:
-            seconds = measure_stages(self.root, self.partition(num_stages), self.args, self.forward_context)
-            stages = range(num_stages)
-            self._times[num_stages] = StageTimes(
-                forward=tuple(seconds[stage, "F"] for stage in stages),
-                backward=tuple(seconds[stage, "B"] for stage in stages),
-                backward_input=tuple(seconds[stage, "I"] for stage in stages),
-                backward_weight=tuple(seconds[stage, "W"] for stage in stages),
-                send=hop_of(self.stages(num_stages), assumptions),
+        if num_stages not in self._measured:
+            self._measured[num_stages] = measure_stages(
+                self.root, self.partition(num_stages), self.args, self.forward_context
             )
-        return self._times[num_stages]
+        seconds, stages = self._measured[num_stages], range(num_stages)
+        return StageTimes(
+            forward=tuple(seconds[stage, "F"] for stage in stages),
+            backward=tuple(seconds[stage, "B"] for stage in stages),
+            backward_input=tuple(seconds[stage, "I"] for stage in stages),
+            backward_weight=tuple(seconds[stage, "W"] for stage in stages),
+            send=hop_of(self.stages(num_stages), assumptions),
+        )
 
 
 def measure_stages(
     root: nn.Module, cut: Partition, args: tuple[Any, ...], forward_context: Callable[[], Any]
-) -> dict[tuple[int, str], float]:
+) -> Seconds:
     """Median seconds of F, B, I and W of one micro-batch, by stage.
 
     Args:
@@ -57,22 +62,28 @@ def measure_stages(
         cut: Where it is cut.
         args: Of `training_step` for one micro-batch, on the device of the module.
         forward_context: Makes the precision's context.
+
+    Raises:
+        ConfigurationError: The step ends without a result for this micro-batch.
     """
-    sinks: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    values: Values | None = None
     with _left_alone(root):
-        split = SplitModel(
-            root, cut, list(range(cut.num_stages)), sinks=sinks, forward_context=forward_context
-        )
-        try:
-            for number in range(WARM_UP + ROUNDS):
-                if number == WARM_UP:
-                    seconds.clear()
-                for halves in (False, True):
-                    _Round(split, args, seconds, halves).run(number)
-        finally:
-            split.restore()
+        whole = {name: tensor.data for name, tensor in _states(root)}
+        for stage in range(cut.num_stages):
+            split = SplitModel(root, cut, [stage], sinks=_SINKS, forward_context=forward_context)
+            try:
+                values = _Rounds(split, stage, args, values, seconds).run()
+            finally:
+                split.restore(whole)
     return {key: median(times) for key, times in seconds.items()}
+
+
+def _states(root: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]
 
 
 @contextmanager
@@ -89,64 +100,81 @@ def _left_alone(root: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
 
 
-class _Round:
-    """A few micro-batches through all stages and back, each action timed."""
+class _Rounds:
+    """A few micro-batches through one stage and back, again and again, each action timed."""
 
     def __init__(
         self,
         split: SplitModel,
+        stage: int,
         args: tuple[Any, ...],
+        incoming: Values | None,
         seconds: dict[tuple[int, str], list[float]],
-        halves: bool,
     ) -> None:
-        self._split, self._args, self._seconds, self._halves = split, args, seconds, halves
-        self._stages = range(split.num_stages)
-        devices = {parameter.device.type for parameter in split.root.parameters()}
-        self._synchronise: Callable[[], None] = torch.cuda.synchronize if "cuda" in devices else lambda: None
+        self._split, self._stage, self._args, self._incoming = split, stage, args, incoming
+        self._program = split.stage(stage)
+        self._seconds = seconds
+        on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
+        self._synchronise: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
 
-    def run(self, number: int) -> None:
+    def run(self) -> Values | None:
+        """Time all kinds of actions; what the stage sends to the next one."""
+        sent: Values | None = None
+        for number in range(WARM_UP + ROUNDS):
+            if number == WARM_UP:
+                for kind in ("F", "B", "I", "W"):
+                    self._seconds[self._stage, kind].clear()
+            for halves in (False, True):
+                sent = self._round(number, halves)
+        return _received(sent)
+
+    def _round(self, number: int, halves: bool) -> Values | None:
         """All forwards, then all backwards, so that the second micro-batch meets warm caches as in a run."""
         self._split.begin(
             "training_step", [(self._args, {})] * MICROBATCHES, weights=[1 / MICROBATCHES] * MICROBATCHES,
-            key=(0, number), split_backward=self._halves,
+            key=(0, number), split_backward=halves,
         )  # fmt: skip
         sent = [self._forward(microbatch) for microbatch in range(MICROBATCHES)]
-        for microbatch in range(MICROBATCHES):
-            self._backward(microbatch, sent[microbatch])
-        self._split.finish()
+        for microbatch, values in enumerate(sent):
+            self._backward(microbatch, _gradients(values), halves)
+        losses = self._split.finish().losses
+        if (sent[0] is not None and sent[0].empty) or None in losses:
+            raise ConfigurationError(
+                "training_step returns None for this batch, so there is nothing to measure"
+            )
+        return sent[0]
 
-    def _forward(self, microbatch: int) -> list[Values | None]:
-        values: Values | None = None
-        sent = []
-        for stage in self._stages:
-            received = _received(values)
-            program = self._split.stage(stage)
-            values = self._timed(stage, "F", lambda: program.forward(microbatch, received))  # noqa: B023
-            sent.append(values)
-        return sent
+    def _forward(self, microbatch: int) -> Values | None:
+        received = _received(self._incoming)
+        values: Values | None = self._timed("F", lambda: self._program.forward(microbatch, received))
+        return values
 
-    def _backward(self, microbatch: int, sent: Sequence[Values | None]) -> None:
-        gradients: list[Tensor | None] | None = None
-        for stage in reversed(self._stages):
-            program, arrived = self._split.stage(stage), gradients
-            if self._halves:
-                gradients = self._timed(stage, "I", lambda: program.backward_input(microbatch, arrived))  # noqa: B023
-                self._timed(stage, "W", lambda: program.backward_weight(microbatch))  # noqa: B023
-            else:
-                gradients = self._timed(stage, "B", lambda: program.backward(microbatch, arrived))  # noqa: B023
+    def _backward(self, microbatch: int, gradients: list[Tensor | None] | None, halves: bool) -> None:
+        if halves:
+            self._timed("I", lambda: self._program.backward_input(microbatch, gradients))
+            self._timed("W", lambda: self._program.backward_weight(microbatch))
+        else:
+            self._timed("B", lambda: self._program.backward(microbatch, gradients))
 
-    def _timed(self, stage: int, kind: str, action: Callable[[], Any]) -> Any:
+    def _timed(self, kind: str, action: Callable[[], Any]) -> Any:
         self._synchronise()
         begin = time.perf_counter()
         result = action()
         self._synchronise()
-        self._seconds[stage, kind].append(time.perf_counter() - begin)
+        self._seconds[self._stage, kind].append(time.perf_counter() - begin)
         return result
 
 
 def _received(values: Values | None) -> Values | None:
-    """What the next stage gets: the same numbers as autograd leaves of its own."""
+    """What the stage gets in a run: numbers of its own, as autograd leaves."""
     if values is None:
         return None
-    tensors = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in values.tensors]
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
     return Values(tensors, values.table, values.empty)
+
+
+def _gradients(values: Values | None) -> list[Tensor | None] | None:
+    """Any numbers will do for what comes back from the next stage."""
+    if values is None:
+        return None
+    return [torch.randn_like(tensor) if tensor.requires_grad else None for tensor in values.tensors]

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.profile import StageProfile, State
-from lightning_pipeline.schedules import Simulation
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.split import Partition, peak_activations, stage_activations
 
 
 @dataclass(frozen=True)
@@ -35,31 +36,38 @@ class RankMemory:
 
 
 def memory_of(
-    simulation: Simulation, stages: Sequence[StageProfile], assumptions: Assumptions
+    plan: Plan, cut: Partition, stages: Sequence[StageProfile], assumptions: Assumptions
 ) -> tuple[RankMemory, ...]:
     """By rank, with activations at their peak.
 
     Args:
-        simulation: Of the plan, with activations in bytes.
-        stages: Of the same partition.
+        plan: Whose order decides on the peak.
+        cut: The stages.
+        stages: The same, looked at.
         assumptions: For the optimizer.
     """
-    plan = simulation.plan
+    held = stage_activations(cut, [plan.rank_of(stage) for stage in range(plan.num_stages)])
+    _, peaks = peak_activations(plan, held)
     ends = [*(stage.message_bytes for stage in stages), 0]  # the last stage sends nothing
     return tuple(
         _rank(
             [stages[stage] for stage in plan.stages_of(rank)],
-            peak,
+            peak.num_bytes,
             2.0 * max((ends[stage] + ends[stage + 1] for stage in plan.stages_of(rank)), default=0.0),
             assumptions,
         )
-        for rank, peak in enumerate(simulation.peak_memory)
+        for rank, peak in enumerate(peaks)
     )
 
 
-def alone(stages: Sequence[StageProfile], assumptions: Assumptions) -> RankMemory:
-    """On one device that runs the micro-batches one after another."""
-    return _rank(stages, sum(stage.activation_bytes for stage in stages), 0.0, assumptions)
+def alone(whole: StageProfile, assumptions: Assumptions) -> RankMemory:
+    """On one device that runs the micro-batches one after another.
+
+    Args:
+        whole: The only stage.
+        assumptions: For the optimizer.
+    """
+    return _rank([whole], whole.activation_bytes, 0.0, assumptions)
 
 
 def _rank(

@@ -116,14 +116,23 @@ def _prediction(
     num_microbatches: int,
     assumptions: Assumptions,
 ) -> Prediction:
-    plan = schedule.plan(num_ranks, num_microbatches)
+    plan = _plan(workload, schedule, num_ranks, num_microbatches, assumptions)
     stages = workload.stages(plan.num_stages)
     times = workload.times(plan.num_stages, assumptions)
     held = [float(stage.activation_bytes) for stage in stages]
-    if isinstance(schedule, Auto) and schedule.costs is None:  # a run measures the costs, then searches
-        costs = times.costs(True, [max(h / (max(held) or 1), 1e-3) for h in held])
-        plan = schedule.reorder([plan.rank_of(s) for s in range(plan.num_stages)], num_microbatches, costs)
     simulation = simulate(plan, times.costs(plan.splits_backward, held))
-    memory = memory_of(simulation, stages, assumptions)
+    memory = memory_of(plan, workload.partition(plan.num_stages), stages, assumptions)
     fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
     return Prediction(name, schedule, simulation, memory, fits)
+
+
+def _plan(
+    workload: Workload, schedule: Schedule, num_ranks: int, num_microbatches: int, assumptions: Assumptions
+) -> Plan:
+    if not isinstance(schedule, Auto) or schedule.costs is not None:
+        return schedule.plan(num_ranks, num_microbatches)
+    # a run measures one stage per rank, then searches for a better order
+    held = [float(stage.activation_bytes) for stage in workload.stages(num_ranks)]
+    shares = [max(size / (max(held) or 1.0), 1e-3) for size in held]
+    costs = workload.times(num_ranks, assumptions).costs(True, shares)
+    return schedule.reorder(range(num_ranks), num_microbatches, costs)

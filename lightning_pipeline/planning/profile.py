@@ -2,11 +2,10 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeline.split import Partition, Trace
+from lightning_pipeline.split import Partition, Trace, stage_activations
 from lightning_pipeline.split.liveness import stages_of_states
 from lightning_pipeline.split.partition import value_sizes
 from lightning_pipeline.split.trace import Call
@@ -39,12 +38,12 @@ class StageProfile:
         stage: Its index.
         units: Names of its units.
         states: Parameters and buffers that it keeps, copies of tied ones too.
-        copies: Names of those that an earlier stage keeps as well.
+        copies: Names of the parameters that an earlier stage keeps as well.
         flops: Operations of a forward, without memory traffic.
         forward: Equivalent operations of a forward, memory traffic counted in.
         backward_input: The same of the input-gradient half of a backward.
         backward_weight: The same of the weight-gradient half.
-        activation_bytes: Held from forward to backward.
+        activation_bytes: Held from forward to backward, what it was sent and the loss included.
         message_bytes: Size of what it is sent.
     """
 
@@ -76,13 +75,15 @@ def profile(root: nn.Module, partition: Partition) -> tuple[StageProfile, ...]:
     needed = stages_of_states(root, trace, stage_of, count)
     states = _states(root)
     sizes = value_sizes(trace)
+    held = stage_activations(partition)
     messages = partition.liveness().messages
     return tuple(
         StageProfile(
             stage=stage,
             units=tuple(trace.units[unit].name for unit in partition.units_of(stage)),
             states=tuple(state for state in states if stage in needed[state.name]),
-            copies=frozenset(s.name for s in states if stage in needed[s.name][1:]),
+            copies=frozenset(s.name for s in states if s.is_parameter and stage in needed[s.name][1:]),
+            activation_bytes=held[stage].until_backward,
             message_bytes=sum(sizes[key] for key in messages[stage]),
             **_work(trace, [call for call in trace.calls if stage_of[call.unit] == stage]),
         )
@@ -103,7 +104,7 @@ def _states(root: nn.Module) -> list[State]:
     ]
 
 
-def _work(trace: Trace, calls: list[Call]) -> dict[str, Any]:
+def _work(trace: Trace, calls: list[Call]) -> dict[str, float]:
     """Sums over calls. Each half of a backward costs a forward, where it is needed at all."""
     trained = [any(p.requires_grad for p in unit.module.parameters()) for unit in trace.units]
     return dict(
@@ -111,7 +112,6 @@ def _work(trace: Trace, calls: list[Call]) -> dict[str, Any]:
         forward=sum(call.cost for call in calls),
         backward_input=sum(call.cost for call in calls if _passes_gradients(trace, call)),
         backward_weight=sum(call.cost for call in calls if trained[call.unit]),
-        activation_bytes=sum(call.activation_bytes for call in calls),
     )
 
 

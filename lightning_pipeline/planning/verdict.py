@@ -11,7 +11,7 @@ from lightning_pipeline.split.table import size_text
 
 def verdict(
     predictions: Sequence[Prediction],
-    stages: Sequence[StageProfile],
+    whole: StageProfile,
     seconds_alone: float,
     assumptions: Assumptions,
 ) -> str:
@@ -19,12 +19,12 @@ def verdict(
 
     Args:
         predictions: Best first.
-        stages: One for each rank.
+        whole: The model as one stage.
         seconds_alone: Of one micro-batch on one device.
         assumptions: About the machine.
     """
     best = predictions[0]
-    need = alone(stages, assumptions)
+    need = alone(whole, assumptions)
     if not best.fits:
         return _nothing_fits(best, assumptions)
     number, ranks = best.plan.num_microbatches, best.plan.num_ranks

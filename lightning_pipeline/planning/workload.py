@@ -37,7 +37,7 @@ class Workload:
         self._traces: dict[tuple[str, ...], Trace] = {}
         self._cuts: dict[int, Partition] = {}
         self._profiles: dict[int, tuple[StageProfile, ...]] = {}
-        self._times: dict[int, StageTimes] = {}
+        self._measured: dict[int, dict[tuple[int, str], float]] = {}
 
     def partition(self, num_stages: int) -> Partition:
         """The cut that a run with so many stages would have.

@@ -193,10 +193,11 @@ def _balance(
     worst, _ = _best_bounds(len(atoms), num_stages, lambda start, end: span(start, end), max)
     limit = worst * (1 + SLACK)
     cuts = _cut_bytes(trace, atoms)
+    largest = max(cuts) or 1.0  # in shares of it, or the tie-break below would be lost in rounding
 
     def message(start: int, end: int) -> float:
         return (
-            cuts[start] + 1e-6 * span(start, end) ** 2 / (sums[-1] ** 2 or 1)
+            cuts[start] / largest + 1e-6 * span(start, end) ** 2 / (sums[-1] ** 2 or 1)
             if span(start, end) <= limit
             else float("inf")
         )

@@ -6,12 +6,13 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.split.program import StageProgram
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, loader
+from tests.ranks.lightning_cases import Regression, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -73,3 +74,42 @@ def test_with_1f1b_a_stage_holds_as_many_microbatches_as_stages_follow(ranks: Ra
 def test_gpipe_holds_all_microbatches(ranks: Ranks) -> None:
     for *_, peaks in ranks(2)(fit, 2, "GPipe"):
         assert set(peaks.values()) == {8}
+
+
+class WatchesGradients(Regression):
+    """Notes how many gradients of the step before are held while a step runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        strategy = self.trainer.strategy
+        self.held.append(len(strategy._pipeline._set_aside.held()))
+        return self.loss(batch)
+
+
+class LooksAtGradients(WatchesGradients):
+    def on_before_zero_grad(self, optimizer: Any) -> None: ...
+
+
+def gradients_of_the_step_before(looks: bool, accumulate: int) -> tuple[list[int], dict[str, Tensor]]:
+    module = LooksAtGradients() if looks else WatchesGradients()
+    run = trainer({"stages": 2, "num_microbatches": 1}, accumulate_grad_batches=accumulate, max_epochs=1)
+    run.fit(module, loader())
+    return module.held, weights(module)
+
+
+@pytest.mark.parametrize(
+    ("looks", "accumulate", "held"),
+    [(False, 1, [0, 0, 0]), (True, 1, [0, 4, 4]), (False, 2, [0, 4, 0])],
+    ids=["freed", "seen by a hook", "accumulated"],
+)
+def test_gradients_of_the_step_before_are_freed_unless_someone_looks(
+    ranks: Ranks, looks: bool, accumulate: int, held: list[int]
+) -> None:
+    module, run = Regression(), trainer(None, accumulate_grad_batches=accumulate, max_epochs=1)
+    run.fit(module, loader())
+    for found, trained in ranks(2)(gradients_of_the_step_before, looks, accumulate):
+        assert found[-3:] == held
+        torch.testing.assert_close(trained, weights(module), rtol=1e-10, atol=0)

@@ -30,6 +30,10 @@ PUBLIC = {
         "StageTimeoutError",
         "UnsafeCheckpointError",
     ],
+    "lightning_pipeline.planning": [
+        "Assumptions",
+        "Forecast",
+    ],
     "lightning_pipeline.schedules": [
         "Action",
         "Auto",

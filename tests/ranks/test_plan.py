@@ -1,0 +1,101 @@
+"""What a plan predicts is what the monitors measure in a run."""
+
+import time
+from typing import Any
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
+from lightning_pipeline.planning import measure
+from tests.ranks import lightning_cases as cases
+
+NAPS = (0.02, 0.01, 0.03, 0.02)  # of a forward; an input half naps as long, and so does a backward
+
+
+class Nap(torch.autograd.Function):
+    """Sleeps on the way forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    """A layer that takes its time."""
+
+    def __init__(self, seconds: float, inputs: int) -> None:
+        super().__init__()
+        self.inner, self.seconds = nn.Linear(inputs, 32), seconds
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return Nap.apply(torch.tanh(self.inner(tensor)), self.seconds)
+
+
+class Sleepers(pl.LightningModule):
+    """Layers that nap."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inputs = (cases.FEATURES, 32, 32, 32)
+        self.layers = nn.ModuleList(map(Sleeper, NAPS, inputs)).double()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        hidden = batch[0]
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = hidden.square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Readings(pl.Callback):
+    """The smallest of what the monitors logged in each step: what else runs here only makes it more."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        for name, value in trainer.callback_metrics.items():
+            if trainer.global_step > 1:
+                self.seen[name] = min(float(value), self.seen.get(name, float("inf")))
+
+
+def predicted_and_measured(schedule: str) -> tuple[dict[str, Any], dict[str, float]]:
+    options = {"stages": 2, "num_microbatches": 4, "schedule": schedule, "partition": "uniform"}
+    loader = cases.loader(samples=40, batch_size=8)
+    with mock.patch.multiple(measure, WARM_UP=1, ROUNDS=3):
+        guess = PipelineStrategy(**options).plan(Sleepers(), next(iter(loader)), measure=True).chosen
+    readings = Readings()
+    monitors = [BubbleMonitor(every_n_steps=1), StageMemoryMonitor(every_n_steps=1), readings]
+    trainer = cases.trainer(options, max_epochs=1, callbacks=monitors)
+    trainer.fit(Sleepers(), loader)
+    activations = [rank.activations / 2**30 for rank in guess.memory]
+    parameters = [rank.parameters / 2**30 for rank in guess.memory]
+    facts = {"step": guess.step, "bubble": guess.bubble, "activations": activations, "parameters": parameters}
+    return facts, readings.seen
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_step_bubble_and_memory_are_as_predicted(ranks: Any, schedule: str) -> None:
+    guess, seen = ranks(2)(predicted_and_measured, schedule, group=False)[0]
+    assert guess["step"] == pytest.approx(seen["pipeline/makespan_s"], rel=0.1)
+    assert guess["bubble"] == pytest.approx(seen["pipeline/bubble_fraction"], rel=0.1)
+    for stage in (0, 1):
+        name = f"pipeline/stage_{stage}"
+        assert guess["activations"][stage] == pytest.approx(seen[f"{name}/activations_gib"], rel=0.02)
+        assert guess["parameters"][stage] == pytest.approx(seen[f"{name}/parameters_gib"], rel=0.02)

@@ -1,0 +1,247 @@
+"""`lightning-pipeline plan` and `PipelineStrategy.plan`, in this process."""
+
+import csv
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.__main__ import main
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.planning.assumptions import Assumptions
+from lightning_pipeline.planning.batchspec import made_up_batch
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+CONFIG = str(EXAMPLES / "gpt.yaml")
+CLASSES = ["--model", "gpt.GPT", "--data", "gpt.StandardLibrary"]
+
+
+@pytest.fixture(autouse=True)
+def in_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.chdir(EXAMPLES)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("gpt", None)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["plan", *arguments])
+    return capsys.readouterr().out
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", *arguments])
+    return str(stopped.value.code)
+
+
+def test_a_config_of_lightning_cli_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--config", CONFIG, *CLASSES)
+    assert text.startswith("GPT, 701,952 parameters, on 2 ranks; 4 micro-batches of a batch of 16")
+    assert "Memory with 1F1B\n" in text
+    assert "1F1B, as predicted\nrank 0 | F0 F1" in text
+
+
+def test_the_command_line_overrides_the_config(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(capsys, "--config", CONFIG, *CLASSES, "--stages=3", "--model.layers=4", "--schedule=GPipe")
+    assert ", on 3 ranks; 4 micro-batches" in text
+    assert "blocks.3" in text
+    assert "blocks.4" not in text
+    assert "Memory with GPipe\n" in text
+
+
+def test_classes_in_the_config_need_no_classes_beside_it(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = yaml.safe_load(Path(CONFIG).read_text())
+    config["model"] = {"class_path": "gpt.GPT", "init_args": {"layers": 5}}
+    config["data"] = {"class_path": "gpt.StandardLibrary", "init_args": {"batch_size": 8}}
+    config["trainer"]["strategy"]["init_args"]["schedule"] = {
+        "class_path": "lightning_pipeline.schedules.Interleaved1F1B", "init_args": {"stages_per_rank": 2},
+    }  # fmt: skip
+    config["trainer"]["precision"] = "bf16-mixed"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    text = run(capsys, "--config", str(tmp_path / "config.yaml"))
+    assert "on 2 ranks; 4 micro-batches of a batch of 8" in text
+    assert "Memory with Interleaved1F1B\n" in text
+
+
+def test_a_model_and_a_shape_are_enough(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    picture = tmp_path / "plan.svg"
+    text = run(
+        capsys, "--model", "gpt.GPT", "--model.layers=8", "--batch", "32,65:int64", "--stages", "4",
+        "--memory", "0.05", "--svg", str(picture),
+    )  # fmt: skip
+    assert ", on 4 ranks; 16 micro-batches of a batch of 32" in text
+    assert "Memory of a device is 51.2 MiB" in text
+    assert picture.read_text().startswith("<svg")
+
+
+def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(
+        capsys, "--model=gpt.GPT", "--model.layers=2", "--model.width=16", "--batch=4,9:int64", "--stages=2",
+        "--measure",
+    )  # fmt: skip
+    assert "Times of the stages were measured on this machine's CPU. A message takes 300 us" in text
+
+
+def test_a_sweep_is_a_table_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "sweep.csv"
+    text = run(
+        capsys, "--config", CONFIG, *CLASSES, "--sweep", "--sweep_stages", "[2,4]", "--sweep_microbatches",
+        "[4,8]", "--csv", str(path), "--memory=0.015", "--tflops=0.1",
+    )  # fmt: skip
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    assert {(row["ranks"], row["num_microbatches"]) for row in rows} == {
+        ("2", "4"), ("2", "8"), ("4", "4"), ("4", "8"),
+    }  # fmt: skip
+    assert {"1F1B", "ZBH1", "GPipe"} <= {row["schedule"] for row in rows}
+    fits = [row["fits"] for row in rows]
+    assert fits == sorted(fits, reverse=True)
+    assert len(set(fits)) == 2
+    steps = [float(row["step_s"]) for row in rows if row["fits"] == "True"]
+    assert steps == sorted(steps)
+    assert float(rows[0]["samples_per_s"]) == pytest.approx(16 / steps[0])
+    assert text.splitlines()[2].split()[:3] == [
+        rows[0]["ranks"],
+        rows[0]["num_microbatches"],
+        rows[0]["schedule"],
+    ]
+    assert f"and {len(rows) - 20} more" in text
+
+
+def test_a_sweep_leaves_out_what_the_model_cannot_be_cut_into(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = run(
+        capsys, "--config", CONFIG, *CLASSES, "--model.layers=1", "--sweep", "--sweep_stages", "[2,512]",
+        "--sweep_microbatches", "[4]", "--sweep_schedules", "[gpipe]",
+    )  # fmt: skip
+    assert len(text.splitlines()) == 3
+
+
+def test_refusals_end_with_a_message() -> None:
+    assert refusal("--stages=2").startswith("ConfigurationError: no model: name its class with --model")
+    assert "no batch: name a LightningDataModule" in refusal("--model=gpt.GPT", "--stages=2")
+    assert "how many stages?" in refusal("--model=gpt.GPT", "--batch=16,65:int64")
+    assert "is no shape" in refusal("--model=gpt.GPT", "--batch=16,65:intish", "--stages=2")
+    assert "gives arguments of model but no class" in refusal("--config", CONFIG)
+    assert "cannot be read" in refusal("--config", "nowhere.yaml")
+    assert "precision='8' is unknown" in refusal(
+        "--model=gpt.GPT", "--batch=16,65:int64", "--stages=2", "--precision=8"
+    )
+    assert refusal("--model=gpt.GPT", "--batch=16,65:int64", "--stages=2", "--schedule=Best").startswith(
+        "ConfigurationError: PipelineStrategy cannot be set up: there is no schedule 'Best'"
+    )
+
+
+def test_both_help_texts_are_readable(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in ((["--help"], "plan"), (["plan", "--help"], "--sweep_microbatches")):
+        with pytest.raises(SystemExit) as stopped:
+            main(arguments)
+        assert stopped.value.code == 0
+        assert expected in capsys.readouterr().out
+
+
+# ---- PipelineStrategy.plan
+
+
+class Whole(pl.LightningModule):
+    """Logs, and uses what a Trainer would set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        hidden = batch["x"].to(self.device)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        loss = nn.functional.cross_entropy(hidden, batch["y"])
+        self.log("loss", loss)
+        self.log_dict({"epoch": float(self.current_epoch), "item": loss.item()})
+        return loss
+
+
+class Late(Whole):
+    """Makes its layers in `configure_model`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+
+BATCH = {"x": torch.randn(8, 8), "y": torch.zeros(8, dtype=torch.long)}
+
+
+@pytest.mark.parametrize("make", [Whole, Late])
+def test_the_strategy_plans_without_trainer_and_processes(make: Any) -> None:
+    module = make()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    found = PipelineStrategy(2, schedule="ZBH1").plan(module, BATCH)
+    assert str(found).startswith(
+        f"{make.__name__}, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8"
+    )
+    assert found.chosen.name == "ZBH1"
+    assert module.state_dict().keys() == before.keys()
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert not torch.distributed.is_initialized()
+    assert "RANK" not in os.environ
+
+
+def test_a_module_on_the_meta_device_gets_the_same_plan() -> None:
+    with torch.device("meta"):
+        meta = Whole()
+    strategy = PipelineStrategy(2)
+    assert str(strategy.plan(meta, BATCH)) == str(strategy.plan(Whole(), BATCH))
+    with pytest.raises(ConfigurationError, match="stages without weights cannot be measured"):
+        strategy.plan(meta, BATCH, measure=True)
+
+
+def test_the_strategy_takes_assumptions_and_precision() -> None:
+    strategy = PipelineStrategy(2, num_microbatches=2)
+    half = strategy.plan(Whole(), BATCH, precision="bf16-true", assumptions=Assumptions(memory=1e3))
+    whole = strategy.plan(Whole(), BATCH, assumptions=Assumptions(memory=1e3))
+    assert half.chosen.memory[0].parameters * 2 == whole.chosen.memory[0].parameters == 2 * 4 * 72
+    assert "No schedule fits in 1000 B" in whole.verdict
+
+
+def test_all_devices_are_unknown_without_a_trainer() -> None:
+    with pytest.raises(ConfigurationError, match=r"say how many, such as PipelineStrategy\(stages=4\)"):
+        PipelineStrategy("auto").plan(Whole(), BATCH)
+    with pytest.raises(ConfigurationError, match="LightningModule has no training_step"):
+        PipelineStrategy(2).plan(pl.LightningModule(), BATCH)
+
+
+class Broken(Late):
+    """Asks its Trainer while it is configured."""
+
+    def configure_model(self) -> None:
+        self.trainer.max_epochs  # noqa: B018
+
+
+def test_a_configure_model_that_needs_a_trainer_is_named() -> None:
+    with pytest.raises(ConfigurationError, match="configure_model of Broken fails without a Trainer"):
+        PipelineStrategy(2).plan(Broken(), BATCH)
+
+
+def test_shapes_become_batches() -> None:
+    batch = made_up_batch({"x": "4, 8", "y": ["4:int64", "4,2:bool"]})
+    assert batch["x"].shape == (4, 8)
+    assert [part.dtype for part in batch["y"]] == [torch.int64, torch.bool]
+    for wrong in ("", "4;8", "4:save", None):
+        with pytest.raises(ConfigurationError, match="is no shape"):
+            made_up_batch(wrong)

@@ -1,0 +1,98 @@
+"""Stages are timed as they run, and the module is as before afterwards."""
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.planning.assumptions import Assumptions
+from lightning_pipeline.planning.measure import MeasuredWorkload
+from lightning_pipeline.planning.predict import predict
+from tests.unit.split.pipe import Module
+
+
+class Nap(torch.autograd.Function):
+    """Sleeps on the way forward and back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        time.sleep(2 * ctx.seconds)
+        return gradient, None
+
+
+class Sleeper(nn.Module):
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.inner, self.seconds = nn.Linear(4, 4), seconds
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        return Nap.apply(self.norm(self.inner(tensor)), self.seconds)
+
+
+class Sleepers(Module):
+    """Layers that take known times."""
+
+    def __init__(self, *seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(map(Sleeper, seconds))
+        self.calls = 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.calls += 1
+        for layer in self.layers:
+            batch = layer(batch)
+        self.log("loss", batch.sum())
+        return batch.sum()
+
+
+@pytest.fixture(scope="module")
+def module() -> Sleepers:
+    return Sleepers(0.02, 0.04)
+
+
+@pytest.fixture(scope="module")
+def work(module: Sleepers) -> MeasuredWorkload:
+    found = MeasuredWorkload(module, (torch.randn(8, 4), 0), how="uniform")
+    torch.manual_seed(5)
+    found.before = (dict(module.named_buffers()), torch.get_rng_state())  # type: ignore[attr-defined]
+    found.values = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]
+    found.times(2, Assumptions())
+    return found
+
+
+def test_forwards_and_backwards_take_what_they_sleep(work: MeasuredWorkload) -> None:
+    times = work.times(2, Assumptions())
+    for stage, nap in enumerate((0.02, 0.04)):
+        assert nap <= times.forward[stage] < 2 * nap
+        assert 2 * nap <= times.backward[stage] < 4 * nap
+        assert 2 * nap <= times.backward_input[stage] < 4 * nap
+        assert times.backward_weight[stage] < nap
+
+
+def test_the_simulator_gets_the_measured_times(work: MeasuredWorkload) -> None:
+    found = predict(work, 2, 4, Assumptions(latency=0, link_bytes=1e30))
+    step = {one.name: one.step for one in found}
+    times = work.times(2, Assumptions())
+    first, last = (times.forward[stage] + times.backward[stage] for stage in (0, 1))
+    assert step["1F1B"] == pytest.approx(first + 4 * last, rel=1e-6)
+
+
+def test_nothing_of_the_module_is_changed(work: MeasuredWorkload, module: Sleepers) -> None:
+    buffers, state = work.before  # type: ignore[attr-defined]
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in module.parameters())
+    assert module.calls == 0
+    assert module.logged == []
+    assert all(held is buffers[name] for name, held in module.named_buffers())
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, work.values[name])  # type: ignore[attr-defined]
+    assert module.training_step(torch.randn(8, 4), 0).requires_grad
