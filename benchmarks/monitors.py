@@ -217,7 +217,8 @@ def _accuracy(schedule: str, seconds: float, num_microbatches: int, steps: int, 
     ]
     print(
         f"{schedule:16s} stage 1 x {factor:.1f}: bubble {seen['pipeline/bubble_fraction']:.4f}, true "
-        f"{truth.bubble:.4f} ({seen['pipeline/bubble_fraction'] / truth.bubble - 1:+.1%}); worst idle "
+        f"{truth.bubble:.4f} ({seen['pipeline/bubble_fraction'] / truth.bubble - 1:+.1%}; without messages "
+        f"{seen['pipeline/bubble_fraction_simulated'] / truth.bubble - 1:+.1%}); worst idle "
         f"{_worst(idle, [truth.makespan - busy for busy in truth.busy]):+.1%}, worst forward "
         f"{_worst(worked, expected):+.1%}",
         flush=True,
