@@ -309,7 +309,9 @@ class Pipeline:
     def gather(self, value: Any) -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
         found: list[Any] = [None] * len(self._ranks)
-        dist.all_gather_object(found, value, group=self.groups.pipeline)
+        failure = self.executor.failure if self._is_split else Failure(self.groups)
+        with failure.watch("gathering from all stages"):
+            dist.all_gather_object(found, value, group=self.groups.pipeline)
         by_rank = dict(zip(sorted(self._ranks), found, strict=True))
         return [by_rank[rank] for rank in self._ranks]
 
