@@ -165,12 +165,12 @@ class Answers(Places):
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last step, `None` before the first."""
+        """The plan of the last training step, `None` before the first."""
         return self._running.last_plan
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in the last batch of this replica; `None` where the batch does not tell."""
+        """Samples in the last training batch of this replica; `None` where the batch does not tell."""
         return self._running.batch_size
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:

@@ -33,7 +33,9 @@ def first_arguments(trainer: Trainer) -> tuple[str, tuple[Any, ...]] | None:
     if function == TrainerFn.FITTING:
         trainer.fit_loop.setup_data()
         batch = _peek(trainer.fit_loop, trainer, sequential=False)
-    else:
+        if batch is None and trainer.enable_validation:  # the sanity check runs all the same
+            function = TrainerFn.VALIDATING
+    if function != TrainerFn.FITTING:
         with seeded(0):  # this loop sets its data up again when it runs
             loop = evaluation_loop(trainer)
             loop.setup_data()

@@ -1,6 +1,7 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -210,12 +211,12 @@ class Pipeline:
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last step, `None` before the first."""
+        """The plan of the last training step, `None` before the first."""
         return self._runner.last_plan if self._is_split else None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in the last batch; `None` where the batch does not tell."""
+        """Samples in the last training batch; `None` where the batch does not tell."""
         return self._runner.batch_size if self._is_split else None
 
     def parameters(self) -> list[Tensor]:
@@ -306,11 +307,15 @@ class Pipeline:
 
     # Collectives
 
+    def _watched(self, activity: str) -> AbstractContextManager[None]:
+        """Where a rank is gone, raise what it failed with."""
+        failure = self.executor.failure if self._is_split else Failure(self.groups)
+        return failure.watch(activity)
+
     def gather(self, value: Any) -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
         found: list[Any] = [None] * len(self._ranks)
-        failure = self.executor.failure if self._is_split else Failure(self.groups)
-        with failure.watch("gathering from all stages"):
+        with self._watched("gathering from all stages"):
             dist.all_gather_object(found, value, group=self.groups.pipeline)
         by_rank = dict(zip(sorted(self._ranks), found, strict=True))
         return [by_rank[rank] for rank in self._ranks]
@@ -333,7 +338,8 @@ class Pipeline:
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether any rank of the world raised it."""
         votes = torch.tensor(flags, dtype=torch.uint8)
-        dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.groups.control)
+        with self._watched("asking all ranks"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.groups.control)
         return [bool(vote) for vote in votes.tolist()]
 
     # The end

@@ -230,7 +230,8 @@ class StepRunner:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = weights is None
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
-        self.last_plan, self.batch_size = plan, parts.batch_size
+        if not forward_only:
+            self.last_plan, self.batch_size = plan, parts.batch_size
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.local():

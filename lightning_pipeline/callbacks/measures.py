@@ -92,12 +92,12 @@ class PipelineRun(Protocol):
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last step, `None` before the first."""
+        """The plan of the last training step, `None` before the first."""
         ...
 
     @property
     def batch_size(self) -> int | None:
-        """Samples in the last batch of this replica; `None` where the batch does not tell."""
+        """Samples in the last training batch of this replica; `None` where the batch does not tell."""
         ...
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:

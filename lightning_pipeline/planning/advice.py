@@ -132,7 +132,7 @@ def _other_numbers(situation: Situation, now: Simulation) -> Iterator[_Change]:
             continue
         then = simulate(plan, _costs(situation, time=size, memory=size))
         saved, grown = _saved(now, then), (max(then.peak_memory) - max(now.peak_memory)) / _GIB
-        more = f"{grown:.1f} GiB more" if grown > -0.05 else f"{-grown:.1f} GiB less"
+        more = f"{max(grown, 0.0):.1f} GiB more" if grown > -0.05 else f"{-grown:.1f} GiB less"
         yield _Change(
             saved,
             f"{number} micro-batches instead of {before} would save {saved:.0%} and need {more} with "
