@@ -100,6 +100,7 @@ class StageProgram:
         self._deferral = Deferral()
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
         self.remembered = Remembered()
+        self._returned: dict[ValueKey, TensorSpec] = {}
         self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
         self._step: Step | None = None
@@ -283,6 +284,19 @@ class StageProgram:
             found = self._placeholders[key, spec] = self.mode.make(spec)
             self.remembered.keep(found)
         return found
+
+    def spec_of(self, key: ValueKey, tensor: Tensor) -> TensorSpec:
+        """What a unit returned: the same object as for the micro-batch before where nothing has changed."""
+        known = self._returned.get(key)
+        if (
+            known is None
+            or known.shape != tensor.shape
+            or known.stride != tensor.stride()
+            or known.dtype is not tensor.dtype
+            or known.requires_grad is not tensor.requires_grad
+        ):
+            known = self._returned[key] = TensorSpec.of(tensor)
+        return known
 
     def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput:
         """What a unit of a later stage returned when a micro-batch of these shapes was traced."""

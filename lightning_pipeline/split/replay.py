@@ -207,16 +207,16 @@ class Replay:
 
     def _record(self, unit: int, nth: int, output: Any) -> Any:
         tensors, structure = flatten(output)
-        self._entries.append((unit, nth, structure, tuple(map(TensorSpec.of, tensors))))
-        mutated = self._program.mutated
-        copied = False
+        program, specs, copied = self._program, [], False
         for leaf, tensor in enumerate(tensors):
             if is_placeholder(tensor):
-                raise self._refuse(f"unit {self._program.unit_name(unit)!r} returns a value of another stage")
+                raise self._refuse(f"unit {program.unit_name(unit)!r} returns a value of another stage")
             key = (unit, nth, leaf)
             self._raw[key] = tensor
-            if key in mutated:
+            specs.append(program.spec_of(key, tensor))
+            if key in program.mutated:
                 tensors[leaf], copied = tensor.clone(), True
+        self._entries.append((unit, nth, structure, tuple(specs)))
         return unflatten(tensors, structure) if copied else output
 
     def _earlier(self, unit: int, nth: int) -> Any:
