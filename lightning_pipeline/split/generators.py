@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -19,11 +20,11 @@ class Generators:
     """
 
     def __init__(self, modules: Iterable[nn.Module] | None) -> None:
-        attributes = [vars(module).values() for module in modules or ()]
+        attributes = [vars(module) for module in modules or ()]
         # By type: isinstance with torch.Generator runs Python code, 20 ms for the attributes of 32 layers.
-        kinds: set[type] = set().union(*(map(type, values) for values in attributes))
+        kinds = set(map(type, chain.from_iterable(map(dict.values, attributes))))
         kinds = {kind for kind in kinds if issubclass(kind, _KINDS)}
-        found = (value for values in attributes if kinds for value in values if type(value) in kinds)
+        found = (value for held in attributes if kinds for value in held.values() if type(value) in kinds)
         self._all = list({id(value): value for value in found}.values())
 
     def states(self) -> list[Any]:
