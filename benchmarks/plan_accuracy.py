@@ -99,15 +99,22 @@ def main(
         print(
             f"{'':16} {'schedule':>8} {'fit':>8} {'off':>7} {'bubble':>7} {'fit':>7} {'off':>7}  parameters"
         )
+    off: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in schedules}
     for _ in range(rounds):
         for schedule in schedules:
             guess = predicted(schedule) if first else None
             found, sizes = measured(schedule, steps)
             if guess is not None:
-                _report(schedule, guess, found, sizes)
+                off[schedule].append(_report(schedule, guess, found, sizes))
+    for schedule, pairs in off.items() if first else ():
+        step, bubble = (statistics.median(column) for column in zip(*pairs, strict=True))
+        print(f"{schedule:16} median of {rounds}: schedule {step:+.1%}, bubble {bubble:+.1%}")
 
 
-def _report(schedule: str, guess: Prediction, found: dict[str, float], sizes: list[float]) -> None:
+def _report(
+    schedule: str, guess: Prediction, found: dict[str, float], sizes: list[float]
+) -> tuple[float, float]:
+    """Print a line; how far off time and bubble are."""
     step, bubble = found["pipeline/makespan_s"], found["pipeline/bubble_fraction"]
     parameters = [rank.parameters / size - 1 for rank, size in zip(guess.memory, sizes, strict=True)]
     print(
@@ -124,6 +131,7 @@ def _report(schedule: str, guess: Prediction, found: dict[str, float], sizes: li
                 f"    {name} {found[name]:.6f}, predicted {held.activations / 2**30:.6f}, "
                 f"{held.activations / 2**30 / found[name] - 1:+.2%}"
             )
+    return guess.step / step - 1, guess.bubble / bubble - 1
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def _add_machine(parser: ArgumentParser) -> None:
         "--link", type=float, help="GB/s between neighbouring ranks. Default: 25, with --measure on CPU 2."
     )
     group.add_argument(
-        "--latency", type=float, help="Microseconds of a message. Default: 20, with --measure on CPU 300."
+        "--latency", type=float, help="Microseconds of a message. Default: 20, with --measure on CPU 600."
     )
     group.add_argument(
         "--optimizer_copies", type=float, default=_DEFAULTS.optimizer_copies,

@@ -49,7 +49,7 @@ class Assumptions:
     @classmethod
     def between_processes(cls) -> "Assumptions":
         """Links as of gloo between processes of one machine, for stages that are measured on CPU."""
-        return cls(link_bytes=2e9, latency=300e-6)  # docs/benchmarks.md, what a message and an action cost
+        return cls(link_bytes=2e9, latency=600e-6)  # docs/benchmarks.md, what a message and an action cost
 
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message of this size."""

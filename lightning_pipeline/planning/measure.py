@@ -21,6 +21,7 @@ from lightning_pipeline.split.state import ModuleState, random_state_kept
 
 MICROBATCHES = 2  # held at once in a round
 ROUNDS = 9
+_LONGEST_WAIT = 0.02  # seconds; longer ones change nothing more
 WARM_UP = 2  # rounds that pay for caches and first allocations
 
 _SINKS: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
@@ -114,8 +115,8 @@ class _Rounds:
         self._split, self._stage, self._args, self._incoming = split, stage, args, incoming
         self._program = split.stage(stage)
         self._seconds = seconds
-        on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
-        self._synchronise: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
+        self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
+        self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else lambda: None
 
     def run(self) -> Values | None:
         """Time all kinds of actions; what the stage sends to the next one."""
@@ -156,8 +157,16 @@ class _Rounds:
         else:
             self._timed("B", lambda: self._program.backward(microbatch, gradients))
 
+    def _wait(self, kind: str) -> None:
+        """Idle as a rank does before an action that needs a message, which then takes 1.4 times as long."""
+        before = self._seconds[self._stage, kind]
+        has_input = kind == "W" or (kind == "F" and self._stage == 0)
+        if before and not has_input and not self._on_gpu:
+            time.sleep(min(before[-1], _LONGEST_WAIT))
+
     def _timed(self, kind: str, action: Callable[[], Any]) -> Any:
         self._synchronise()
+        self._wait(kind)
         begin = time.perf_counter()
         result = action()
         self._synchronise()
