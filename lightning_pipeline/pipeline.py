@@ -24,6 +24,7 @@ from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
 from lightning_pipeline.outofmemory import watch_memory
+from lightning_pipeline.planning.candidates import name_of
 from lightning_pipeline.precision import clip_to_norm, global_norm
 from lightning_pipeline.reordering import Reordering
 from lightning_pipeline.runtime.executor import Executor
@@ -145,7 +146,7 @@ class Pipeline:
             size = split_arguments(self._module, args, 1).batch_size
             number = self._plans.choose_number(size, at_least=self._at_least)
             rank_zero_info(
-                f"num_microbatches='auto': {number} for a batch of {size} and {self._plans.schedule!r}"
+                f"num_microbatches='auto': {number} for a batch of {size} and {name_of(self._plans.schedule)}"
             )
             return number
 

@@ -66,9 +66,11 @@ class StageMemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
-        if not self._is_logged(trainer, self._batches) or trainer.barebones:
-            return
         run = run_of(trainer, self)
+        if not self._is_logged(trainer, self._batches) or trainer.barebones:
+            if self._batches == 1:
+                run.memory.measure()  # for the table, whatever is logged
+            return
         logged = _logged(run.gather_from_pipeline(run.memory.measure()), self._names)
         publish(trainer, self, {f"pipeline/{key}": float(value) for key, value in logged})
 

@@ -4,7 +4,7 @@ import resource
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -95,6 +95,7 @@ class MemoryMeter:
         self.split, self.executor, self.device = split, executor, device
         self.plan, self._optimizers, self._aside = plan, optimizers, aside
         self._foreseen: list[StageActivations] = []
+        self._gradients_seen: dict[int, int] = {}
         self._peaks: tuple[Plan | None, dict[int, Held], Held] = (None, {}, Held())
 
     def count_next(self) -> None:
@@ -109,11 +110,23 @@ class MemoryMeter:
     def measure(self) -> RankMemory:
         """This rank, with the worst moment of the last step in which activations were counted."""
         count = self.split.count
-        return self._report(Peaks() if count is None else count.peaks)
+        report = self._report(Peaks() if count is None else count.peaks)
+        for stage in report.stages:
+            most = max(stage.gradients, self._gradients_seen.get(stage.stage, 0))
+            self._gradients_seen[stage.stage] = most
+        return report
 
     def worst(self) -> RankMemory:
-        """This rank, with the worst moment of all steps in which activations were counted."""
-        return self._report(self.split.worst)
+        """This rank, with the worst moment of all steps in which activations were counted.
+
+        Gradients are the most that `measure` saw: a validation at the end of `fit` has zeroed them.
+        """
+        report = self._report(self.split.worst)
+        stages = tuple(
+            replace(stage, gradients=max(stage.gradients, self._gradients_seen.get(stage.stage, 0)))
+            for stage in report.stages
+        )
+        return replace(report, stages=stages)
 
     def now(self) -> RankMemory:
         """This rank at this moment; activations that are not being counted are estimated by the plan."""

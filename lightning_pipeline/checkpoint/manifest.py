@@ -77,6 +77,12 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointCorruptError: There is none, it was changed, or it is of a newer format.
     """
     path = folder / MANIFEST
+    if not folder.exists():
+        raise CheckpointCorruptError(f"checkpoint {folder} does not exist")
+    if folder.is_file():
+        raise CheckpointCorruptError(
+            f"{folder} is one file, as one device writes it, not a checkpoint folder: `ckpt_path=` takes it"
+        )
     try:
         content = path.read_bytes()
     except FileNotFoundError:

@@ -14,10 +14,23 @@ def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any
     return int(count(query.shape, key.shape, value.shape))
 
 
+def _recurrent_flops(data: Any, *args: Any, **kwargs: Any) -> int:
+    """Two operations for each weight and row of the input (time and batch), whatever kind of cell it is."""
+    given = (
+        args[0] if isinstance(args[0], list | tuple) else args[:2]
+    )  # a list on CUDA; biases have one dimension
+    weights = [tensor for tensor in given if tensor.dim() == 2]
+    rows = data.numel() // data.shape[-1]
+    count: int = 2 * rows * sum(weight.numel() for weight in weights)
+    return count
+
+
 # torch's counter has no formula for attention on CPU and so counts none of its work (torch 2.13)
 _OWN_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,  # nn.LSTM on CPU
+    torch.ops.aten._cudnn_rnn: _recurrent_flops,
 }
 
 
