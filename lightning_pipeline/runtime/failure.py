@@ -115,8 +115,7 @@ class Failure:
         if self.cause == own and not isinstance(error, LinkError):
             if own.advice:
                 error.add_note(own.advice)
-            who = f"rank {own.rank} (global rank {own.global_rank})"
-            error.add_note(f"This was {who} in {own.where}; all other ranks were told.")
+            error.add_note(f"This was rank {own.rank} in {own.where}; all other ranks were told.")
             return
         self._raise(self.cause, where, error)
 
