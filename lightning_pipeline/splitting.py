@@ -59,13 +59,13 @@ def choose_cut(
     def choose() -> Partition:
         units = find_units(module, at_least=num_stages, keep_whole=settings.units)
         trace = trace_step(module, step, args, units=units, forward_context=forward_context)
-        return partition(trace, num_stages, how=settings.partition).counted_in(module)
+        return partition(trace, num_stages, how=settings.partition)
 
     chosen: Partition = agreed(choose)
     table: StageTable = from_rank_zero.share(chosen.table)
     names = [row.units[0] for row in table.rows[1:]]
     if names != [row.units[0] for row in chosen.table().rows[1:]]:
-        chosen = agreed(lambda: partition(chosen.trace, num_stages, how=names).counted_in(module))
+        chosen = agreed(lambda: partition(chosen.trace, num_stages, how=names))
     return Cut(chosen, table)
 
 

@@ -4,8 +4,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from torch import nn
-
 from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.split.graph import Atom, atoms_of
 from lightning_pipeline.split.liveness import Liveness, liveness_of, stages_of_states
@@ -82,18 +80,9 @@ class Partition:
 
     def counted(self) -> "Partition":
         """The same with the parameters of each stage counted, which is done while the module is whole."""
-        counts = [_distinct_parameters(self.trace, self.units_of(stage)) for stage in range(self.num_stages)]
-        return replace(self, num_parameters=tuple(counts))
-
-    def counted_in(self, root: nn.Module) -> "Partition":
-        """The same with all parameters counted that each stage holds, those outside units too.
-
-        Args:
-            root: The module, whole.
-        """
-        needed = stages_of_states(root, self.trace, self.stage_of, self.num_stages)
+        needed = stages_of_states(self.trace.root, self.trace, self.stage_of, self.num_stages)
         counts = [0] * self.num_stages
-        for name, parameter in root.named_parameters():
+        for name, parameter in self.trace.root.named_parameters():
             for stage in needed[name]:
                 counts[stage] += parameter.numel()
         return replace(self, num_parameters=tuple(counts))

@@ -11,7 +11,7 @@ class StageRow:
     Attributes:
         stage: Its index.
         units: Names of its units, in order.
-        num_parameters: Parameters of its units, each counted once.
+        num_parameters: Parameters that it holds, each counted once; one that stages share is on each of them.
         cost_share: Its part of the model's estimated time, 0 to 1.
         message_bytes: Size of what it is sent for the traced micro-batch.
         message_tensors: How many tensors that is.

@@ -58,6 +58,7 @@ class Trace:
     """What one run of a step showed.
 
     Attributes:
+        root: The module whose step it is.
         step: Name of the step, such as `training_step`.
         units: The atoms of a cut.
         calls: Their calls in order.
@@ -77,6 +78,7 @@ class Trace:
         handed: Number of the memory behind each value (call, leaf).
     """
 
+    root: nn.Module
     step: str
     units: list[Unit]
     calls: list[Call] = field(default_factory=list)

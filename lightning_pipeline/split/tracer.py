@@ -48,7 +48,7 @@ class Tracer:
         weightless: bool = False,
     ) -> None:
         self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
-        self.trace = Trace(step, patches.units)
+        self.trace = Trace(root, step, patches.units)
         self.tags = TagStore()
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
