@@ -9,29 +9,15 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor
 from lightning_pipeline.split.deferred import WeightQueue
 from lightning_pipeline.split.program import StageProgram
+from tests.naps import Nap
 from tests.ranks.lightning_cases import FEATURES, loader
 
 Seconds = list[tuple[float, float]]
-
-
-class Sleep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, block: "Sleepy") -> Tensor:
-        ctx.block = block
-        if not isinstance(x, FakeTensor):
-            time.sleep(block.forward_seconds)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        time.sleep(ctx.block.backward_seconds)
-        return gradient, None
 
 
 class Sleepy(nn.Module):
@@ -43,7 +29,7 @@ class Sleepy(nn.Module):
         self.layer = nn.Linear(FEATURES, FEATURES, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
-        return Sleep.apply(self.layer(x), self)
+        return Nap.apply(self.layer(x), self.forward_seconds, self.backward_seconds)
 
 
 class SleepyNet(pl.LightningModule):

@@ -1,6 +1,5 @@
 """What a plan predicts is what the monitors measure in a run."""
 
-import time
 from typing import Any
 from unittest import mock
 
@@ -12,24 +11,10 @@ from torch import Tensor, nn
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
 from lightning_pipeline.planning import measure
+from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
 
 NAPS = (0.02, 0.01, 0.03, 0.02)  # of a forward; an input half naps as long, and so does a backward
-
-
-class Nap(torch.autograd.Function):
-    """Sleeps on the way forward and back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        time.sleep(ctx.seconds)
-        return gradient, None
 
 
 class Sleeper(nn.Module):
@@ -40,7 +25,7 @@ class Sleeper(nn.Module):
         self.inner, self.seconds = nn.Linear(inputs, 32), seconds
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return Nap.apply(torch.tanh(self.inner(tensor)), self.seconds)
+        return Nap.apply(torch.tanh(self.inner(tensor)), self.seconds, self.seconds)
 
 
 class Sleepers(pl.LightningModule):

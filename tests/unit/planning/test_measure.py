@@ -1,8 +1,5 @@
 """Stages are timed as they run, and the module is as before afterwards."""
 
-import time
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,22 +7,8 @@ from torch import Tensor, nn
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.measure import MeasuredWorkload
 from lightning_pipeline.planning.predict import predict
+from tests.naps import Nap
 from tests.unit.split.pipe import Module
-
-
-class Nap(torch.autograd.Function):
-    """Sleeps on the way forward and back."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, seconds: float) -> Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds)
-        return tensor.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        time.sleep(2 * ctx.seconds)
-        return gradient, None
 
 
 class Sleeper(nn.Module):
@@ -35,7 +18,7 @@ class Sleeper(nn.Module):
         self.norm = nn.BatchNorm1d(4)
 
     def forward(self, tensor: Tensor) -> Tensor:
-        return Nap.apply(self.norm(self.inner(tensor)), self.seconds)
+        return Nap.apply(self.norm(self.inner(tensor)), self.seconds, 2 * self.seconds)
 
 
 class Sleepers(Module):

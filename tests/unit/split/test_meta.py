@@ -13,7 +13,9 @@ from tests.unit.split.models import module_and_batch
 from tests.unit.split.pipe import Module
 
 NAMES = ("perceptron", "residual", "unet", "gpt2", "llama", "bert", "t5")
-COMPARED = [name for name in Trace.__slots__ if name not in ("units", "attributes", "early_attributes")]
+COMPARED = [
+    name for name in Trace.__slots__ if name not in ("root", "units", "attributes", "early_attributes")
+]
 
 
 def trace(make: Callable[[], nn.Module], batch: object, device: str) -> Trace:
