@@ -49,6 +49,8 @@ class _MetadataUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("torch.serialization", "_get_layout"):
             return _layout
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in (
             ("pathlib", "PosixPath"),
             ("pathlib", "PurePosixPath"),
@@ -61,6 +63,13 @@ class _MetadataUnpickler(pickle.Unpickler):
 def _layout(name: str) -> Any:
     layouts = {"torch.strided": torch.strided}
     return layouts[name]
+
+
+def _member(of: Any, name: Any) -> Any:
+    """What Python before 3.11.4 writes for a member of an enumeration: `getattr`, its class and its name."""
+    if of is metadata._MEM_FORMAT_ENCODING and name in of.__members__:
+        return of[name]
+    raise UnsafeCheckpointError(f"builtins.getattr of {of!r}")
 
 
 def read_metadata(folder: Path, *, trust: bool) -> Metadata:

@@ -3,14 +3,17 @@
 import io
 import json
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from lightning_pipeline.checkpoint import manifest as manifests
 from lightning_pipeline.checkpoint.hashing import checksum_of
+from lightning_pipeline.checkpoint.safe import read_metadata
 from lightning_pipeline.checkpoint.save import as_bytes
 from lightning_pipeline.errors import UnsafeCheckpointError
 from tests.checkpoint_parts import load, save
@@ -61,6 +64,32 @@ def test_code_in_the_metadata_does_not_run(folder: Path) -> None:
 def test_code_in_meta_does_not_run(folder: Path) -> None:
     (folder / "meta.pt").write_bytes(as_bytes({"hyper_parameters": Evil(folder.parent / "ran")}))
     refused(folder, r"meta\.pt is not plain data")
+
+
+class OldPickler(pickle.Pickler):
+    """Writes members of enumerations as Python before 3.11.4 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (getattr, (type(value), value.name)) if isinstance(value, Enum) else NotImplemented
+
+
+def test_metadata_of_an_older_python_is_read(folder: Path) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    with (folder / ".metadata").open("wb") as file:
+        OldPickler(file).dump(metadata)
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert read_metadata(folder, trust=False) == metadata
+
+
+@pytest.mark.parametrize("what", [(Metadata, "__init__"), (_MEM_FORMAT_ENCODING, "__class__")])
+def test_no_other_attribute_is_taken(folder: Path, what: tuple[Any, str]) -> None:
+    class Asks:
+        def __reduce__(self) -> Any:
+            return getattr, what
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Asks()))
+    with pytest.raises(UnsafeCheckpointError, match=r"asks for builtins\.getattr of <"):
+        read_metadata(folder, trust=False)
 
 
 def change_metadata(folder: Path, change: Any) -> None:
