@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from lightning_pipeline._lightning import claim_cpu, is_overridden, takes
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.forecast import Forecast, forecast
+from lightning_pipeline.planning.link import measure_link
 from lightning_pipeline.planning.measure import MeasuredWorkload
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import Schedule
@@ -75,11 +77,17 @@ class Prospect:
         step = self.module.training_step
         self._args = (batch, 0) if takes(step, "batch_idx", min_args=2) else (batch,)
 
-    @property
-    def usual_assumptions(self) -> Assumptions:
-        """With links that fit the times: those of this machine's processes where it is measured on CPU."""
-        on_cpu = self._measure and all(p.device.type == "cpu" for p in self.module.parameters())
-        return Assumptions.between_processes() if on_cpu else Assumptions()
+    @cached_property
+    def assumptions(self) -> Assumptions:
+        """The usual ones; where stages are measured, the link between ranks of this machine is too.
+
+        Raises:
+            PipelineError: It cannot be measured here.
+        """
+        if not self._measure:
+            return Assumptions()
+        latency, link_bytes = measure_link(next(self.module.parameters()).device.type)
+        return Assumptions(latency=latency, link_bytes=link_bytes, link_measured=True)
 
     def parts(self, num_microbatches: int) -> Parts:
         """The batch, split."""
@@ -105,7 +113,7 @@ class Prospect:
 
         Args:
             settings: Of the strategy.
-            assumptions: About the machine. Default: `usual_assumptions`.
+            assumptions: About the machine. Default: `self.assumptions`.
             own: The schedule to show; its micro-batches count for `num_microbatches="auto"`.
         """
         stages, number = settings.stages, settings.num_microbatches
@@ -122,7 +130,7 @@ class Prospect:
             workload,
             stages,
             len(parts.args),
-            assumptions or self.usual_assumptions,
+            assumptions or self.assumptions,
             batch_size=parts.batch_size,
             own=own,
         )

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,10 +108,10 @@ def _add_machine(parser: ArgumentParser) -> None:
         "--tflops", type=float, default=_DEFAULTS.flops / 1e12, help="TFLOP/s that a device achieves."
     )
     group.add_argument(
-        "--link", type=float, help="GB/s between neighbouring ranks. Default: 25, with --measure on CPU 2."
+        "--link", type=float, help="GB/s between neighbouring ranks. Default: 25; --measure measures it."
     )
     group.add_argument(
-        "--latency", type=float, help="Microseconds of a message. Default: 20, with --measure on CPU 600."
+        "--latency", type=float, help="Microseconds of a message. Default: 20; --measure measures it."
     )
     group.add_argument(
         "--optimizer_copies", type=float, default=_DEFAULTS.optimizer_copies,
@@ -118,7 +119,7 @@ def _add_machine(parser: ArgumentParser) -> None:
     )  # fmt: skip
     group.add_argument(
         "--measure", action="store_true",
-        help="Build the model with weights and run each stage here for its times; --tflops does not count.",
+        help="Build the model with weights and time each stage here, and messages between two processes.",
     )  # fmt: skip
 
 
@@ -187,20 +188,25 @@ def _schedule(given: Namespace) -> str | Schedule | None:
     return None if named is None else str(named)
 
 
-def _assumptions(given: Namespace, usual: Assumptions) -> Assumptions:
-    return Assumptions(
+def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
+    link = {}
+    if given.link is not None:
+        link["link_bytes"] = given.link * 1e9
+    if given.latency is not None:
+        link["latency"] = given.latency / 1e6
+    return replace(
+        prospect.assumptions if len(link) < 2 else Assumptions(**link),
         flops=given.tflops * 1e12,
-        link_bytes=usual.link_bytes if given.link is None else given.link * 1e9,
-        latency=usual.latency if given.latency is None else given.latency / 1e6,
         memory=None if given.memory is None else given.memory * _GIB,
         optimizer_copies=given.optimizer_copies,
+        **link,
     )
 
 
 def _forecast(given: Namespace, prospect: Prospect) -> str:
     settings = _settings(given)
     own = settings.schedule if given.schedule is not None else None
-    found = prospect.forecast(settings, _assumptions(given, prospect.usual_assumptions), own=own)
+    found = prospect.forecast(settings, _assumptions(given, prospect), own=own)
     if given.svg is not None:
         Path(given.svg).write_text(found.svg)
     return str(found)
@@ -219,7 +225,7 @@ def _sweep(given: Namespace, prospect: Prospect) -> Sweep:
         workload_of,
         given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
         given.sweep_microbatches or _numbers(samples, stages, settings),
-        _assumptions(given, prospect.usual_assumptions),
+        _assumptions(given, prospect),
         schedules=given.sweep_schedules,
     )
     if given.csv is not None:

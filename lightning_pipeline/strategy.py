@@ -124,10 +124,11 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         Args:
             module: Whole, with its weights or on the meta device; it is left as it is.
             batch: Of one replica, as a dataloader gives it.
-            assumptions: About speed, links and memory. Default: 100 TFLOP/s and
-                25 GB/s, or gloo on one machine where stages are measured on CPU; no limit of memory.
+            assumptions: About speed, links and memory. Default: 100 TFLOP/s and 25 GB/s, or what is
+                measured; no limit of memory.
             precision: As of the Trainer.
-            measure: Run each stage on this machine for its times; needs weights.
+            measure: Run each stage on this machine for its times, which needs weights, and without
+                `assumptions` two processes for the link's.
 
         Returns:
             The report; `str()` of it is the table.

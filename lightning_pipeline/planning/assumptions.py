@@ -17,6 +17,7 @@ class Assumptions:
         memory: Bytes of a device. `None`: everything fits.
         optimizer_copies: Numbers that the optimizer keeps per trained parameter, in the parameter's type: 2
             for Adam, 1 for SGD with momentum, 0 without.
+        link_measured: Whether `link_bytes` and `latency` were measured on this machine.
 
     Raises:
         ConfigurationError: A number is not above 0, or below 0 for `latency` and `optimizer_copies`.
@@ -27,6 +28,7 @@ class Assumptions:
     latency: float = 20e-6
     memory: float | None = None
     optimizer_copies: float = 2.0
+    link_measured: bool = False
 
     def __post_init__(self) -> None:
         problems = [
@@ -45,11 +47,6 @@ class Assumptions:
         ]
         if problems:
             raise ConfigurationError("; ".join(problems))
-
-    @classmethod
-    def between_processes(cls) -> "Assumptions":
-        """Links as of gloo between processes of one machine, for stages that are measured on CPU."""
-        return cls(link_bytes=2e9, latency=600e-6)  # docs/benchmarks.md, what a message and an action cost
 
     def hop(self, num_bytes: float) -> float:
         """Seconds of a message of this size."""

@@ -148,10 +148,11 @@ def _basis(assumptions: Assumptions, measured_on: str) -> str:
         else f"Times are estimated: a device achieves {assumptions.flops / 1e12:g} TFLOP/s, moving a byte "
         "takes as long as 16 operations, a backward as two forwards, and 10 % more in halves."
     )
+    measured = ", as measured between two processes here" if assumptions.link_measured else ""
     memory = "not limited" if assumptions.memory is None else size_text(assumptions.memory)
     return (
         f"{times} A message takes {seconds_text(assumptions.latency)} and its bytes at "
-        f"{assumptions.link_bytes / 1e9:g} GB/s. Memory of a device is {memory}; the optimizer keeps "
-        f"{assumptions.optimizer_copies:g} numbers per trained parameter. A step is the schedule alone: "
-        "data, optimizer and hooks come on top."
+        f"{assumptions.link_bytes / 1e9:.3g} GB/s{measured}. Memory of a device is {memory}; the optimizer "
+        f"keeps {assumptions.optimizer_copies:g} numbers per trained parameter. A step is the schedule "
+        "alone: data, optimizer and hooks come on top."
     )

@@ -38,7 +38,7 @@ class MeasuredWorkload(Workload):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
-        """Medians of this machine; the link is assumed."""
+        """Medians of this machine; the link is as in the assumptions."""
         if num_stages not in self._measured:
             self._measured[num_stages] = measure_stages(
                 self.root, self.partition(num_stages), self.args, self.forward_context

@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
-from lightning_pipeline.planning import measure
+from lightning_pipeline.planning import Assumptions, measure
 from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
 
+LINK = Assumptions(latency=1e-3)  # what a message takes when all test files run at once
 NAPS = (0.02, 0.01, 0.03, 0.02)  # of a forward; an input half naps as long, and so does a backward
 
 
@@ -64,7 +65,11 @@ def predicted_and_measured(schedule: str) -> tuple[dict[str, Any], dict[str, flo
     options = {"stages": 2, "num_microbatches": 4, "schedule": schedule, "partition": "uniform"}
     loader = cases.loader(samples=40, batch_size=8)
     with mock.patch.multiple(measure, WARM_UP=1, ROUNDS=3):
-        guess = PipelineStrategy(**options).plan(Sleepers(), next(iter(loader)), measure=True).chosen
+        guess = (
+            PipelineStrategy(**options)
+            .plan(Sleepers(), next(iter(loader)), measure=True, assumptions=LINK)
+            .chosen
+        )
     readings = Readings()
     monitors = [BubbleMonitor(every_n_steps=1), StageMemoryMonitor(every_n_steps=1), readings]
     trainer = cases.trainer(options, max_epochs=1, callbacks=monitors)
