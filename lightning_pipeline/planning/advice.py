@@ -193,20 +193,15 @@ def _move(situation: Situation, now: Simulation, boundary: int, bounds: tuple[in
 
 
 def _with_moved(situation: Situation, atom: int, source: int, to: int) -> Situation:
-    """The situation with an atom's share of each measured number taken from one stage to another."""
+    """The situation with an atom's share of each measured time taken from one stage to another."""
     partition = situation.partition
     costs = unit_costs(partition.trace)
-    held = [0.0] * len(costs)
-    for call in partition.trace.calls:
-        held[call.unit] += call.activation_bytes
     time = _share(costs, partition.atoms[atom].units, partition.units_of(source))
-    memory = _share(held, partition.atoms[atom].units, partition.units_of(source))
     return replace(
         situation,
         forward=_moved(situation.forward, time, source, to),
         backward_input=_moved(situation.backward_input, time, source, to),
         backward_weight=_moved(situation.backward_weight, time, source, to),
-        activation_bytes=_moved(situation.activation_bytes, memory, source, to),
     )
 
 

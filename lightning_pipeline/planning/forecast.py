@@ -128,14 +128,15 @@ def forecast(
     predictions = predict(workload, num_ranks, num_microbatches, assumptions, own=own)
     chosen = next((one for one in predictions if one.schedule is own), predictions[0])
     alone = workload.times(num_ranks, assumptions).alone
+    num_stages = chosen.plan.num_stages
     return Forecast(
         name=workload.name,
         num_parameters=sum(parameter.numel() for parameter in workload.root.parameters()),
         batch_size=batch_size,
         predictions=tuple(predictions),
         chosen=chosen,
-        stages=workload.stages(chosen.plan.num_stages),
-        partition=workload.partition(chosen.plan.num_stages).table(),
+        stages=workload.stages(num_stages),
+        partition=workload.table(num_stages, assumptions),
         verdict=verdict(predictions, workload.stages(1)[0], alone, assumptions),
         basis=_basis(assumptions, workload.measured_on),
     )

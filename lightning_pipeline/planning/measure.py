@@ -4,18 +4,20 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.times import StageTimes, hop_of
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.split import Partition, SplitModel
+from lightning_pipeline.split import Partition, SplitModel, StageTable
 from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.state import ModuleState, random_state_kept
 
@@ -32,11 +34,23 @@ class MeasuredWorkload(Workload):
     """A workload whose stages are timed. Parameters need values; gradients and buffers are put back."""
 
     @property
+    @override
     def measured_on(self) -> str:
         """The device of the times."""
         device = next(self.root.parameters()).device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
+    @override
+    def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
+        """Shares of the measured times."""
+        table, times = super().table(num_stages, assumptions), self.times(num_stages, assumptions)
+        rows = [
+            replace(row, cost_share=(forward + backward) / times.alone)
+            for row, forward, backward in zip(table.rows, times.forward, times.backward, strict=True)
+        ]
+        return replace(table, rows=tuple(rows))
+
+    @override
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """Medians of this machine; the link is as in the assumptions."""
         if num_stages not in self._measured:

@@ -9,7 +9,7 @@ from torch import enable_grad, nn
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.profile import StageProfile, profile
 from lightning_pipeline.planning.times import StageTimes, estimated
-from lightning_pipeline.split import Partition, Trace, find_units, partition, trace_step
+from lightning_pipeline.split import Partition, StageTable, Trace, find_units, partition, trace_step
 
 
 class Workload:
@@ -71,6 +71,10 @@ class Workload:
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """How long each stage takes."""
         return estimated(self.stages(num_stages), assumptions)
+
+    def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
+        """That cut, with each stage's share of the cost."""
+        return self.partition(num_stages).table()
 
     @property
     def measured_on(self) -> str:

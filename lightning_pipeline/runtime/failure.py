@@ -115,7 +115,7 @@ class Failure:
         if self.cause == own and not isinstance(error, LinkError):
             if own.advice:
                 error.add_note(own.advice)
-            error.add_note(f"This was rank {own.rank} in {own.where}; all other ranks were told.")
+            error.add_note(f"This was {_named(own)} in {own.where}; all other ranks were told.")
             return
         self._raise(self.cause, where, error)
 
@@ -211,7 +211,10 @@ class Failure:
         kind = StageTimeoutError if cause.timed_out else StageFailedError
         what = "is stuck" if cause.timed_out else "failed"
         raise kind(
-            f"rank {self._groups.rank} stopped in {where} because rank {cause.rank} (global rank "
-            f"{cause.global_rank}) {what} in {cause.where}: {cause.summary}\n{cause.detail}"
-            f"{cause.advice}"
+            f"pipeline rank {self._groups.rank} stopped in {where} because {_named(cause)} {what} in "
+            f"{cause.where}: {cause.summary}\n{cause.detail}{cause.advice}"
         ) from error
+
+
+def _named(cause: Cause) -> str:
+    return f"pipeline rank {cause.rank} (global rank {cause.global_rank})"

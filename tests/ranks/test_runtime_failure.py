@@ -73,13 +73,14 @@ def test_all_ranks_report_the_exception_of_one(ranks: Ranks, culprit: int, kind:
     for outcome in outcomes:
         rank = 2 - outcome.rank
         assert outcome.seconds < 4
+        named, action = f"pipeline rank {culprit} (global rank {2 - culprit})", f"{culprit}{kind}2"
         if rank == culprit:
             assert isinstance(outcome.error, ValueError)
-            assert f"rank {culprit} in {culprit}{kind}2 (stage {culprit}, micro-batch 2)" in outcome.report
+            assert f"{named} in {action} (stage {culprit}, micro-batch 2)" in outcome.report
         else:
             assert isinstance(outcome.error, StageFailedError)
             text = str(outcome.error)
-            assert f"because rank {culprit} (global rank {2 - culprit}) failed in {culprit}{kind}2" in text
+            assert f"because {named} failed in {action}" in text
             assert "ValueError: the layer had enough" in text
             assert "in maybe_fail" in text
 
@@ -96,7 +97,7 @@ def test_a_failed_rank_that_lives_on_frees_its_peers_at_once(ranks: Ranks) -> No
     outcomes = ranks(3).outcomes(fail_and_stay, timeout=20)
     assert isinstance(outcomes[1].error, ValueError)
     for outcome in (outcomes[0], outcomes[2]):
-        assert "because rank 1 (global rank 1) failed in 1F2" in str(outcome.error)
+        assert "because pipeline rank 1 (global rank 1) failed in 1F2" in str(outcome.error)
         assert outcome.seconds < 4
 
 
@@ -109,7 +110,7 @@ def test_a_lost_process_is_named(ranks: Ranks, culprit: int, fault: str) -> None
             assert outcome.exit_code == (-signal.SIGKILL if fault == "kill" else 0)
         else:
             assert isinstance(outcome.error, StageFailedError), outcome.report
-            assert f"because rank {culprit} (global rank {2 - culprit}) failed" in str(outcome.error)
+            assert f"because pipeline rank {culprit} (global rank {2 - culprit}) failed" in str(outcome.error)
             assert "Last actions of rank" in str(outcome.error)
             assert outcome.seconds < 4
 
@@ -119,7 +120,7 @@ def test_losing_the_host_of_the_store_still_names_the_lost_rank(ranks: Ranks) ->
     assert outcomes[0].exit_code == -signal.SIGKILL
     for outcome in outcomes[1:]:
         assert isinstance(outcome.error, StageFailedError), outcome.report
-        assert "because rank 2 (global rank 0) failed" in str(outcome.error)
+        assert "because pipeline rank 2 (global rank 0) failed" in str(outcome.error)
     assert all(outcome.seconds < 6 for outcome in outcomes)
 
 
@@ -128,7 +129,7 @@ def test_a_stage_that_takes_too_long_is_named_by_all_that_wait(ranks: Ranks) -> 
     for outcome in (outcomes[0], outcomes[2]):
         assert isinstance(outcome.error, StageTimeoutError), outcome.report
         text = str(outcome.error)
-        assert "because rank 1 (global rank 1) is stuck" in text
+        assert "because pipeline rank 1 (global rank 1) is stuck" in text
         assert "waited 2 s in" in text
         assert "0F2: waiting since" in text or "0B" in text or "2F2: waiting since" in text
         assert outcome.seconds < 5
@@ -233,7 +234,7 @@ def test_a_failure_in_one_replica_ends_the_other(ranks: Ranks) -> None:
     assert isinstance(outcomes[3].error, ValueError)
     for outcome in outcomes[:3]:
         assert isinstance(outcome.error, StageFailedError), outcome.report
-        assert "because rank 0 (global rank 3) failed in 0F2" in str(outcome.error)
+        assert "because pipeline rank 0 (global rank 3) failed in 0F2" in str(outcome.error)
         assert outcome.seconds < 4
     assert all("stopped in averaging gradients" in str(outcomes[rank].error) for rank in (0, 2))
 
@@ -243,7 +244,7 @@ def test_a_process_lost_in_one_replica_is_named_in_the_other(ranks: Ranks) -> No
     assert outcomes[3].exit_code == -signal.SIGKILL
     for outcome in outcomes[:3]:
         assert isinstance(outcome.error, StageFailedError), outcome.report
-        assert "because rank 0 (global rank 3) failed" in str(outcome.error)
+        assert "because pipeline rank 0 (global rank 3) failed" in str(outcome.error)
         assert outcome.seconds < 4
 
 

@@ -69,6 +69,15 @@ def test_the_simulator_gets_the_measured_times(work: MeasuredWorkload) -> None:
     assert step["1F1B"] == pytest.approx(first + 4 * last, rel=1e-6)
 
 
+def test_the_table_shows_the_measured_shares(work: MeasuredWorkload) -> None:
+    times = work.times(2, Assumptions())
+    shares = [row.cost_share for row in work.table(2, Assumptions()).rows]
+    assert [row.cost_share for row in work.partition(2).table().rows] == [0.5, 0.5]  # equal layers
+    assert shares[0] == pytest.approx((times.forward[0] + times.backward[0]) / times.alone)
+    assert sum(shares) == pytest.approx(1.0)
+    assert shares[0] < 0.45
+
+
 def test_nothing_of_the_module_is_changed(work: MeasuredWorkload, module: Sleepers) -> None:
     buffers, state = work.before  # type: ignore[attr-defined]
     assert torch.equal(torch.get_rng_state(), state)
