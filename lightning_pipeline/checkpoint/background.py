@@ -42,7 +42,7 @@ class Background:
         try:
             work()
         except BaseException as error:  # raised by `check` in the main thread
-            self._error = error
+            self._failed(error)
         while True:
             with self._lock:
                 if not self._after or self._error is not None:
@@ -53,11 +53,21 @@ class Background:
             try:
                 action()
             except BaseException as error:
-                self._error = error
+                self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run an action once the work in flight went well; at once when there is none."""
+        """Run an action once the work in flight went well; at once when there is none.
+
+        When the work failed it is dropped, also before anybody was told: the checkpoint that it would remove
+        may be the last good one.
+        """
         with self._lock:
+            if self._error is not None:
+                return
             if self._busy:
                 self._after.append(action)
                 return
@@ -69,9 +79,11 @@ class Background:
         Raises:
             BaseException: What the work raised.
         """
-        if self._error is not None and not self._busy:
+        with self._lock:
+            if self._error is None or self._busy:
+                return
             error, self._error = self._error, None
-            raise error
+        raise error
 
     def wait(self) -> None:
         """Wait for what is in flight.

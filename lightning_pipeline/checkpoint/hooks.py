@@ -90,6 +90,20 @@ class CheckpointHooks(Answers, ParallelStrategy):
             options, (_, numbering) = options_of(self._settings), self._layout()
             save_whole(path, checkpoint, options, numbering, self.optimizers, self._written, self._stood)
 
+    def finish_saving(self) -> None:
+        """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
+
+        Raises:
+            CheckpointWriteError: It was not written; the other ranks are told that this one fails.
+        """
+        pipeline = self._pipeline
+        try:
+            if pipeline is not None:
+                pipeline.checkpoints.finish()
+        except BaseException as error:
+            self.on_exception(error)
+            raise
+
     def note_position(self) -> None:
         """Before a run ends: where it stands, for a save that comes later."""
         if self._pipeline is not None and not self._alone:

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.commit import clean, publish
 from lightning_pipeline.checkpoint.hashing import HashingStream
-from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, beside
+from lightning_pipeline.checkpoint.layout import MANIFEST, META, METADATA, MODEL, beside
 from lightning_pipeline.checkpoint.manifest import Manifest, write_manifest
 from lightning_pipeline.checkpoint.optimizers import on_host
 from lightning_pipeline.checkpoint.ranks import Ranks
@@ -98,11 +98,24 @@ def write(part: Part, path: Path, ranks: Ranks, integrity: str) -> None:
 
 
 def _new_folder(path: Path) -> Path:
+    _refuse_other_folders(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
     folder = beside(path, "partial")
     folder.mkdir()
     return folder
+
+
+def _refuse_other_folders(path: Path) -> None:
+    """What had the name before is removed with all that is in it: that must have been a checkpoint."""
+    if not path.is_dir():
+        return
+    found = sorted(os.listdir(path))
+    if found and MANIFEST not in found and METADATA not in found:
+        raise CheckpointWriteError(
+            f"{path} is a folder with {', '.join(found[:3])}{', ...' if len(found) > 3 else ''} in it and no "
+            f"checkpoint, and a save would replace it: save to a new name in it, such as {path / 'last.ckpt'}"
+        )
 
 
 def _write(part: Part, folder: Path, path: Path, ranks: Ranks, integrity: str) -> None:

@@ -10,7 +10,7 @@ from lightning_pipeline.checkpoint import commit
 from lightning_pipeline.checkpoint.consolidate import verify
 from lightning_pipeline.checkpoint.layout import beside, local_path
 from lightning_pipeline.checkpoint.retention import Retention
-from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 from tests.checkpoint_parts import save
 
 
@@ -59,6 +59,31 @@ def test_a_one_file_checkpoint_is_replaced(tmp_path: Path) -> None:
     save(path, 2)
     assert verify(path).step == 2
     assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link to a folder"])
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, linked: bool) -> None:
+    results, path = tmp_path / "results", tmp_path / "link" if linked else tmp_path / "results"
+    results.mkdir()
+    (results / "thesis.txt").write_text("years of work")
+    if linked:
+        path.symlink_to("results")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(
+        CheckpointWriteError, match=r"is a folder with thesis\.txt in it and no checkpoint.*last"
+    ):
+        save(path, 1)
+    assert sorted(os.listdir(tmp_path)) == before and os.listdir(results) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", ["", ".metadata", "manifest.json"])
+def test_an_empty_folder_and_what_is_left_of_a_checkpoint_are_replaced(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.ckpt"
+    path.mkdir()
+    if name:
+        (path / name).write_text("damaged")
+    save(path, 1)
+    assert verify(path).step == 1
 
 
 def test_what_a_link_leads_to_is_kept_until_it_leads_elsewhere(tmp_path: Path) -> None:
