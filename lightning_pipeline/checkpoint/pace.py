@@ -5,6 +5,7 @@ import time
 from types import TracebackType
 
 _LEAST = 0.002  # seconds of work after which a rest is worth its switch of threads
+_LONGEST = 0.5  # seconds of a rest: a disk that hangs is not training
 
 
 class Pace:
@@ -36,5 +37,5 @@ class Pace:
     ) -> None:
         self._worked += time.perf_counter() - self._began
         if self._worked >= _LEAST and error is None:
-            self._hurry.wait(self._worked)
+            self._hurry.wait(min(self._worked, _LONGEST))
             self._worked = 0.0
