@@ -63,6 +63,7 @@ class Report:
                 send=hop_seconds(total.plan, self._last),
                 activation_bytes=held,
                 batch_size=self._meter.batch_size or None,
+                schedule_share=min(1.0, total.makespan / total.step),
             )
         )  # fmt: skip
 

@@ -147,6 +147,13 @@ def test_a_delayed_message_is_waiting_on_the_stage_that_needs_it(ranks: Ranks) -
     assert abs(grew("bubble_fraction_simulated")) < 0.1
 
 
+def told() -> list[str]:
+    """What a BubbleMonitor says on this rank from now on."""
+    texts: list[str] = []
+    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
+    return texts
+
+
 class SlowData(Dataset[Any]):
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -182,19 +189,20 @@ class SlowHook(pl.Callback):
         time.sleep(0.02)
 
 
-def run_busy() -> list[dict[str, float]]:
-    reads = Reads()
+def run_busy() -> tuple[list[dict[str, float]], list[str]]:
+    reads, texts = Reads(), told()
     run = sleepy_trainer(
         2, 2, BubbleMonitor(every_n_steps=1), reads, SlowHook(), accumulate_grad_batches=2, max_epochs=2,
         val_check_interval=2,
     )  # fmt: skip
     run.fit(Busy([(0.002, 0.002)] * 2), DataLoader(SlowData(6), batch_size=8), loader(samples=16))
-    return reads.steps
+    return reads.steps, texts
 
 
 def test_data_optimizer_and_hooks_are_told_apart_and_validation_is_none_of_them(ranks: Ranks) -> None:
-    steps = ranks(2)(run_busy)[0]
+    steps, (table,) = ranks(2)(run_busy)[0]
     assert len(steps) == 12
+    assert "would save" not in table, "a tenth of the schedule is little of such a step"
     for name in ("stage_0", "stage_1"):
         seen = {key: [step[f"{name}/{key}_s"] for step in steps] for key in ("data", "optimizer", "other")}
         assert median(seen["data"]) == pytest.approx(8 * 0.005, rel=0.25)
@@ -224,9 +232,7 @@ def test_replicas_log_the_same_their_mean(ranks: Ranks) -> None:
 
 
 def fit_in_a_special_run(options: dict[str, Any]) -> Any:
-    texts: list[str] = []
-    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
-    monitor = BubbleMonitor()
+    texts, monitor = told(), BubbleMonitor()
     run = trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options)
     run.fit(Regression(), loader(64), loader())
     return sorted(key for key in run.callback_metrics if key.startswith("pipeline/")), texts
@@ -284,8 +290,7 @@ def test_keys_reach_loggers_and_callbacks_that_monitor(ranks: Ranks, tmp_path: P
 
 
 def fit_with_tables() -> list[str]:
-    texts: list[str] = []
-    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
+    texts = told()
     run = trainer({"stages": 2}, callbacks=[BubbleMonitor(every_n_epochs=2)], max_epochs=4)
     run.fit(Regression(), loader())
     return texts
