@@ -16,7 +16,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeline.callbacks import BubbleMonitor, bubble
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor, bubble
 from lightning_pipeline.callbacks.shares import CATEGORIES
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
@@ -248,12 +248,12 @@ def fit_in_a_special_run(options: dict[str, Any]) -> Any:
         {"max_epochs": 1, "log_every_n_steps": 100},
         {"max_epochs": 1, "limit_train_batches": 0, "limit_val_batches": 0},
     ],
-    ids=["barebones", "no logger", "one batch", "three batches", "never logged", "no batch"],
+    ids=["barebones", "no logger", "one batch", "three batches", "a short epoch", "no batch"],
 )
 def test_nothing_breaks_in_a_special_run(ranks: Ranks, options: dict[str, Any]) -> None:
     (keys, texts), other = ranks(2)(fit_in_a_special_run, options)
     assert (keys, []) == other
-    logs = options.get("log_every_n_steps", 1) == 1 and options.get("limit_train_batches") != 0
+    logs = not options.get("barebones") and options.get("limit_train_batches") != 0
     assert ("pipeline/bubble_fraction" in keys) == logs
     assert len(texts) == (options.get("limit_train_batches") != 0)
 
@@ -266,27 +266,32 @@ class Steps(pl.Callback):
         self.monitored.append(float(run.callback_metrics["pipeline/stage_1/forward_s"]))
 
 
-def fit_logged(folder: str) -> Any:
+def fit_logged(folder: str, every: int) -> Any:
     steps, logger = Steps(), CSVLogger(folder, name="log", version="0")
     stop = EarlyStopping("pipeline/bubble_fraction", mode="max", patience=0, min_delta=2.0)
     run = trainer(
-        {"stages": 2, "num_microbatches": 2}, logger=logger, log_every_n_steps=2, max_epochs=9,
-        callbacks=[BubbleMonitor(), steps, stop], accumulate_grad_batches=2,
+        {"stages": 2, "num_microbatches": 2}, logger=logger, log_every_n_steps=every, max_epochs=9,
+        callbacks=[stop, BubbleMonitor(), StageMemoryMonitor(), steps], accumulate_grad_batches=2,
     )  # fmt: skip
     run.fit(Regression(), loader(64))
     return steps.monitored, run.current_epoch, run.global_step
 
 
-def test_keys_reach_loggers_and_callbacks_that_monitor(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2)(fit_logged, str(tmp_path))
+@pytest.mark.parametrize(("every", "rows"), [(2, [1, 3, 5, 7]), (50, [3, 7]), (0, [])])
+def test_keys_reach_loggers_where_lightning_logs_and_callbacks_in_every_epoch(
+    ranks: Ranks, tmp_path: Path, every: int, rows: list[int]
+) -> None:
+    results = ranks(2)(fit_logged, str(tmp_path), every)
     assert results[0] == results[1]
     assert results[0][1:] == (2, 8), "the bubble cannot grow by 2"
     with (tmp_path / "log" / "0" / "metrics.csv").open() as file:
         lines = list(csv.DictReader(file))
-    measured = [int(line["step"]) for line in lines if line["pipeline/bubble_fraction"]]
-    logged = [int(line["step"]) for line in lines if line["train_loss_step"]]
-    assert measured == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert logged == [1, 3, 5, 7]
+
+    def steps_with(key: str) -> list[int]:
+        return [int(line["step"]) for line in lines if line.get(key)]
+
+    assert steps_with("pipeline/bubble_fraction") == steps_with("pipeline/stage_0/buffers_gib") == rows
+    assert steps_with("train_loss_step") == (rows if every == 2 else [])
 
 
 def fit_with_tables() -> list[str]:
