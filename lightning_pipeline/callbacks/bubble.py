@@ -87,6 +87,7 @@ class BubbleMonitor(Callback):
         self._total: Measurement | None = None
         self._early: Measurement | None = None
         self._unpublished: Measurement | None = None
+        self._reported: Measurement | None = None
         self._names: list[str] = []
         self._batches = 0
 
@@ -96,7 +97,7 @@ class BubbleMonitor(Callback):
         run = run_of(trainer, self)
         self._detach()
         self._meter, self._batches = Meter(run, trainer), 0
-        self._total = self._early = self._unpublished = None
+        self._total = self._early = self._unpublished = self._reported = None
         self._names = stage_names(run.gather_from_pipeline(run.stages_here))
 
     @override
@@ -185,10 +186,14 @@ class BubbleMonitor(Callback):
     def _report(self, trainer: Trainer) -> None:
         self._collect(last=True)
         total = self._total or self._early
-        if total is not None:
-            report = Report(run_of(trainer, self), total, self._measuring, self._names)
-            if trainer.is_global_zero:
-                rank_zero_info(str(report))
+        if total is None or total is self._reported:
+            return
+        self._reported = total
+        report = Report(
+            run_of(trainer, self), total, self._measuring, self._names, warm=self._total is not None
+        )
+        if trainer.is_global_zero:
+            rank_zero_info(str(report))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -35,6 +35,11 @@ class PipelineRun(Protocol):
         ...
 
     @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the pipeline."""
+        ...
+
+    @property
     def replica_index(self) -> int:
         """This rank's position among the data-parallel replicas."""
         ...

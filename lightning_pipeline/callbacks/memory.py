@@ -7,9 +7,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import run_of, stage_names
+from lightning_pipeline.callbacks.measures import PipelineRun, run_of, stage_names
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
-from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
+from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory, numbers_in, with_numbers
 from lightning_pipeline.split import Held, size_text, text_table
 
 _GIB = 2.0**30
@@ -19,13 +19,14 @@ _UNCOUNTED = 49  # batches at least between two in which activations are counted
 class StageMemoryMonitor(Callback):
     """Measures what each stage has in memory, and compares activations with the plan.
 
-    Logged under the same keys on every rank. Per stage, as `pipeline/stage_0/...`: `parameters`, a count;
-    `parameters_gib`, `gradients_gib` and `optimizer_state_gib`; `activations_gib` and
-    `activation_microbatches`, what was held at the worst moment of a step between forwards and backwards, and
-    `activations_planned_gib`. Per rank, under `stage_0`, or `stages_0_2` where it holds several:
-    `buffers_gib`, the most that buffers of messages took, and `peak_memory_gib`, the allocator's peak on a
-    GPU and the process' largest resident set on CPU, libraries and data included; with several stages also
-    their `activations_gib` and `activations_planned_gib` together. A table closes `fit`.
+    Logged under the same keys on every rank, of data-parallel replicas the most. Per stage, as
+    `pipeline/stage_0/...`: `parameters`, a count; `parameters_gib`, `gradients_gib` and
+    `optimizer_state_gib`; `activations_gib` and `activation_microbatches`, what was held at the worst moment
+    of a step between forwards and backwards, and `activations_planned_gib`. Per rank, under `stage_0`, or
+    `stages_0_2` where it holds several: `buffers_gib`, the most that buffers of messages took, and
+    `peak_memory_gib`, the allocator's peak on a GPU and the process' largest resident set on CPU, libraries
+    and data included; with several stages also their `activations_gib` and `activations_planned_gib`
+    together. A table closes `fit`.
 
     Activations are counted through the tensors that autograd saves. That takes about a tenth of a step on
     CPU, so it is done in the first step and in some of those that are logged; other steps are left alone and
@@ -79,7 +80,7 @@ class StageMemoryMonitor(Callback):
 
     def _publish(self, trainer: Trainer, memory: RankMemory) -> None:
         run = run_of(trainer, self)
-        logged = _logged(run.gather_from_pipeline(memory), self._names)
+        logged = _logged(most_of_replicas(run, memory), self._names)
         self._publisher.publish(run, trainer, {f"pipeline/{key}": float(value) for key, value in logged})
 
     @override
@@ -106,7 +107,22 @@ class StageMemoryMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        rank_zero_info(summary(run.gather_from_pipeline(run.memory.worst()), self._names))
+        rank_zero_info(summary(most_of_replicas(run, run.memory.worst()), self._names))
+
+
+def most_of_replicas(run: PipelineRun, mine: RankMemory) -> list[RankMemory]:
+    """By pipeline rank, of each number the largest in any replica, the same everywhere; all ranks call.
+
+    Args:
+        run: The strategy.
+        mine: Of this rank.
+    """
+    ranks = run.gather_from_pipeline(mine)
+    if run.num_replicas > 1:
+        everywhere = run.gather_numbers(list(numbers_in(ranks)))  # the same on all ranks of a replica
+        most = map(max, zip(*(replica[0] for replica in everywhere), strict=True))
+        ranks = with_numbers(ranks, most)
+    return ranks
 
 
 def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:

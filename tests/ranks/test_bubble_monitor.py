@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor, bubble
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor, bubble, memory, rankmemory, report
 from lightning_pipeline.callbacks.shares import CATEGORIES
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
@@ -24,6 +25,7 @@ from tests.ranks.sleeping import Did, Reads, SleepyNet, run_asleep, sleepy_train
 
 Ranks = Callable[[int], Pool]
 ZERO_BUBBLE = "ZBH1"
+GIB = 2**30
 
 
 def happened(per_rank: list[list[Did]]) -> tuple[float, list[float], list[float]]:
@@ -148,9 +150,9 @@ def test_a_delayed_message_is_waiting_on_the_stage_that_needs_it(ranks: Ranks) -
 
 
 def told() -> list[str]:
-    """What a BubbleMonitor says on this rank from now on."""
+    """What the monitors say on this rank from now on."""
     texts: list[str] = []
-    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
+    bubble.rank_zero_info = memory.rank_zero_info = rank_zero_only(texts.append)  # type: ignore[assignment]
     return texts
 
 
@@ -214,21 +216,37 @@ def test_data_optimizer_and_hooks_are_told_apart_and_validation_is_none_of_them(
     assert max(step["step_time_s"] for step in steps[1:]) < 0.3, "a validation takes 0.3 s at least"
 
 
-def run_replicas() -> list[dict[str, float]]:
-    reads, module = Reads(), SleepyNet([(0.01, 0.01)] * 2)
+def run_replicas() -> tuple[list[dict[str, float]], list[str]]:
+    """Replicas that differ in time and memory."""
+    reads, module, texts = Reads(), SleepyNet([(0.01, 0.01)] * 2), told()
     run = sleepy_trainer(
-        2, 2, BubbleMonitor(every_n_steps=1), reads, pipeline={"data_parallel_size": 2}
+        2, 2, BubbleMonitor(every_n_steps=1), StageMemoryMonitor(), reads, pipeline={"data_parallel_size": 2}
     )  # fmt: skip
     for block in module.net:
         block.forward_seconds = 0.01 if run.strategy.replica_index == 0 else 0.03
-    run.fit(module, loader(samples=8 * 10))
-    return reads.steps
+
+    def peak_bytes(device: torch.device) -> int:
+        return GIB * (10 * run.strategy.replica_index + 1 + run.strategy.stage_index())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rankmemory, "peak_bytes", peak_bytes)
+        patch.setattr(report, "peak_bytes", peak_bytes)
+        run.fit(module, loader(samples=8 * 10))
+    return reads.steps, texts
 
 
-def test_replicas_log_the_same_their_mean(ranks: Ranks) -> None:
+def test_replicas_log_the_same_their_mean_in_time_and_most_in_memory(ranks: Ranks) -> None:
     results = ranks(4)(run_replicas)
-    assert all(steps == results[0] for steps in results)
-    assert 0.08 <= median(step["stage_0/forward_s"] for step in results[0][1:]) < 0.11, "4 times 10 and 30 ms"
+    steps, texts = results[0]
+    assert all(other == (steps, []) for other in results[1:]), "rank 0 alone speaks"
+    assert 0.08 <= median(step["stage_0/forward_s"] for step in steps[1:]) < 0.11, "4 times 10 and 30 ms"
+    assert [steps[-1][f"stage_{stage}/peak_memory_gib"] for stage in (0, 1)] == [11.0, 12.0]
+    memory_table, times = sorted(texts)
+    assert [line.split()[-4:-2] for line in times.splitlines()[4:6]] == [["11.0", "GiB"], ["12.0", "GiB"]]
+    assert [line.split()[-2:] for line in memory_table.splitlines()[3:5]] == [
+        ["11.0", "GiB"],
+        ["12.0", "GiB"],
+    ]
 
 
 def fit_in_a_special_run(options: dict[str, Any]) -> Any:
@@ -256,6 +274,12 @@ def test_nothing_breaks_in_a_special_run(ranks: Ranks, options: dict[str, Any]) 
     logs = not options.get("barebones") and options.get("limit_train_batches") != 0
     assert ("pipeline/bubble_fraction" in keys) == logs
     assert len(texts) == (options.get("limit_train_batches") != 0)
+    if options.get("fast_dev_run") is True:
+        assert texts[0].startswith("Pipeline: 1 step of ")
+        assert texts[0].endswith("\nThese are a fit's first steps, which are slow: they tell little")
+        assert "would save" not in texts[0]
+    else:
+        assert all("first steps" not in text for text in texts)
 
 
 class Steps(pl.Callback):
@@ -303,7 +327,7 @@ def fit_with_tables() -> list[str]:
 
 def test_tables_come_when_asked_for_and_say_what_to_know(ranks: Ranks) -> None:
     texts = ranks(2)(fit_with_tables)[0]
-    assert len(texts) == 3
+    assert [text.split(" of ")[0] for text in texts] == ["Pipeline: 4 steps", "Pipeline: 10 steps"]
     lines = texts[-1].splitlines()
     assert lines[0].startswith("Pipeline: 10 steps of ")
     assert " samples/s; of a step schedule " in lines[0]
