@@ -144,18 +144,27 @@ def _prepared(module: LightningModule, batch: Any) -> Any:
 
 
 def _configured(module: LightningModule, *, copied: bool) -> LightningModule:
-    """The module as a run would have it: with `configure_model` called, on a copy, without weights."""
+    """The module as a run would have it: hooks that make its layers are called on a copy, without weights.
+
+    `setup` may want data and a Trainer; it is called only where the layers are not there without.
+    """
     if is_overridden("configure_model", module):
         module = copy.deepcopy(module)
-        try:
-            with torch.device("meta"):
-                module.configure_model()
-        except Exception as error:
-            raise ConfigurationError(
-                f"configure_model of {type(module).__name__} fails without a Trainer: "
-                f"{type(error).__name__}: {error}"
-            ) from error
+        _call_on_meta(module, "configure_model")
     elif copied:
         module = copy.deepcopy(module)
+    if is_overridden("setup", module) and not list(module.parameters()):
+        module = copy.deepcopy(module)
+        _call_on_meta(module, "setup", "fit")
     claim_cpu(module)
     return module
+
+
+def _call_on_meta(module: LightningModule, hook: str, *arguments: str) -> None:
+    try:
+        with torch.device("meta"):
+            getattr(module, hook)(*arguments)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{hook} of {type(module).__name__} fails without a Trainer: {type(error).__name__}: {error}"
+        ) from error

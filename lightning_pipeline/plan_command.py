@@ -4,22 +4,21 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_pipeline._lightning import is_overridden
-from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecasting import PRECISIONS, Prospect
 from lightning_pipeline.plan_config import defaults_from
+from lightning_pipeline.plan_inputs import first_batch, made_data, made_module
+from lightning_pipeline.plan_options import check_options
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.batchspec import made_up_batch
-from lightning_pipeline.planning.sweep import Sweep, sweep
+from lightning_pipeline.planning.sweep import sweep
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import Schedule, get_schedule
 from lightning_pipeline.settings import Settings, read_settings
@@ -56,8 +55,19 @@ def plan(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     parser.set_defaults(_from_config(arguments))
     given = parser.parse_args(arguments)
+    check_options(given)
     prospect = _prospect(parser, given)
-    print(_sweep(given, prospect) if given.sweep else _forecast(given, prospect))
+    try:
+        print(_sweep(given, prospect) if given.sweep else _forecast(given, prospect))
+    except PartitionError:
+        raise
+    except SplitError as error:
+        if given.batch is None:
+            raise
+        raise SplitError(
+            f"{error}\nOr a shape or type in --batch {given.batch} is not what training_step takes: ids are "
+            "whole numbers, such as 16,65:int64, and without a type numbers are float32"
+        ) from error
 
 
 def _from_config(arguments: list[str]) -> dict[str, Any]:
@@ -142,10 +152,14 @@ def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
         raise ConfigurationError(
             "no model: name its class with --model my_package.MyModule, or --config FILE"
         )
-    with nullcontext() if given.measure else torch.device("meta"):
-        module = _made(parser, given, "model")
+    name = _class_name(given.model)
+    module = made_module(lambda: _made(parser, given, "model"), name, weights=given.measure)
     batch = _batch(parser, given, module)
     return Prospect(module, batch, precision=given.precision, measure=given.measure)
+
+
+def _class_name(named: Any) -> str:
+    return str(named["class_path"]).rpartition(".")[2]
 
 
 def _made(parser: ArgumentParser, given: Namespace, name: str) -> Any:
@@ -157,27 +171,20 @@ def _made(parser: ArgumentParser, given: Namespace, name: str) -> Any:
 def _batch(parser: ArgumentParser, given: Namespace, module: LightningModule) -> Any:
     if given.batch is not None:
         return made_up_batch(given.batch)
-    source: Any = module
-    if given.data is not None:
-        source = _made(parser, given, "data")
-        source.prepare_data()
-        source.setup("fit")
-    elif not is_overridden("train_dataloader", module):
-        raise ConfigurationError(
-            "no batch: name a LightningDataModule with --data, or shapes with --batch, such as "
-            "--batch 8,2048:int64"
-        )
-    for batch in source.train_dataloader():
-        return batch
-    raise ConfigurationError(f"the train_dataloader of {type(source).__name__} is empty")
+    if given.data is None:
+        return first_batch(module)
+    return first_batch(made_data(lambda: _made(parser, given, "data"), _class_name(given.data)))
 
 
 def _settings(given: Namespace) -> Settings:
-    if given.stages is None:
+    stages = given.stages
+    if stages is None and given.sweep_stages:
+        stages = max(given.sweep_stages)
+    if stages is None:
         raise ConfigurationError("how many stages? --stages 8, or stages of PipelineStrategy in the --config")
     return read_settings(
-        given.stages, given.num_microbatches, _schedule(given) or "1F1B", given.stages_per_rank,
-        given.partition, given.units, 1, "replicate", None, 300, 300,
+        stages, given.num_microbatches, _schedule(given) or "1F1B", given.stages_per_rank,
+        given.partition, given.units, 1, "replicate", None, 300, 300, title="these options cannot work",
     )  # fmt: skip
 
 
@@ -212,9 +219,9 @@ def _forecast(given: Namespace, prospect: Prospect) -> str:
     return str(found)
 
 
-def _sweep(given: Namespace, prospect: Prospect) -> Sweep:
+def _sweep(given: Namespace, prospect: Prospect) -> str:
     settings = _settings(given)
-    stages = int(given.stages)
+    stages = int(settings.stages)
     samples = prospect.parts(1).batch_size
 
     def workload_of(number: int) -> tuple[Workload, int, int | None]:
@@ -228,9 +235,10 @@ def _sweep(given: Namespace, prospect: Prospect) -> Sweep:
         _assumptions(given, prospect),
         schedules=given.sweep_schedules,
     )
-    if given.csv is not None:
-        found.to_csv(given.csv)
-    return found
+    if given.csv is None:
+        return str(found)
+    found.to_csv(given.csv)
+    return found.text(given.csv)
 
 
 def _numbers(samples: int | None, stages: int, settings: Settings) -> list[int]:

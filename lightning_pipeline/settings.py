@@ -67,8 +67,10 @@ def read_settings(
     trust_checkpoint: object = False,
     async_save: object = False,
     checkpoint_timeout: object = 1800,
+    *,
+    title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
-    """Check every argument.
+    """Check every argument; `title` begins the message.
 
     Raises:
         ConfigurationError: Naming everything that cannot work.
@@ -92,7 +94,7 @@ def read_settings(
         async_save=_flag("async_save", async_save, problems),
         checkpoint_timeout=_duration("checkpoint_timeout", checkpoint_timeout, problems),
     )
-    problems.refuse("PipelineStrategy cannot be set up")
+    problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
 
 

@@ -40,6 +40,12 @@ def named_schedules(stages_per_rank: int) -> Iterator[tuple[str, Schedule]]:
             yield name, schedule
 
 
+def tried_schedules() -> list[str]:
+    """Names of all that are tried, `Auto` included."""
+    classes = (ForwardOnly, FromTable, FromTorch)
+    return [name for name in available_schedules() if name not in {one.__name__ for one in classes}]
+
+
 def _made(name: str, stages_per_rank: int) -> Schedule | None:
     with_option: dict[str, object] = {"stages_per_rank": stages_per_rank}
     for options in (with_option, {}) if stages_per_rank > 1 else ({},):

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.predict import Prediction, predict
 from lightning_pipeline.planning.profile import StageProfile
-from lightning_pipeline.planning.verdict import seconds_text, verdict
+from lightning_pipeline.planning.texts import basis_text, operations_text, seconds_text
+from lightning_pipeline.planning.verdict import verdict
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import Schedule, draw, draw_svg
 from lightning_pipeline.split import StageTable
@@ -64,12 +65,12 @@ class Forecast:
         rows = [
             [
                 str(stage.stage), str(plan.rank_of(stage.stage)), units_text(stage.units),
-                f"{stage.num_parameters:,}", f"{stage.flops / 1e9:,.3g}", f"{cut.cost_share:.1%}",
+                f"{stage.num_parameters:,}", operations_text(stage.flops), f"{cut.cost_share:.1%}",
                 size_text(stage.message_bytes) if stage.stage else "-", size_text(stage.activation_bytes),
             ]
             for stage, cut in zip(self.stages, self.partition.rows, strict=True)
         ]  # fmt: skip
-        head = ["stage", "rank", "units", "parameters", "GFLOP", "cost", "message in", "activations"]
+        head = ["stage", "rank", "units", "parameters", "operations", "cost", "message in", "activations"]
         title = f"Stages, {self.partition.how}; operations of a forward and activations of one micro-batch\n"
         return title + text_table(head, rows, left=["units"])
 
@@ -82,7 +83,8 @@ class Forecast:
             for rank, held in enumerate(self.chosen.memory)
         ]  # fmt: skip
         head = ["rank", "parameters", "gradients", "optimizer", "activations", "buffers", "all"]
-        return f"Memory with {self.chosen.name}\n" + text_table(head, rows)
+        fits = "" if self.chosen.fits else ", which does not fit"
+        return f"Memory with {self.chosen.name}{fits}\n" + text_table(head, rows)
 
     def _schedule_table(self) -> str:
         rows = [
@@ -137,23 +139,6 @@ def forecast(
         chosen=chosen,
         stages=workload.stages(num_stages),
         partition=workload.table(num_stages, assumptions),
-        verdict=verdict(predictions, workload.stages(1)[0], alone, assumptions),
-        basis=_basis(assumptions, workload.measured_on),
-    )
-
-
-def _basis(assumptions: Assumptions, measured_on: str) -> str:
-    times = (
-        f"Times of the stages were measured on {measured_on}."
-        if measured_on
-        else f"Times are estimated: a device achieves {assumptions.flops / 1e12:g} TFLOP/s, moving a byte "
-        "takes as long as 16 operations, a backward as two forwards, and 10 % more in halves."
-    )
-    measured = ", as measured between two processes here" if assumptions.link_measured else ""
-    memory = "not limited" if assumptions.memory is None else size_text(assumptions.memory)
-    return (
-        f"{times} A message takes {seconds_text(assumptions.latency)} and its bytes at "
-        f"{assumptions.link_bytes / 1e9:.3g} GB/s{measured}. Memory of a device is {memory}; the optimizer "
-        f"keeps {assumptions.optimizer_copies:g} numbers per trained parameter. A step is the schedule "
-        "alone: data, optimizer and hooks come on top."
+        verdict=verdict(predictions, chosen, workload.stages(1)[0], alone, assumptions),
+        basis=basis_text(assumptions, workload.measured_on),
     )

@@ -8,7 +8,7 @@ from dataclasses import astuple, dataclass, fields
 from lightning_pipeline.errors import ConfigurationError, PartitionError
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.predict import predict
-from lightning_pipeline.planning.verdict import seconds_text
+from lightning_pipeline.planning.texts import basis_text, number_text, seconds_text
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.split.table import size_text, text_table
 
@@ -44,9 +44,15 @@ class SweepRow:
 
 @dataclass(frozen=True)
 class Sweep:
-    """All combinations: what fits before what does not, then by the step. `str()` is the table."""
+    """All combinations: what fits before what does not, then by the step. `str()` is the table.
+
+    Attributes:
+        rows: The combinations.
+        basis: What the times are taken from.
+    """
 
     rows: tuple[SweepRow, ...]
+    basis: str
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row, with a head."""
@@ -56,20 +62,34 @@ class Sweep:
             writer.writerows(astuple(row) for row in self.rows)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, written: str = "") -> str:
+        """The table, its first rows alone, and what it is based on.
+
+        Args:
+            written: The file that has all rows, if there is one.
+        """
         head = [
             "ranks", "micro-batches", "schedule", "stages per rank", "step", "bubble", "samples/s",
             "fullest rank", "fits",
         ]  # fmt: skip
         table = text_table(head, [_cells(row) for row in self.rows[:_SHOWN]], left=["schedule"])
         left = len(self.rows) - _SHOWN
-        return table + (f"\n... and {left} more: write them all with --csv FILE" if left > 0 else "")
+        if left > 0:
+            table += (
+                f"\n... and {left} more, in {written}"
+                if written
+                else (f"\n... and {left} more: write them all with --csv FILE")
+            )
+        return f"{table}\n\n{self.basis}"
 
 
 def _cells(row: SweepRow) -> list[str]:
     return [
         str(row.ranks), str(row.num_microbatches), row.schedule, str(row.stages_per_rank),
         seconds_text(row.step_s), f"{row.bubble:.1%}",
-        "-" if row.samples_per_s is None else f"{row.samples_per_s:,.4g}",
+        "-" if row.samples_per_s is None else number_text(row.samples_per_s, 4),
         size_text(row.peak_bytes), "yes" if row.fits else "no",
     ]  # fmt: skip
 
@@ -96,7 +116,7 @@ def sweep(
         PartitionError: The model has fewer units than the smallest number of ranks.
         ConfigurationError: No combination is left.
     """
-    rows, refusal = [], None
+    rows, refusal, measured_on = [], None, ""
     for asked in microbatches:
         workload, number, batch_size = workload_of(asked)
         for count in ranks:
@@ -105,6 +125,7 @@ def sweep(
             except PartitionError as error:  # more ranks than units
                 refusal = error
                 continue
+            measured_on = workload.measured_on
             rows += [
                 SweepRow(
                     count, number, one.name, one.stages_per_rank, one.step, one.bubble,
@@ -115,4 +136,5 @@ def sweep(
             ]  # fmt: skip
     if not rows:
         raise refusal or ConfigurationError(f"no schedule of {schedules} serves these sizes")
-    return Sweep(tuple(sorted(dict.fromkeys(rows), key=lambda row: (not row.fits, row.step_s))))
+    ordered = sorted(dict.fromkeys(rows), key=lambda row: (not row.fits, row.step_s))
+    return Sweep(tuple(ordered), basis_text(assumptions, measured_on))

@@ -6,11 +6,13 @@ from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.memory import RankMemory, alone
 from lightning_pipeline.planning.predict import Prediction
 from lightning_pipeline.planning.profile import StageProfile
+from lightning_pipeline.planning.texts import seconds_text
 from lightning_pipeline.split.table import size_text
 
 
 def verdict(
     predictions: Sequence[Prediction],
+    chosen: Prediction,
     whole: StageProfile,
     seconds_alone: float,
     assumptions: Assumptions,
@@ -19,6 +21,7 @@ def verdict(
 
     Args:
         predictions: Best first.
+        chosen: The one that is shown; said to be too large where it is and another is not.
         whole: The model as one stage.
         seconds_alone: Of one micro-batch on one device.
         assumptions: About the machine.
@@ -27,6 +30,20 @@ def verdict(
     need = alone(whole, assumptions)
     if not best.fits:
         return _nothing_fits(best, assumptions)
+    return _too_large(chosen, best, assumptions) + _gain(best, need, seconds_alone, assumptions)
+
+
+def _too_large(chosen: Prediction, best: Prediction, assumptions: Assumptions) -> str:
+    if chosen.fits:
+        return ""
+    assert assumptions.memory is not None, "without a limit everything fits"
+    return (
+        f"{chosen.name} does not fit in {size_text(assumptions.memory)}: it needs {size_text(chosen.peak)}. "
+        f"Of what fits, {best.name} is the fastest. "
+    )
+
+
+def _gain(best: Prediction, need: RankMemory, seconds_alone: float, assumptions: Assumptions) -> str:
     number, ranks = best.plan.num_microbatches, best.plan.num_ranks
     one_device = number * seconds_alone
     if assumptions.memory is not None and need.total > assumptions.memory:
@@ -73,7 +90,7 @@ def _one_device_holds_it(
     if ranks > 1 and best.step >= one_device:
         return (
             f"Pipelining does not pay: {holds[0].lower()}{holds[1:]} and takes {seconds_text(one_device)} a "
-            f"step, {ranks} with {best.name} {seconds_text(best.step)}."
+            f"step; {ranks} devices with {best.name} take {seconds_text(best.step)}."
         )
     if ranks > 1 and replicas is not None and replicas < best.step:
         return (
@@ -86,15 +103,9 @@ def _one_device_holds_it(
 
 def _speed(best: Prediction, one_device: float) -> str:
     ranks = best.plan.num_ranks
+    if ranks == 1:
+        return f"A step takes {seconds_text(best.step)}."
     return (
-        f"{best.name} on {ranks} takes {seconds_text(best.step)} a step, "
-        f"{one_device / best.step if best.step else 1.0:.1f} times as fast as one would be."
+        f"{best.name} on {ranks} devices takes {seconds_text(best.step)} a step, "
+        f"{one_device / best.step if best.step else 1.0:.1f} times as fast as one device would be."
     )
-
-
-def seconds_text(seconds: float) -> str:
-    """A time with its unit, three digits."""
-    for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            return f"{seconds * factor:.3g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
-    return f"{1e6 * seconds:.3g} us"

@@ -2,8 +2,6 @@
 
 import csv
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +16,9 @@ from lightning_pipeline.__main__ import main
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.batchspec import made_up_batch
+from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
-CONFIG = str(EXAMPLES / "gpt.yaml")
-CLASSES = ["--model", "gpt.GPT", "--data", "gpt.StandardLibrary"]
-
-
-@pytest.fixture(autouse=True)
-def in_examples(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.chdir(EXAMPLES)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    yield
-    sys.modules.pop("gpt", None)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    main(["plan", *arguments])
-    return capsys.readouterr().out
-
-
-def refusal(*arguments: str) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        main(["plan", *arguments])
-    return str(stopped.value.code)
+__all__ = ["in_examples"]  # a fixture of every test here
 
 
 def test_a_config_of_lightning_cli_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,17 +95,17 @@ def test_a_sweep_is_a_table_and_a_file(capsys: pytest.CaptureFixture[str], tmp_p
         rows[0]["num_microbatches"],
         rows[0]["schedule"],
     ]
-    assert f"and {len(rows) - 20} more" in text
+    assert f"... and {len(rows) - 20} more, in {path}\n\nTimes are estimated: a device achieves 0.1" in text
 
 
 def test_a_sweep_leaves_out_what_the_model_cannot_be_cut_into(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     text = run(
-        capsys, "--config", CONFIG, *CLASSES, "--model.layers=1", "--sweep", "--sweep_stages", "[2,512]",
+        capsys, *GPT, "--model.layers=1", "--batch=16,65:int64", "--sweep", "--sweep_stages", "[2,512]",
         "--sweep_microbatches", "[4]", "--sweep_schedules", "[gpipe]",
     )  # fmt: skip
-    assert len(text.splitlines()) == 3
+    assert len(text.partition("\n\n")[0].splitlines()) == 3
 
 
 def test_refusals_end_with_a_message() -> None:
@@ -141,8 +119,66 @@ def test_refusals_end_with_a_message() -> None:
         "--model=gpt.GPT", "--batch=16,65:int64", "--stages=2", "--precision=8"
     )
     assert refusal("--model=gpt.GPT", "--batch=16,65:int64", "--stages=2", "--schedule=Best").startswith(
-        "ConfigurationError: PipelineStrategy cannot be set up: there is no schedule 'Best'"
+        "ConfigurationError: these options cannot work: there is no schedule 'Best'"
     )
+    assert refusal(*GPT, "--batch=4,5:int64", "--stages=2", "--schedule=ForwardOnly").startswith(
+        "ConfigurationError: these options cannot work: schedule='ForwardOnly' would train nothing"
+    )
+    told = refusal(*GPT, "--batch=16,65", "--stages=2")
+    assert (
+        "Or a shape or type in --batch 16,65 is not what training_step takes: ids are whole numbers" in told
+    )
+
+
+def test_options_that_cannot_work_are_refused_together_before_any_work(tmp_path: Path) -> None:
+    gone = tmp_path / "gone" / "plan.svg"
+    told = refusal(
+        "--model=gpt.GPT", "--memory=-1", "--tflops=0", "--link=0", "--latency=-1", "--stages=0",
+        "--num_microbatches=0", "--stages_per_rank=0", f"--svg={gone}", f"--csv={tmp_path}",
+        "--sweep_stages=[0]", "--sweep_microbatches=[]", "--sweep_schedules=[gpipe,foo]",
+    )  # fmt: skip
+    assert told.splitlines()[0] == "ConfigurationError: these options cannot work: 16 problems"
+    for line in (
+        "--memory -1 must be above 0 GiB",
+        "--tflops 0 must be above 0 TFLOP/s",
+        "--link 0 must be above 0 GB/s",
+        "--latency -1 must not be below 0 microseconds",
+        "--stages 0 must be at least 1",
+        "--stages_per_rank 0 must be at least 1",
+        "--num_microbatches 0 must be a whole number of at least 1, or auto",
+        "--csv needs --sweep",
+        "--sweep_stages needs --sweep",
+        "--sweep_stages [0] must be whole numbers of at least 1",
+        "--sweep_microbatches [] must be whole numbers of at least 1",
+        "--sweep_schedules ['foo'] cannot be swept over: known are 1F1B, Auto, DualPipeV, GPipe",
+        f"--svg {gone} cannot be written: there is no folder {gone.parent}",
+        f"--csv {tmp_path} is a folder: name a file in it",
+    ):
+        assert f"\n  - {line}" in told
+    assert "--svg has no picture in a --sweep" in refusal(*GPT, "--sweep", "--svg=plan.svg")
+
+
+def test_the_schedule_asked_for_is_said_not_to_fit_and_numbers_have_units(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = ["--model.layers=2", "--model.width=16", "--batch=8,9:int64", "--num_microbatches=4"]
+    text = run(capsys, *GPT, *small, "--stages=2", "--schedule=GPipe", "--memory=0.00022")
+    assert "Memory with GPipe, which does not fit\n" in text
+    assert "GPipe does not fit in 230.7 KiB: it needs " in text
+    assert ". Of what fits, " in text
+    assert " kFLOP" in text and "e-0" not in text
+    text = run(capsys, *GPT, *small, "--stages=1")
+    assert "One device holds the model (" in text and "). A step takes " in text
+    assert "as fast as" not in text
+
+
+def test_a_sweep_over_stages_needs_no_number_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    text = run(
+        capsys, *GPT, "--model.layers=2", "--batch=4,9:int64", "--sweep", "--sweep_stages=[1,2]",
+        "--sweep_microbatches=[4]", "--sweep_schedules=[GPIPE]",
+    )  # fmt: skip
+    rows = text.partition("\n\n")[0].splitlines()[2:]
+    assert sorted(row.split()[:3] for row in rows) == [["1", "4", "GPipe"], ["2", "4", "GPipe"]]
 
 
 def test_both_help_texts_are_readable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -179,8 +179,8 @@ def test_slow_links_make_one_device_faster() -> None:
 
 
 def test_replicas_are_out_of_the_question_for_few_micro_batches_or_slow_links() -> None:
-    assert "times as fast as one would be" in said(4, 4, 3, flops=1e6, link_bytes=1e12, latency=0)
-    assert "times as fast as one would be" in said(4, 2, 8, flops=1e8, link_bytes=2e5, latency=0)
+    assert "times as fast as one device would be" in said(4, 4, 3, flops=1e6, link_bytes=1e12, latency=0)
+    assert "times as fast as one device would be" in said(4, 2, 8, flops=1e8, link_bytes=2e5, latency=0)
 
 
 def test_a_model_that_one_device_does_not_hold_needs_the_pipeline() -> None:
