@@ -28,6 +28,7 @@ class PipelineTimeline(Callback):
     chrome://tracing with every action and message of every rank, `timeline-9.svg` (and `.png`), the
     numbered boxes of the papers, and the same as text to the log. With a `TensorBoardLogger` the picture
     is shown there too, as an image if matplotlib is installed (`lightning-pipeline[plot]`), else as text.
+    A second fit with the same callback and folder writes `timeline-9-v1.json` beside the first one's.
 
     Steps are training batches, counted from 0 over all epochs; with `accumulate_grad_batches=1` that is
     `trainer.global_step` when the batch begins. Of data-parallel replicas the first is recorded. Under
@@ -68,13 +69,14 @@ class PipelineTimeline(Callback):
         self._batches = self._default = 0
         self._recording: int | None = None
         self._missing: set[int] = set()
+        self._recorded = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
         if run.replica_index == 0 and not run.clock_offsets:
             run.align_clocks()
-        self._batches, self._recording = 0, None
+        self._batches, self._recording, self._recorded = 0, None, 0
         self._default = int(min(_TENTH, max(_batches_left(trainer) - 1, 0)))
         self._missing = set(self.steps or ())
         self._folder = None if self.dirpath is None else Path(self.dirpath)
@@ -105,6 +107,7 @@ class PipelineTimeline(Callback):
         if self._recording is None:
             return
         number, self._recording = self._recording, None
+        self._recorded += 1
         run, begin = run_of(trainer, self), time.monotonic()
         inside = run.messages.seconds_inside if run.messages is not None else 0.0
         steps, plan = gather_step(run), run.last_plan
@@ -120,33 +123,48 @@ class PipelineTimeline(Callback):
         comparison = Comparison(plan, steps, number)
         picture, text = comparison.picture(), comparison.text()
         if self._folder is not None:
-            self._write(self._folder, number, picture, json.dumps(trace(steps, number)))
-            text += f"\nTimeline of step {number}: {', '.join(str(path) for path in self._of(number))}"
+            written = self._write(self._folder, number, picture, json.dumps(trace(steps, number)))
+            text += f"\nTimeline of step {number}: {', '.join(map(str, written))}"
         rank_zero_info(text)
         for logger in trainer.loggers:
             if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
                 _to_tensorboard(logger, picture, text, number)
 
-    def _write(self, folder: Path, number: int, picture: Picture, events: str) -> None:
+    def _write(self, folder: Path, number: int, picture: Picture, events: str) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         contents = {"json": events.encode(), "svg": picture.svg().encode()}
         if self.png:
             contents["png"] = picture.png()
-        for ending, content in contents.items():
-            path = folder / f"timeline-{number}.{ending}"
+        stem = self._free_name(folder, f"timeline-{number}")
+        written = [folder / f"{stem}.{ending}" for ending in contents]
+        for path, content in zip(written, contents.values(), strict=True):
             path.write_bytes(content)
-            self.files.append(path)
+        self.files += written
+        return written
 
-    def _of(self, number: int) -> list[Path]:
-        return [path for path in self.files if path.stem == f"timeline-{number}"]
+    def _free_name(self, folder: Path, stem: str) -> str:
+        """With `-v1` and so on where an earlier fit with this callback has written that step."""
+        names = [stem, *(f"{stem}-v{version}" for version in range(1, len(self.files) + 1))]
+        return next(name for name in names if folder / f"{name}.json" not in self.files)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        ended = f"it ended after step {trainer.fit_loop.total_batch_idx}"
         if self._missing:
             rank_zero_warn(
                 f"PipelineTimeline was to record steps {sorted(self._missing)}, which this fit did not run: "
-                f"it ended after step {trainer.fit_loop.total_batch_idx}"
+                f"{ended}"
             )
+        elif self._batches and not self._recorded and trainer.is_global_zero:
+            rank_zero_warn(
+                f"PipelineTimeline recorded nothing: this fit did not come to {self._awaited()}; {ended}. "
+                "Choose steps that it runs, such as steps=[2]"
+            )
+
+    def _awaited(self) -> str:
+        if self.every_n_steps is not None:
+            return f"the last of {self.every_n_steps} steps"
+        return "any step" if self.steps is not None else f"its batch {self._default + 1}"
 
 
 def _steps_problem(steps: object) -> str:

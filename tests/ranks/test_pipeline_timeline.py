@@ -9,10 +9,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.profilers import PyTorchProfiler
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from lightning_pipeline.callbacks import PipelineTimeline
+from lightning_pipeline.callbacks import PipelineTimeline, timeline
 from lightning_pipeline.schedules import get_schedule
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -23,12 +25,17 @@ PIPELINE = {"stages": 2, "num_microbatches": 4}
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def fit(pipeline: dict[str, Any], options: dict[str, Any], recording: dict[str, Any] | None = None) -> Any:
+def fit(
+    pipeline: dict[str, Any],
+    options: dict[str, Any],
+    recording: dict[str, Any] | None = None,
+    others: Any = (),
+) -> Any:
     """A fit of three batches an epoch; the files written here, and the seconds taken."""
     callback = PipelineTimeline(**recording or {})
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = trainer(pipeline, callbacks=[callback], **options)
+        run = trainer(pipeline, callbacks=[callback, *others], **options)
         run.fit(Regression(), loader(), loader(seed=4))
     said = [str(warning.message) for warning in caught if "PipelineTimeline" in str(warning.message)]
     return [str(path) for path in callback.files], said, callback.seconds_recording, callback.seconds_writing
@@ -104,6 +111,46 @@ def test_steps_are_chosen_and_those_that_never_came_are_told(ranks: Ranks, tmp_p
     assert second[1] == []
 
 
+class StopsEarly(Callback):
+    """Ends the fit after two batches."""
+
+    def on_train_batch_end(self, run: Trainer, *_: Any) -> None:
+        run.should_stop = run.fit_loop.total_batch_idx >= 1
+
+
+@pytest.mark.parametrize(
+    ("chosen", "awaited"),
+    [({}, "its batch 6"), ({"every_n_steps": 1000}, "the last of 1000 steps"), ({"steps": []}, "any step")],
+)
+def test_that_nothing_was_recorded_is_told(
+    ranks: Ranks, tmp_path: Path, chosen: dict[str, Any], awaited: str
+) -> None:
+    first, second = ranks(2)(fit, PIPELINE, {"default_root_dir": tmp_path}, chosen, [StopsEarly()])
+    assert names(tmp_path) == []
+    (said,) = first[1]
+    assert f"recorded nothing: this fit did not come to {awaited}; it ended after step 1. Choose" in said
+    assert second[1] == []
+
+
+def fit_twice(folder: str) -> list[str]:
+    texts: list[str] = []
+    timeline.rank_zero_info = rank_zero_only(texts.append)  # type: ignore[assignment]
+    callback = PipelineTimeline(steps=[1], dirpath=folder)
+    for _ in range(2):
+        trainer(PIPELINE, callbacks=[callback], max_steps=2).fit(Regression(), loader())
+    return [text.splitlines()[-1].partition(": ")[2] for text in texts]
+
+
+def test_a_second_fit_writes_beside_the_first(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2)(fit_twice, str(tmp_path))
+    assert second == []
+    files = [
+        [tmp_path / f"timeline-1{version}.{kind}" for kind in ("json", "svg")] for version in ("", "-v1")
+    ]
+    assert first == [", ".join(map(str, pair)) for pair in files]
+    assert all(path.is_file() for pair in files for path in pair)
+
+
 def test_of_replicas_the_first_is_recorded(ranks: Ranks, tmp_path: Path) -> None:
     pipeline = {"stages": 2, "data_parallel_size": 2, "num_microbatches": 2}
     results = ranks(4)(fit, pipeline, {"default_root_dir": tmp_path}, {"steps": [1]})
@@ -138,14 +185,14 @@ def test_nothing_breaks(ranks: Ranks, tmp_path: Path, options: dict[str, Any], w
     assert first[2] > 0 and first[1] == []
 
 
-def test_a_dirpath_is_written_to_even_by_fast_dev_run(ranks: Ranks, tmp_path: Path) -> None:
-    ranks(2)(fit, PIPELINE, {"fast_dev_run": True}, {"dirpath": str(tmp_path)})
-    assert names(tmp_path) == ["timeline-0.json", "timeline-0.svg"]
+def test_a_dirpath_is_written_to_even_by_fast_dev_run_and_png_on_demand(ranks: Ranks, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    ranks(2)(fit, PIPELINE, {"fast_dev_run": True}, {"dirpath": str(tmp_path), "png": True})
+    assert names(tmp_path) == ["timeline-0.json", "timeline-0.png", "timeline-0.svg"]
+    assert (tmp_path / "timeline-0.png").read_bytes()[1:4] == b"PNG"
 
 
 def fit_with_tensorboard(folder: str, plot: bool) -> None:
-    from lightning_pipeline.callbacks import timeline
-
     has_plot, timeline.has_plot = timeline.has_plot, lambda: plot
     try:
         fit(PIPELINE, {"logger": TensorBoardLogger(folder, name="board", version="0"), "max_epochs": 1})
