@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.callbacks import BubbleMonitor
+from lightning_pipeline.callbacks import BubbleMonitor, bubble, memory
 from lightning_pipeline.split.deferred import WeightQueue
 from lightning_pipeline.split.program import StageProgram
 from tests.naps import Nap
@@ -136,13 +137,30 @@ class Reads(pl.Callback):
         return {key: median(step[key] for step in steps) for key in steps[-1]}
 
 
-def run_asleep(stages: int, schedule: str, seconds: Seconds, steps: int = 5) -> tuple[Any, Any]:
-    """Per step what a monitor reports, and what a stopwatch saw on this rank."""
+class Ends(pl.Callback):
+    """Looks at the clock at every batch's end."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.seen.append(time.monotonic())
+
+
+def run_asleep(stages: int, schedule: str, seconds: Seconds, steps: int = 5) -> tuple[Any, Any, Any]:
+    """Per step what a monitor reports, what a stopwatch saw on this rank, and when it was over."""
     seen: list[Did] = []
-    module, reads = SleepyNet(seconds), Reads(seen)
+    module, ends, reads = SleepyNet(seconds), Ends(), Reads(seen)
     run = sleepy_trainer(
-        stages, len(seconds), BubbleMonitor(every_n_steps=1), reads, pipeline={"schedule": schedule}
+        stages, len(seconds), ends, BubbleMonitor(every_n_steps=1), reads, pipeline={"schedule": schedule}
     )
     with slow_weights(seconds[0][1]), stopwatch(seen):
         run.fit(module, loader(samples=8 * steps))
-    return reads.steps, reads.did
+    return reads.steps, reads.did, ends.seen
+
+
+def told() -> list[str]:
+    """What the monitors say on this rank from now on."""
+    texts: list[str] = []
+    bubble.rank_zero_info = memory.rank_zero_info = rank_zero_only(texts.append)  # type: ignore[assignment]
+    return texts

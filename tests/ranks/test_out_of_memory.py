@@ -44,9 +44,10 @@ def fit_hungry(how: str, pipeline: dict[str, Any], watched: bool) -> None:
     run.fit(OutOfMemory(how), loader(24))
 
 
+RECOMPUTE = "recompute: with torch.utils.checkpoint around the units this rank would hold "
 TWO = {"stages": 2, "partition": ["net.4"], "num_microbatches": 4}
 CASES = [
-    ("device", {**TWO, "schedule": "GPipe"}, True, ["schedule='1F1B'"], ["num_microbatches"]),
+    ("device", {**TWO, "schedule": "GPipe"}, True, ["schedule='1F1B'", RECOMPUTE], ["num_microbatches"]),
     ("host", {**TWO, "schedule": "1F1B"}, False, ["num_microbatches=8"], ["schedule="]),
     ("host", {**TWO, "schedule": "1F1B", "partition": ["net.2"]}, False, ["partition=['net.4']"], []),
     ("device", {**TWO, "stages": 3, "partition": ["net.4", "net.6"]}, False, ["num_microbatches=8"], []),

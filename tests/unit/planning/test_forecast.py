@@ -11,6 +11,7 @@ from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.forecast import Forecast, forecast
 from lightning_pipeline.planning.memory import alone
 from lightning_pipeline.planning.predict import Prediction, predict
+from lightning_pipeline.planning.texts import number_text, operations_text, seconds_text
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import GPipe, Plan, Schedule, get_schedule
 from tests.unit.split.pipe import Module
@@ -217,3 +218,21 @@ def test_assumptions_that_cannot_be_are_refused_together() -> None:
 def test_a_schedule_that_trains_nothing_is_no_winner() -> None:
     with pytest.raises(ScheduleError, match="has no backwards"):
         predict(workload(Chain(4)), 2, 4, Assumptions(), own=get_schedule("ForwardOnly"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"), (0.9994, "999 ms"), (0.9996, "1 s"), (0.9996e-3, "1 ms"), (12.346, "12.3 s"),
+        (3571.2, "3,570 s"), (2e-5, "20 us"), (4.5e-8, "45 ns"), (1e-12, "0.001 ns"),
+    ],
+)  # fmt: skip
+def test_times_have_three_digits_and_a_unit(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+def test_operations_and_rates_have_no_exponents() -> None:
+    assert [operations_text(count) for count in (6140.0, 999.9e9, 3.57e12)] == [
+        "6.14 kFLOP", "1 TFLOP", "3.57 TFLOP",
+    ]  # fmt: skip
+    assert [number_text(rate, 4) for rate in (114321.6, 332.71, 0.5)] == ["114,322", "332.7", "0.5"]
