@@ -2,7 +2,7 @@
 
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -74,13 +74,18 @@ def first_batch(source: LightningModule | LightningDataModule) -> Any:
         with _without_trainer(hook, name):
             getattr(source, hook)(*arguments)
     with _without_trainer("train_dataloader", name):
-        loaders = source.train_dataloader()
-        combined = loaders
-        if not isinstance(loaders, CombinedLoader):
-            combined = CombinedLoader(loaders, "max_size_cycle")  # as the Trainer does
-        for batch, _, _ in combined:
+        for batch in _batches(source.train_dataloader()):
             return batch
     raise ConfigurationError(f"the train_dataloader of {name} is empty")
+
+
+def _batches(loaders: Any) -> Iterator[Any]:
+    """Of one loader, or of several together as the Trainer combines them."""
+    if isinstance(loaders, list | tuple | Mapping):
+        loaders = CombinedLoader(loaders, "max_size_cycle")
+    if isinstance(loaders, CombinedLoader):
+        return (batch for batch, _, _ in loaders)
+    return iter(loaders)
 
 
 def _without_trainer(hook: str, name: str) -> Any:
