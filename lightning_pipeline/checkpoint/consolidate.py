@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.checkpoint.grouping import whole_groups
 from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
 from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
-from lightning_pipeline.checkpoint.optimizers import merged_groups, to_numbered
+from lightning_pipeline.checkpoint.optimizers import to_numbered
 from lightning_pipeline.checkpoint.reader import Reader
 from lightning_pipeline.checkpoint.safe import load_object
 from lightning_pipeline.checkpoint.schedulers import schedulers_for
@@ -75,7 +76,7 @@ def _training_state(
 ) -> tuple[list[Any], list[Any]]:
     ranks, order = own["ranks"], own["order"]
     groups = [
-        merged_groups([rank["groups"][index] for rank in ranks], order)
+        whole_groups([rank["groups"][index] for rank in ranks], order)
         for index in range(len(ranks[0]["groups"]))
     ]
     states = []

@@ -2,15 +2,25 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.fitting import Misfits, compare
+from lightning_pipeline.checkpoint.grouping import groups_of_file
 from lightning_pipeline.checkpoint.layout import MODEL
 from lightning_pipeline.checkpoint.load import Staged, Target, apply
-from lightning_pipeline.checkpoint.optimizers import bare, from_numbered, groups_of, merged_groups, names_of
+from lightning_pipeline.checkpoint.optimizers import (
+    bare,
+    from_numbered,
+    groups_of,
+    misplaced,
+    names_of,
+    shapes_of,
+)
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.safe import load_object
 from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
@@ -56,10 +66,15 @@ def load_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) ->
     tensors = checkpoint.pop("state_dict")
     ranks.collect(what, lambda: _compared(tensors, target),
                   lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
-    groups = ranks.everyone(what, lambda: [groups_of(bare(o), target.names) for o in target.optimizers])
+    groups = ranks.everyone(what, lambda: [_told(bare(o), target.names) for o in target.optimizers])
     staged = ranks.everyone_local(what, lambda: _stage(path, checkpoint, tensors, target, groups, order))
     ranks.everyone_local(what, lambda: apply(staged, target))
     return staged.meta
+
+
+def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the others must know of an optimizer: its groups, and its parameters' shapes."""
+    return groups_of(optimizer, names), shapes_of(optimizer, names)
 
 
 def _read(path: Path, target: Target) -> dict[str, Any]:
@@ -93,9 +108,10 @@ def _stage(
         )
     for index, optimizer in enumerate(target.optimizers):
         try:
-            sizes = [len(group["params"]) for group in states[index]["param_groups"]]
-            merged = merged_groups([rank[index] for rank in groups], order, sizes)
-            flat = from_numbered(states[index], merged)
+            shapes = {name: shape for rank in groups for name, shape in rank[index][1].items()}
+            fits = partial(misplaced, bare(optimizer), shapes)
+            whole = groups_of_file(states[index], [rank[index][0] for rank in groups], order, fits)
+            flat = from_numbered(states[index], whole)
         except (ValueError, IndexError, KeyError) as error:
             raise CheckpointError(
                 f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
