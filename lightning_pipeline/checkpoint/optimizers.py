@@ -125,11 +125,12 @@ def fill(
             group.update(groups[index]["options"])
         for parameter in group["params"]:
             state, options = by_name.get(names[id(parameter)], ({}, {}))
+            group.update(options)
+            optimizer.state.pop(parameter, None)  # such as that of a search for a learning rate
             if state:
                 optimizer.state[parameter] = {
                     key: _beside(key, value, parameter) for key, value in state.items()
                 }
-            group.update(options)
 
 
 def _by_parameter(
