@@ -129,7 +129,7 @@ def fill(
             optimizer.state.pop(parameter, None)  # such as that of a search for a learning rate
             if state:
                 optimizer.state[parameter] = {
-                    key: _beside(key, value, parameter) for key, value in state.items()
+                    key: _beside(optimizer, group, key, value, parameter) for key, value in state.items()
                 }
 
 
@@ -146,10 +146,15 @@ def _by_parameter(
     return found
 
 
-def _beside(key: str, value: Any, parameter: Tensor) -> Any:
-    if isinstance(value, Tensor) and key != "step":  # the count of steps stays where torch keeps it
-        return value.to(parameter.device)
-    return value
+def _beside(optimizer: Optimizer, group: Mapping[str, Any], key: str, value: Any, parameter: Tensor) -> Any:
+    """Where and what torch's `load_state_dict` makes of an entry of state."""
+    if not isinstance(value, Tensor):
+        return value
+    if key == "step":
+        on_device = group.get("fused") or group.get("capturable")
+        return value.to(parameter.device, torch.float32) if on_device else value
+    cast = is_like_parameter(optimizer, key) and parameter.is_floating_point()
+    return value.to(parameter.device, parameter.dtype if cast else value.dtype)
 
 
 def from_numbered(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,10 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import LearningRateFinder
-from torch import Tensor, nn
 
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import state_of
