@@ -42,10 +42,18 @@ class Target:
 
 @dataclass
 class Staged:
-    """What was read for one rank, and is not yet in use."""
+    """What was read for one rank, and is not yet in use.
+
+    Attributes:
+        tensors: By name.
+        optimizers: Flat state of each.
+        groups: Of each optimizer, by position; for groups that have no parameter here.
+        meta: What is left for Lightning.
+    """
 
     tensors: dict[str, Tensor]
     optimizers: list[dict[str, Any]]
+    groups: list[Sequence[Any]]
     meta: dict[str, Any]
 
 
@@ -118,7 +126,9 @@ def stage(path: Path, reader: Reader, target: Target) -> Staged:
     tensors = reader.read(wanted.values(), mapped=True)
     meta = load_object(path / META, f"checkpoint file {path / META}", trust=target.trust)
     optimizers = [_stage_optimizer(reader, i, o, target.names) for i, o in enumerate(target.optimizers)]
-    return Staged({name: tensors[key] for name, key in wanted.items()}, optimizers, meta)
+    ranks = meta.get(OURS, {}).get("ranks") or [{"groups": []}]
+    staged = {name: tensors[key] for name, key in wanted.items()}
+    return Staged(staged, optimizers, ranks[-1]["groups"], meta)
 
 
 def _stage_optimizer(
@@ -140,7 +150,5 @@ def apply(staged: Staged, target: Target) -> None:
     with torch.no_grad():
         for name, tensor in staged.tensors.items():
             target.tensors[name].copy_(tensor)
-    stored = staged.meta.get(OURS, {}).get("ranks") or []
     for index, (optimizer, flat) in enumerate(zip(target.optimizers, staged.optimizers, strict=True)):
-        groups = stored[-1]["groups"][index] if stored and index < len(stored[-1]["groups"]) else ()
-        fill(optimizer, target.names, flat, groups)
+        fill(optimizer, target.names, flat, staged.groups[index] if index < len(staged.groups) else ())

@@ -73,7 +73,7 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]
     """
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:
-        options = _options(group)
+        options = options_of(group)
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
@@ -84,13 +84,14 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]
     return flat
 
 
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """What a parameter group says beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The parameter groups with names in the place of parameters."""
-    return [{**_named(group, names), "options": _options(group)} for group in optimizer.param_groups]
+    return [{**_named(group, names), "options": options_of(group)} for group in optimizer.param_groups]
 
 
 def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -166,7 +167,7 @@ def from_numbered(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
     """
     flat: dict[str, Any] = {}
     for group, stored in zip(groups, state["param_groups"], strict=True):
-        options = _options(stored)
+        options = options_of(stored)
         for name, number in zip(group["names"], stored["params"], strict=True):
             flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
             flat.update({f"state.{name}.{k}": v for k, v in state["state"].get(number, {}).items()})

@@ -19,6 +19,7 @@ from lightning_pipeline.checkpoint.optimizers import (
     groups_of,
     misplaced,
     names_of,
+    options_of,
     shapes_of,
 )
 from lightning_pipeline.checkpoint.ranks import Ranks
@@ -106,6 +107,9 @@ def _stage(
             f"checkpoint file {path} has weights only, and fit(ckpt_path=...) goes on with an optimizer's "
             "state: load the weights into the module with load_from_checkpoint, and fit without ckpt_path"
         )
+    stored: list[Sequence[Any]] = [
+        [{"options": options_of(group)} for group in state["param_groups"]] for state in states or ()
+    ]
     for index, optimizer in enumerate(target.optimizers):
         try:
             shapes = {name: shape for rank in groups for name, shape in rank[index][1].items()}
@@ -117,7 +121,7 @@ def _stage(
                 f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
             ) from error
         optimizers.append(_own(flat, set(names_of(bare(optimizer), target.names))))
-    return Staged(own, optimizers, checkpoint)
+    return Staged(own, optimizers, stored, checkpoint)
 
 
 def _own(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any]:

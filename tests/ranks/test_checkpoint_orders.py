@@ -68,3 +68,31 @@ def assert_same(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]
     assert found.keys() == expected.keys(), kind
     for name, value in expected.items():
         assert torch.equal(found[name], value), (kind, name)
+
+
+class Frozen(Ordered):
+    """The first stage has nothing to train."""
+
+    def __init__(self) -> None:
+        super().__init__("frozen")
+        self.net[:3].requires_grad_(False)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def rate_after(pipeline: dict[str, Any] | None, path: str | None, save: str) -> float:
+    run = trainer(pipeline, max_epochs=2)
+    run.fit(Frozen(), loader(), ckpt_path=path)
+    run.strategy.barrier()
+    run.save_checkpoint(save)
+    return float(run.optimizers[0].param_groups[0]["lr"])
+
+
+def test_a_stage_without_parameters_has_the_learning_rate_of_a_file(ranks: Ranks, tmp_path: Path) -> None:
+    cut = {**TWO, "partition": ["net.4"]}
+    expected = rate_after(None, None, str(tmp_path / "one"))
+    assert ranks(2)(rate_after, cut, str(tmp_path / "one"), str(tmp_path / "two")) == [expected, expected]
+    to_file(tmp_path / "two", tmp_path / "back", trust=False)  # was saved after fit
+    assert rate_after(None, str(tmp_path / "back"), str(tmp_path / "unused")) == expected
