@@ -88,7 +88,10 @@ class CheckpointHooks(Answers, ParallelStrategy):
             self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
         else:
             options, (_, numbering) = options_of(self._settings), self._layout()
-            save_whole(path, checkpoint, options, numbering, self.optimizers, self._written, self._stood)
+            save_whole(
+                path, checkpoint, options, numbering, self.optimizers, self._written,
+                self._scheduled(), self._stood,
+            )  # fmt: skip
 
     def note_position(self) -> None:
         """Before a run ends: where it stands, for a save that comes later."""
@@ -99,7 +102,6 @@ class CheckpointHooks(Answers, ParallelStrategy):
         """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
-        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
         placement, numbering = self._layout()
         topology = {
             "ranks": placement.num_ranks,
@@ -111,12 +113,17 @@ class CheckpointHooks(Answers, ParallelStrategy):
             tensors=pipeline.held_state() if whole else pipeline.own_state(),
             optimizers=self.optimizers,
             names=self._names,
-            schedulers=[numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs],
+            schedulers=self._scheduled(),
             order=pipeline.order,
             parameters=set(pipeline.order),
             position=self._position,
             topology=topology,
         )
+
+    def _scheduled(self) -> list[int]:
+        """The optimizer of each LR scheduler, by index."""
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
+        return [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
 
     def _position(self) -> dict[str, Any]:
         pipeline = self._running

@@ -19,6 +19,7 @@ def save_whole(
     numbering: Numbering,
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
+    schedulers: Sequence[int],
     stood: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
@@ -30,6 +31,7 @@ def save_whole(
         numbering: Of the run that ended.
         optimizers: With this rank's parameters.
         names: Of the parameters whose state this rank writes, by `id`.
+        schedulers: The optimizer of each LR scheduler, by index.
         stood: Where this replica stood in its data when the run ended.
 
     Raises:
@@ -43,7 +45,8 @@ def save_whole(
     options = Options(options.integrity, options.trust, False, options.timeout)
     checkpoints = Checkpoints(options, numbering, store)
     order = list(dumped["state_dict"])
-    held = Holdings(state, optimizers, names, [], order, order, lambda: stood, {"ranks": numbering.num_ranks})
+    topology = {"ranks": numbering.num_ranks}
+    held = Holdings(state, optimizers, names, schedulers, order, order, lambda: stood, topology)
     try:
         checkpoints.save(path, dumped, held)
     finally:

@@ -70,6 +70,32 @@ def assert_same(kind: str, found: dict[str, Tensor], expected: dict[str, Tensor]
         assert torch.equal(found[name], value), (kind, name)
 
 
+class PerLayer(Ordered):
+    """As many schedules' entries as layers: no stage knows all."""
+
+    def __init__(self) -> None:
+        super().__init__("layers backwards")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+
+def save_per_layer(pipeline: dict[str, Any] | None, path: str | None, save: str) -> dict[str, float]:
+    module, run = PerLayer(), trainer(pipeline, max_epochs=2)
+    run.fit(module, loader(), ckpt_path=path)
+    run.save_checkpoint(save)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = run.optimizers[0].param_groups
+    return {names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
+
+
+def test_a_save_after_fit_knows_the_schedulers(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2)(save_per_layer, {**TWO, "partition": ["net.6"]}, None, str(tmp_path / "two"))
+    to_file(tmp_path / "two", tmp_path / "back", trust=False)
+    assert save_per_layer(None, str(tmp_path / "back"), str(tmp_path / "unused")) == {**first, **second}
+
+
 class Frozen(Ordered):
     """The first stage has nothing to train."""
 
@@ -94,5 +120,3 @@ def test_a_stage_without_parameters_has_the_learning_rate_of_a_file(ranks: Ranks
     cut = {**TWO, "partition": ["net.4"]}
     expected = rate_after(None, None, str(tmp_path / "one"))
     assert ranks(2)(rate_after, cut, str(tmp_path / "one"), str(tmp_path / "two")) == [expected, expected]
-    to_file(tmp_path / "two", tmp_path / "back", trust=False)  # was saved after fit
-    assert rate_after(None, str(tmp_path / "back"), str(tmp_path / "unused")) == expected
