@@ -1,11 +1,15 @@
 """An optimizer's state by parameter name, so that it does not depend on the number of stages."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+
+from lightning_pipeline.checkpoint.nested import flattened, restored
+from lightning_pipeline.errors import CheckpointWriteError
 
 _LIKE_THE_PARAMETER = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg",
@@ -69,8 +73,12 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]
         names: Of the parameters that this rank writes, by `id`.
 
     Returns:
-        `state.<name>.<key>` and `param_groups.<name>.<key>`.
+        `state.<name>.<key>` and `param_groups.<name>.<key>`; see `flattened` for values in containers.
+
+    Raises:
+        CheckpointWriteError: The optimizer keeps what cannot be stored.
     """
+    _refuse_common_state(optimizer)
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:
         options = options_of(group)
@@ -78,10 +86,25 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]
             name = names.get(id(parameter))
             if name is None:
                 continue
-            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
             state = optimizer.state.get(parameter, {})
-            flat.update({f"state.{name}.{key}": value for key, value in state.items()})
+            try:
+                flat.update({f"param_groups.{name}.{k}": v for k, v in flattened(options).items()})
+                flat.update({f"state.{name}.{k}": v for k, v in flattened(state).items()})
+            except TypeError as error:
+                raise CheckpointWriteError(
+                    f"{type(optimizer).__name__} keeps {error} in its state of {name}, which a checkpoint of "
+                    "stages cannot hold: plain numbers, strings, tensors, and dicts, lists and tuples of them"
+                ) from None
     return flat
+
+
+def _refuse_common_state(optimizer: Optimizer) -> None:
+    common = [key for key in optimizer.state if not isinstance(key, Tensor)]
+    if common:
+        raise CheckpointWriteError(
+            f"{type(optimizer).__name__} keeps state of no parameter, {common[0]!r}, of which each stage "
+            "has its own: keep it in the parameter groups"
+        )
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,12 +149,11 @@ def fill(
             group.update(groups[index]["options"])
         for parameter in group["params"]:
             state, options = by_name.get(names[id(parameter)], ({}, {}))
-            group.update(options)
+            group.update(restored(options))
             optimizer.state.pop(parameter, None)  # such as that of a search for a learning rate
             if state:
-                optimizer.state[parameter] = {
-                    key: _beside(optimizer, group, key, value, parameter) for key, value in state.items()
-                }
+                placed = {k: _beside(optimizer, group, k, v, parameter) for k, v in state.items()}
+                optimizer.state[parameter] = restored(placed)
 
 
 def _by_parameter(
@@ -169,8 +191,9 @@ def from_numbered(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
     for group, stored in zip(groups, state["param_groups"], strict=True):
         options = options_of(stored)
         for name, number in zip(group["names"], stored["params"], strict=True):
-            flat.update({f"param_groups.{name}.{key}": value for key, value in options.items()})
-            flat.update({f"state.{name}.{k}": v for k, v in state["state"].get(number, {}).items()})
+            own = flattened(state["state"].get(number, {}))
+            flat.update({f"param_groups.{name}.{k}": v for k, v in flattened(options).items()})
+            flat.update({f"state.{name}.{k}": v for k, v in own.items()})
     return flat
 
 
@@ -190,9 +213,9 @@ def to_numbered(flat: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         options = dict(group["options"])
         for index, name in zip(numbers, group["names"], strict=True):
             found, own = by_name.get(name, ({}, {}))
-            options.update(own)
+            options.update(restored(own))
             if found:
-                state[index] = found
+                state[index] = restored(found)
         called = group.get("called", {})
         if called and called.keys() >= set(group["names"]):
             options["param_names"] = [called[name] for name in group["names"]]
@@ -203,6 +226,6 @@ def to_numbered(flat: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
 def on_host(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of flat state whose tensors are in host memory and shared with nothing."""
     return {
-        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        key: value.detach().to("cpu", copy=True) if isinstance(value, torch.Tensor) else deepcopy(value)
         for key, value in flat.items()
     }

@@ -1,15 +1,16 @@
 """State goes into an optimizer as torch's own load_state_dict would put it there."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lightning_pipeline.checkpoint.optimizers import fill, flat_state, names_by_identity
+from lightning_pipeline.checkpoint.optimizers import fill, flat_state, names_by_identity, to_numbered
 from lightning_pipeline.checkpoint.save import write
-from lightning_pipeline.errors import CheckpointError
-from tests.checkpoint_parts import alone, load, part_of, same, values
+from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
+from tests.checkpoint_parts import alone, load, part_of, same, stage, values
 
 
 def stepped() -> tuple[nn.Linear, torch.optim.Optimizer, dict[int, str]]:
@@ -45,6 +46,49 @@ def test_state_goes_where_torch_would_put_it(flags: dict[str, bool]) -> None:
     for key, value in plain.state[parameter].items():
         found = ours.state[parameter][key]
         assert (found.device, found.dtype) == (value.device, value.dtype), key
+
+
+def nested_state(parameter: Tensor) -> dict[Any, Any]:
+    return {"GG": [parameter.detach().clone(), None], "Q": {0: {"a.b": (torch.ones(2), 3)}}, "plain": [1, (2.0, "x")],
+            "empty": {}}  # fmt: skip
+
+
+def test_state_and_options_in_containers_come_back(tmp_path: Path) -> None:
+    tensors, optimizer, names = stage(1)
+    for parameter in tensors.values():
+        optimizer.state[parameter].update(nested_state(parameter))
+    optimizer.param_groups[0]["extra"] = {"k": 1, 2: [torch.ones(1)]}
+    part = part_of(1)
+    part.state["optimizer_0"] = flat_state(optimizer, names)
+    staged = part.staged()
+    kept = tensors["layer0.bias"].detach().clone()
+    for parameter in tensors.values():
+        optimizer.state[parameter]["GG"][0].zero_()  # training goes on
+        optimizer.state[parameter]["plain"].clear()
+    write(staged, tmp_path / "a.ckpt", alone(), "sha256")
+    filled_tensors, filled, go = load(tmp_path / "a.ckpt", into=2)
+    go()
+    found = list(filled.state.values())[1]
+    assert torch.equal(found["GG"][0], kept) and found["GG"][1] is None
+    assert torch.equal(found["Q"][0]["a.b"][0], torch.ones(2)) and found["Q"][0]["a.b"][1] == 3
+    assert found["plain"] == [1, (2.0, "x")] and found["empty"] == {} and float(found["step"]) == 1
+    assert filled.param_groups[0]["extra"] == {"k": 1, 2: [torch.ones(1)]}
+    flat = flat_state(filled, names_by_identity(filled_tensors.items()))
+    numbered = to_numbered(flat, [{"names": list(tensors), "options": {}}])["state"][1]
+    assert torch.equal(numbered["GG"][0], kept) and numbered["Q"][0]["a.b"][1] == 3
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused() -> None:
+    tensors, optimizer, names = stage(1)
+    optimizer.state[tensors["layer0.bias"]]["Q"] = {"kind": object()}
+    with pytest.raises(
+        CheckpointWriteError, match=r"Adam keeps a object in a container in its state of layer0\.bias"
+    ):
+        flat_state(optimizer, names)
+    _, optimizer, names = stage(1)
+    optimizer.state["k"] = {"steps": 3}  # type: ignore[index]
+    with pytest.raises(CheckpointWriteError, match="Adam keeps state of no parameter, 'k'"):
+        flat_state(optimizer, names)
 
 
 def test_misfits_of_state_are_listed_with_the_others(tmp_path: Path) -> None:
