@@ -17,6 +17,7 @@ from lightning_pipeline.checkpoint.position import Position
 from lightning_pipeline.checkpoint.run import Checkpoints, options_of
 from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.extras import Owns, extra_states, owned_by
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
@@ -38,6 +39,7 @@ from lightning_pipeline.split import SplitModel, StageTable
 from lightning_pipeline.splitting import (
     Cut,
     choose_cut,
+    fill_whole,
     gather_whole,
     held_states,
     move,
@@ -238,6 +240,10 @@ class Pipeline:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
         return self.split.owned_states() if self._is_split else held_states(self._module)
 
+    def owns(self) -> Owns:
+        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
+        return owned_by(self._cut.partition if self._is_split else None, self._stages)
+
     def held_state(self) -> dict[str, Tensor]:
         """What this rank fills from a checkpoint: copies of shared parameters too."""
         return held_states(self._module)
@@ -389,9 +395,6 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole(self.own_state(), outlets)
-        move(self._module, torch.device("cpu"))
-        with torch.no_grad():
-            for name, tensor in held_states(self._module).items():
-                tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+        whole = gather_whole({**self.own_state(), **extra_states(self._module, self.owns())}, outlets)
+        fill_whole(self._module, whole)
         self.split.restore(whole)

@@ -58,7 +58,8 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
     checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
     own = checkpoint.pop(OURS, {})
     tensors = _Mapped(reader, file)
-    checkpoint["state_dict"] = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    states = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    checkpoint["state_dict"] = {**states, **own.get("extra", {})}
     if "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)
     _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))

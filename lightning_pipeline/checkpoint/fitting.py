@@ -23,6 +23,30 @@ class Entries(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class StateEntries:
+    """The tensors of a `state_dict`, as `compare` asks for them.
+
+    Attributes:
+        states: May hold other values too.
+        rest: Of all else.
+    """
+
+    states: Mapping[str, Any]
+    rest: Entries | None = None
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Each tensor; of optimizers what the rest has."""
+        if prefix == MODEL:
+            return {name: _Entry(value) for name, value in self.states.items() if isinstance(value, Tensor)}
+        return self.rest.under(prefix) if self.rest is not None else {}
+
+
+class _Entry:
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.properties = tensor.shape, tensor
+
+
 @dataclass
 class Misfits:
     """What one rank saw.

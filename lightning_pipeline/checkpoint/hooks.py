@@ -1,6 +1,7 @@
 """The strategy's hooks for checkpoints."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -19,6 +21,7 @@ from lightning_pipeline.checkpoint.optimizers import bare, flat_state
 from lightning_pipeline.checkpoint.run import Holdings, options_of
 from lightning_pipeline.checkpoint.whole import save_whole
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.extras import extra_names, extra_states, load_extra_states
 from lightning_pipeline.settings import Settings
 
 
@@ -68,7 +71,9 @@ class CheckpointHooks(Answers, ParallelStrategy):
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         assert self.lightning_module is not None
-        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
+        if self._pipeline is None:
+            return self.lightning_module.state_dict()
+        return {**self._pipeline.own_state(), **extra_states(self.lightning_module, self._pipeline.owns())}
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -90,7 +95,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             options, (_, numbering) = options_of(self._settings), self._layout()
             save_whole(
                 path, checkpoint, options, numbering, self.optimizers, self._written,
-                self._scheduled(), self._stood,
+                self._scheduled(), self._order(), self._stood,
             )  # fmt: skip
 
     def note_position(self) -> None:
@@ -116,9 +121,16 @@ class CheckpointHooks(Answers, ParallelStrategy):
             schedulers=self._scheduled(),
             order=pipeline.order,
             parameters=set(pipeline.order),
+            extra=extra_names(module),
+            load_extra=partial(load_extra_states, module),
             position=self._position,
             topology=topology,
         )
+
+    def _order(self) -> list[str]:
+        """All parameter names of the module, which is whole again."""
+        assert self.lightning_module is not None, "a run had a module"
+        return [name for name, _ in self.lightning_module.named_parameters()]
 
     def _scheduled(self) -> list[int]:
         """The optimizer of each LR scheduler, by index."""
@@ -136,19 +148,21 @@ class CheckpointHooks(Answers, ParallelStrategy):
         path = local_path(self.broadcast(checkpoint_path))
         training = bool(module.trainer.training)
         rest, stood = pipeline.checkpoints.load(
-            path, self._held(whole=True), strict=module.strict_loading, training=training
-        )
+            path, self._held(whole=True), strict=module.strict_loading, training=training,
+            edited=is_overridden("on_load_checkpoint", module),
+        )  # fmt: skip
         if training:
             pipeline.resume(stood)
         return rest
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the module."""
+        """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""
+        self._running.checkpoints.apply(checkpoint.get("state_dict"))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
+        """Nothing is left to do: they were filled with the module."""
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:

@@ -13,11 +13,12 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.checkpoint.added import added_to, writers_of
 from lightning_pipeline.checkpoint.background import Background
-from lightning_pipeline.checkpoint.layout import OURS, is_folder, optimizer_key
-from lightning_pipeline.checkpoint.load import Target, load_folder
+from lightning_pipeline.checkpoint.layout import MODEL, OURS, is_folder, optimizer_key
+from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
 from lightning_pipeline.checkpoint.optimizers import bare, groups_of
-from lightning_pipeline.checkpoint.plain import load_file
+from lightning_pipeline.checkpoint.plain import open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.checkpoint.safe import is_plain
@@ -57,6 +58,8 @@ class Holdings:
         schedulers: The optimizer of each LR scheduler, by index.
         order: All parameter names of the module, tied ones once.
         parameters: All parameter names of the module.
+        extra: Names of the extra state of modules that this rank has.
+        load_extra: Gives modules their extra state, by name.
         position: This replica's random states and loaders; asked on one rank of a replica.
         topology: How the run is spread over ranks, for the manifest.
     """
@@ -67,6 +70,8 @@ class Holdings:
     schedulers: Sequence[int]
     order: Sequence[str]
     parameters: Collection[str]
+    extra: Collection[str]
+    load_extra: Callable[[Mapping[str, Any]], None]
     position: Callable[[], Any]
     topology: Mapping[str, Any]
 
@@ -93,6 +98,7 @@ class Checkpoints:
         self._background = Background()
         self.retention = Retention(self._background.later)
         self._warned: set[str] = set()
+        self._opened: Opened | None = None
 
     # Saving
 
@@ -115,14 +121,18 @@ class Checkpoints:
         self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
 
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
-        tensors, aliases = without_ties(held.tensors)
-        if self._replica != 0:  # parameters are alike; of buffers those of the first replica count
+        given: Mapping[str, Any] = dumped.get("state_dict", held.tensors)
+        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held, given))
+        own.sort(key=lambda entry: (entry["replica"], entry["rank"]))
+        writers = writers_of([entry["added"] for entry in own if entry["replica"] == 0])
+        mine = {name: v for name, v in given.items() if writers.get(name, self._rank) == self._rank}
+        tensors, aliases = without_ties({k: v for k, v in mine.items() if isinstance(v, Tensor)})
+        if self._replica != 0:  # parameters are alike; of all else that of the first replica counts
             tensors = {name: tensor for name, tensor in tensors.items() if name in held.parameters}
-        state: dict[str, dict[str, Any]] = {"model": dict(tensors)}
+        state: dict[str, dict[str, Any]] = {MODEL: dict(tensors)}
         for index, flat in enumerate(dumped.get("optimizer_states", ())):
             if flat:
                 state[optimizer_key(index)] = dict(flat)
-        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held))
         meta = self._meta(dumped, held, own) if self._ranks.leads else b""
         about = {
             "step": int(dumped.get("global_step", 0)),
@@ -131,7 +141,7 @@ class Checkpoints:
         }
         return Part(state, self._rank, aliases, meta, about)
 
-    def _told(self, dumped: Mapping[str, Any], held: Holdings) -> dict[str, Any]:
+    def _told(self, dumped: Mapping[str, Any], held: Holdings, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is no tensor and differs between ranks or replicas."""
         speaks = self._rank == self._numbering.last
         return {
@@ -142,17 +152,20 @@ class Checkpoints:
             if "optimizer_states" in dumped
             else [],
             "position": held.position() if speaks else None,
+            "added": added_to(given, held.tensors) if self._replica == 0 else {},
         }
 
     def _meta(self, dumped: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]) -> bytes:
         rest = {k: v for k, v in dumped.items() if k not in ("state_dict", "optimizer_states")}
-        first = sorted((entry for entry in told if entry["replica"] == 0), key=lambda entry: entry["rank"])
-        speaking = sorted((entry for entry in told if entry["position"]), key=lambda entry: entry["replica"])
+        first = [entry for entry in told if entry["replica"] == 0]
+        speaking = [entry for entry in told if entry["position"]]
+        added = {name: entry for rank in first for name, entry in rank["added"].items()}
         rest[OURS] = {
             "ranks": [{key: entry[key] for key in ("lr_schedulers", "groups")} for entry in first],
             "replicas": [entry["position"] for entry in speaking],
             "order": list(held.order),
             "schedulers": list(held.schedulers),
+            "extra": {name: entry.value for name, entry in added.items() if not entry.is_tensor},
         }
         self._warn_of_objects(rest)
         return as_bytes(rest)
@@ -169,7 +182,9 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, path: Path, held: Holdings, *, strict: bool, training: bool) -> tuple[dict[str, Any], Any]:
+    def load(
+        self, path: Path, held: Holdings, *, strict: bool, training: bool, edited: bool = False
+    ) -> tuple[dict[str, Any], Any]:
         """Fill this rank's tensors, and in training its optimizers.
 
         Args:
@@ -177,6 +192,8 @@ class Checkpoints:
             held: What to fill.
             strict: Whether every name must fit.
             training: Whether the run goes on with optimizers.
+            edited: Whether the user may edit the `state_dict` first; it is then in what is returned, whole,
+                and `apply` does the rest.
 
         Returns:
             What Lightning restores from, and where this replica stood in its data, if that was saved.
@@ -188,17 +205,38 @@ class Checkpoints:
         optimizers = [bare(optimizer) for optimizer in held.optimizers] if training else []
         target = Target(
             held.tensors, optimizers, held.names, strict=strict, trust=self._options.trust,
-            checksums=self._options.integrity != "off",
+            checksums=self._options.integrity != "off", extra=held.extra, load_extra=held.load_extra,
         )  # fmt: skip
-        if not self._ranks.leader(f"loading {path}", lambda: is_folder(path)):
-            return load_file(path, target, self._ranks, held.order), None
-        meta = load_folder(path, target, self._ranks)
+        folder = self._ranks.leader(f"loading {path}", lambda: is_folder(path))
+        if folder:
+            found = open_folder(path, target, self._ranks, editable=edited)
+        else:
+            found = open_file(path, target, self._ranks, held.order)
+        meta = dict(found.meta)
+        if edited:
+            meta["state_dict"] = found.states()
+            self._opened = found
+        else:
+            found.apply()
         own = meta.pop(OURS, {})
         if training and meta.get("lr_schedulers") and own.get("ranks"):
             groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
             meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
+
+    def apply(self, states: Mapping[str, Any] | None) -> None:
+        """Put what `load` opened into use, where that was left for later.
+
+        Args:
+            states: The `state_dict` that `load` gave, as the user left it.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.apply(states or {})
 
     # The end
 

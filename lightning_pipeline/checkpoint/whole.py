@@ -20,6 +20,7 @@ def save_whole(
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
     schedulers: Sequence[int],
+    order: Sequence[str],
     stood: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
@@ -32,6 +33,7 @@ def save_whole(
         optimizers: With this rank's parameters.
         names: Of the parameters whose state this rank writes, by `id`.
         schedulers: The optimizer of each LR scheduler, by index.
+        order: All parameter names of the module.
         stood: Where this replica stood in its data when the run ended.
 
     Raises:
@@ -44,10 +46,20 @@ def save_whole(
         store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
     options = Options(options.integrity, options.trust, False, options.timeout)
     checkpoints = Checkpoints(options, numbering, store)
-    order = list(dumped["state_dict"])
     topology = {"ranks": numbering.num_ranks}
-    held = Holdings(state, optimizers, names, schedulers, order, order, lambda: stood, topology)
+    held = Holdings(
+        state,
+        optimizers,
+        names,
+        schedulers,
+        order,
+        set(order),
+        set(),
+        lambda _: None,
+        lambda: stood,
+        topology,
+    )
     try:
-        checkpoints.save(path, dumped, held)
+        checkpoints.save(path, {**dumped, "state_dict": state}, held)
     finally:
         checkpoints.close(failed=False)
