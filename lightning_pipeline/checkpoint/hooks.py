@@ -108,6 +108,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
         placement, numbering = self._layout()
+        own = pipeline.own_state()
         topology = {
             "ranks": placement.num_ranks,
             "stages": placement.num_stages,
@@ -115,12 +116,13 @@ class CheckpointHooks(Answers, ParallelStrategy):
             "schedule": repr(self._settings.schedule),
         }
         return Holdings(
-            tensors=pipeline.held_state() if whole else pipeline.own_state(),
+            tensors=pipeline.held_state() if whole else own,
             optimizers=self.optimizers,
             names=self._names,
             schedulers=self._scheduled(),
             order=pipeline.order,
             parameters=set(pipeline.order),
+            owned=set(own),
             extra=extra_names(module),
             load_extra=partial(load_extra_states, module),
             position=self._position,

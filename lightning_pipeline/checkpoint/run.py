@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.added import added_to, writers_of
 from lightning_pipeline.checkpoint.background import Background
+from lightning_pipeline.checkpoint.differing import at, different, joined, tensor_digests
 from lightning_pipeline.checkpoint.layout import MODEL, OURS, is_folder, optimizer_key
 from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
 from lightning_pipeline.checkpoint.optimizers import bare, groups_of
@@ -58,6 +59,7 @@ class Holdings:
         schedulers: The optimizer of each LR scheduler, by index.
         order: All parameter names of the module, tied ones once.
         parameters: All parameter names of the module.
+        owned: Names of parameters and buffers of which this rank has the true values.
         extra: Names of the extra state of modules that this rank has.
         load_extra: Gives modules their extra state, by name.
         position: This replica's random states and loaders; asked on one rank of a replica.
@@ -70,10 +72,16 @@ class Holdings:
     schedulers: Sequence[int]
     order: Sequence[str]
     parameters: Collection[str]
+    owned: Collection[str]
     extra: Collection[str]
     load_extra: Callable[[Mapping[str, Any]], None]
     position: Callable[[], Any]
     topology: Mapping[str, Any]
+
+
+def _rest(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning dumped beside model and optimizers."""
+    return {key: value for key, value in dumped.items() if key not in ("state_dict", "optimizer_states")}
 
 
 class Checkpoints:
@@ -133,7 +141,8 @@ class Checkpoints:
         for index, flat in enumerate(dumped.get("optimizer_states", ())):
             if flat:
                 state[optimizer_key(index)] = dict(flat)
-        meta = self._meta(dumped, held, own) if self._ranks.leads else b""
+        whole = self._joined(path, dumped, own)
+        meta = self._meta(whole, held, own) if self._ranks.leads else b""
         about = {
             "step": int(dumped.get("global_step", 0)),
             "epoch": int(dumped.get("epoch", 0)),
@@ -153,10 +162,29 @@ class Checkpoints:
             else [],
             "position": held.position() if speaks else None,
             "added": added_to(given, held.tensors) if self._replica == 0 else {},
+            "owned": list(held.owned),
+            "digests": tensor_digests(_rest(dumped)),
         }
 
+    def _joined(
+        self, path: Path, dumped: Mapping[str, Any], told: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """What Lightning dumped, with what stages hold different parts of put together on the leader."""
+        first = [entry for entry in told if entry["replica"] == 0]
+        places = different([entry["digests"] for entry in first])
+        found: list[dict[str, Any]] = [_rest(dumped)]
+        if places:
+            owners = {name: entry["rank"] for entry in first for name in entry["owned"]}
+            own = (self._rank, at(found[0], places)) if self._replica == 0 else None
+
+            def join(parts: list[Any]) -> None:
+                found[0] = joined(found[0], dict(part for part in parts if part is not None), owners)
+
+            self._ranks.collect(f"saving {path}", lambda: own, join)
+        return found[0]
+
     def _meta(self, dumped: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]) -> bytes:
-        rest = {k: v for k, v in dumped.items() if k not in ("state_dict", "optimizer_states")}
+        rest = dict(dumped)
         first = [entry for entry in told if entry["replica"] == 0]
         speaking = [entry for entry in told if entry["position"]]
         added = {name: entry for rank in first for name, entry in rank["added"].items()}

@@ -46,19 +46,11 @@ def save_whole(
         store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
     options = Options(options.integrity, options.trust, False, options.timeout)
     checkpoints = Checkpoints(options, numbering, store)
-    topology = {"ranks": numbering.num_ranks}
     held = Holdings(
-        state,
-        optimizers,
-        names,
-        schedulers,
-        order,
-        set(order),
-        set(),
-        lambda _: None,
-        lambda: stood,
-        topology,
-    )
+        tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
+        parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
+        position=lambda: stood, topology={"ranks": numbering.num_ranks},
+    )  # fmt: skip
     try:
         checkpoints.save(path, {**dumped, "state_dict": state}, held)
     finally:

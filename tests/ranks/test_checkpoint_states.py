@@ -1,14 +1,19 @@
 """What a checkpoint keeps beside parameters: buffers, extra state, state of callbacks and optimizers."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 
 from lightning_pipeline.checkpoint.consolidate import to_file
+from lightning_pipeline.checkpoint.differing import at, different, joined, tensor_digests
+from lightning_pipeline.checkpoint.reader import Reader
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import state_of
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -120,3 +125,107 @@ def test_extra_state_and_edits_of_a_state_dict_are_kept(ranks: Ranks, tmp_path: 
     for name, value in found[1]["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], value)
     assert resumed["seen"] == found[1]["seen"]
+
+
+class Average(Callback):
+    """An average of each parameter that it finds, as most users write it, and a tensor under no name."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.own = dict(pl_module.named_parameters())
+        found = getattr(self, "loaded", {})
+        self.average = {**found, **{n: p.detach() * 0 for n, p in self.own.items() if n not in found}}
+        self.total = torch.zeros(1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for name, parameter in self.own.items():
+            self.average[name] = 0.9 * self.average[name] + 0.1 * parameter.detach()
+            self.total = self.total + float(parameter.detach().sum())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"average": dict(self.average), "total": self.total, "count": len(self.own)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.loaded = state_dict["average"]
+
+
+def fit_averaging(pipeline: dict[str, Any] | None, folder: str) -> list[dict[str, Any]]:
+    found = []
+    for steps in (2, 4, 6):
+        path = f"{folder}/{steps - 2}" if pipeline is not None and steps > 2 else None
+        average = Average()
+        run = trainer(pipeline, max_epochs=-1, max_steps=steps, callbacks=[average])
+        run.fit(Small(), loader(16), ckpt_path=path)
+        run.save_checkpoint(f"{folder}/{steps}")
+        found.append({name: average.average[name].clone() for name in average.own})
+    return found
+
+
+def test_state_of_a_callback_by_parameter_name_is_kept_from_all_stages(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit_averaging(None, str(tmp_path / "one"))
+    by_rank = ranks(2)(fit_averaging, TWO, str(tmp_path))
+    for one, *parts in zip(expected, *by_rank, strict=True):
+        found = {name: value for part in parts for name, value in part.items()}
+        assert found.keys() == one.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(found[name], value)
+
+
+def test_tensors_under_no_name_are_told_of() -> None:
+    first, second = ({"callbacks": {"A": {"x": value}}} for value in (torch.ones(1), torch.zeros(1)))
+    places = different([tensor_digests(first), tensor_digests(second)])
+    parts = {1: at(first, places), 0: at(second, places)}
+    with pytest.warns(UserWarning, match="the state of A differs between stages in x"):
+        whole = joined(first, parts, {"x.weight": 0})
+    assert torch.equal(whole["callbacks"]["A"]["x"], torch.ones(1))
+    assert different([tensor_digests({"a": 1}), tensor_digests({"a": 2})]) == []
+
+
+class Buffered(Small):
+    """Buffers on each stage and outside of units, and a weight on the first and the last stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 6), nn.BatchNorm1d(6),
+            nn.Linear(6, 6, bias=False), nn.Linear(6, 3),
+        ).double()  # fmt: skip
+        self.net[4].weight = self.net[0].weight
+        self.register_buffer("outside", torch.full((2,), 5.0))
+
+
+def fit_buffered(pipeline: dict[str, Any] | None, steps: int, path: str | None, save: str) -> dict[str, Any]:
+    module, run = Buffered(), trainer(pipeline, max_epochs=-1, max_steps=steps)
+    run.fit(module, loader(24), ckpt_path=path)
+    run.strategy.barrier()
+    held = {name: value.clone() for name, value in module.state_dict().items()}
+    run.save_checkpoint(save)
+    return held
+
+
+def fit_buffered_twice(folder: str) -> list[dict[str, Any]]:
+    cut = {**TWO, "partition": ["net.2"]}
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    run = trainer(cut, max_epochs=-1, max_steps=2, enable_checkpointing=True, callbacks=[saver])
+    run.fit(Buffered(), loader(24))
+    return [fit_buffered(cut, n, f"{folder}/step=2.ckpt", f"{folder}/{n}.ckpt") for n in (2, 3)]
+
+
+def test_buffers_of_all_stages_and_ties_between_them_are_kept(ranks: Ranks, tmp_path: Path) -> None:
+    expected = [fit_buffered(None, n, None, str(tmp_path / "one.ckpt")) for n in (2, 3)]
+    for found in ranks(2)(fit_buffered_twice, str(tmp_path)):
+        for steps, entry in zip(expected, found, strict=True):
+            assert entry.keys() == steps.keys()
+            for name, value in steps.items():
+                torch.testing.assert_close(entry[name], value)
+    manifest = json.loads((tmp_path / "step=2.ckpt" / "manifest.json").read_text())
+    assert {"model.net.1.running_mean", "model.net.3.running_mean", "model.outside"} <= set(
+        manifest["tensors"]
+    )
+    reader = Reader(tmp_path / "step=2.ckpt", trust=False)
+    assert reader.place_of("model.net.0.weight") == reader.place_of("model.net.4.weight")
+    assert "optimizer_0.state.net.4.weight.exp_avg" not in reader.entries
+    to_file(tmp_path / "step=2.ckpt", tmp_path / "back.ckpt", trust=False)
+    back = Buffered.load_from_checkpoint(tmp_path / "back.ckpt")
+    assert back.net[4].weight is back.net[0].weight
+    for name, value in expected[0].items():
+        torch.testing.assert_close(back.state_dict()[name], value)
