@@ -1,5 +1,6 @@
 """The strategy's hooks for checkpoints."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.commit import discard
 from lightning_pipeline.checkpoint.layout import local_path
 from lightning_pipeline.checkpoint.optimizers import bare, flat_state
 from lightning_pipeline.checkpoint.run import Holdings, options_of
@@ -159,8 +161,13 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.remove(local_path(filepath))
+        if not self.is_global_zero:
+            return
+        path = local_path(filepath)
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.retention.remove(path)
+        elif os.path.lexists(path):  # callbacks do so in `teardown`, after the run
+            discard(path)
 
     def _link_checkpoint(self, target: str, link: str) -> None:
         if self.is_global_zero:
