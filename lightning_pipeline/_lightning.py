@@ -46,6 +46,7 @@ __all__ = [
     "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
+    "count_as_existing",
     "evaluation_loop",
     "gather_over",
     "is_interrupted",
@@ -263,6 +264,21 @@ def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) ->
     given: Any = callback
     given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
     return lambda: vars(callback).pop("_link_checkpoint", None) and None
+
+
+def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> None:
+    """Let the version counter of `ModelCheckpoint` see what has no name on disk yet. Since 2.3.
+
+    Args:
+        callback: Of the run that begins.
+        coming: Whether a path will be a checkpoint; must say the same on every rank.
+    """
+    exists = type(callback).file_exists  # not what a run before has put on the instance
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        return exists(callback, filepath, trainer) or coming(filepath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
 
 
 def loader_ran_ahead(loop: Any) -> list[Any]:

@@ -43,6 +43,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             if isinstance(callback, ModelCheckpoint):
                 local_path(callback.dirpath or "")
                 _lightning.link_through(callback, self._link_checkpoint)
+                _lightning.count_as_existing(callback, self._is_coming)
 
     @property
     @override
@@ -161,15 +162,15 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if not self.is_global_zero:
-            return
         path = local_path(filepath)
         if self._pipeline is not None:
-            self._pipeline.checkpoints.retention.remove(path)
-        elif os.path.lexists(path):  # callbacks do so in `teardown`, after the run
+            self._pipeline.checkpoints.remove(path)
+        elif self.is_global_zero and os.path.lexists(path):  # callbacks do so in `teardown`, after the run
             discard(path)
 
     def _link_checkpoint(self, target: str, link: str) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.link(Path(target), Path(link))
+        self._running.checkpoints.link(Path(target), Path(link))
         self.barrier()
+
+    def _is_coming(self, path: Any) -> bool:
+        return self._pipeline is not None and self._pipeline.checkpoints.is_coming(local_path(path))

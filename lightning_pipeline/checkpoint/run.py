@@ -91,7 +91,8 @@ class Checkpoints:
         self._ranks = Ranks(group, store, rank, options.timeout, name)
         self._rank, self._replica, _ = numbering.coordinates(rank)
         self._background = Background()
-        self.retention = Retention(self._background.later)
+        self._retention = Retention(self._background.later)
+        self._coming: set[Path] = set()
         self._warned: set[str] = set()
 
     # Saving
@@ -112,7 +113,25 @@ class Checkpoints:
         if not self._options.in_background:
             write(part, path, self._ranks, self._options.integrity)
             return
+        self._coming = {path.absolute()}
         self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
+
+    def link(self, target: Path, link: Path) -> None:
+        """Make a link lead to a checkpoint, once the save in flight is complete."""
+        if self._coming:
+            self._coming.add(link.absolute())
+        if self._ranks.leads:
+            self._retention.link(target, link)
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, once the save in flight is complete."""
+        self._coming.discard(path.absolute())
+        if self._ranks.leads:
+            self._retention.remove(path)
+
+    def is_coming(self, path: Path) -> bool:
+        """Whether the last save in the background gives a path its name, or has. The same on every rank."""
+        return path.absolute() in self._coming
 
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
         tensors, aliases = without_ties(held.tensors)
