@@ -60,6 +60,7 @@ __all__ = [
     "logging_step",
     "make_launcher",
     "moves_batches_itself",
+    "on_requeue",
     "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
@@ -149,6 +150,29 @@ def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]
             vars(owner).pop(name, None)
 
     return undo
+
+
+def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Call `told` when SLURM's signal to save and to requeue arrives, in place of Lightning's doing so.
+
+    Lightning saves in the handler, where each rank is somewhere else in a step. Since 1.6. To be deleted when
+    a strategy may bring its own handling.
+
+    Returns:
+        What saves and requeues; and what undoes this.
+    """
+    connector: Any = trainer._signal_connector
+    requeue = type(connector)._slurm_sigusr_handler_fn
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: told()
+
+    def undo() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return lambda: requeue(connector, _requeue_signal(trainer), None), undo
+
+
+def _requeue_signal(trainer: Trainer) -> Any:
+    return getattr(trainer.strategy.cluster_environment, "requeue_signal", None)  # type: ignore[attr-defined]
 
 
 def set_received_sigterm(trainer: Trainer) -> None:

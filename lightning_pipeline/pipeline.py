@@ -104,9 +104,9 @@ class Pipeline:
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
         self.order = [name for name, _ in self._module.named_parameters()]
-        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
-        self._undo.append(together.watch_sigterm(trainer))
+        self._undo.append(together.watch_signals(trainer))
         self._together = together
         first = first_arguments(trainer)
         if trainer.training:

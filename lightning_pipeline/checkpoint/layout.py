@@ -24,9 +24,7 @@ OURS = "lightning_pipeline"
 
 MODEL = "model"
 _MARKS = ("partial", "old", "data")
-_LEFTOVER = re.compile(
-    r"^(?:.+\.)?lp-(?P<mark>partial|old|data)-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-[0-9a-f]+$"
-)
+_LEFTOVER = re.compile(r"^(?:.+\.)?lp-(?P<mark>partial|old|data)-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-[0-9a-f]+$")
 
 
 def optimizer_key(index: int) -> str:

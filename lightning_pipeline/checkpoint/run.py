@@ -1,7 +1,8 @@
 """The checkpoints of one run: what the strategy's hooks call."""
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -93,6 +94,7 @@ class Checkpoints:
         self._background = Background()
         self._retention = Retention(self._background.later)
         self._coming: set[Path] = set()
+        self._at_once = False
         self._warned: set[str] = set()
 
     # Saving
@@ -110,11 +112,20 @@ class Checkpoints:
         """
         self._background.wait()
         part = self._part(path, dumped, held)
-        if not self._options.in_background:
+        if self._at_once or not self._options.in_background:
             write(part, path, self._ranks, self._options.integrity)
             return
         self._coming = {path.absolute()}
         self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a save is complete when it returns, also with `async_save=True`."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
 
     def link(self, target: Path, link: Path) -> None:
         """Make a link lead to a checkpoint, once the save in flight is complete."""
