@@ -18,6 +18,7 @@ from lightning_pipeline.checkpoint.run import Checkpoints, options_of
 from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.feed import Feed
+from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
 from lightning_pipeline.logging import LogRecorder, ReportChannel
@@ -46,7 +47,7 @@ from lightning_pipeline.splitting import (
 )
 from lightning_pipeline.step import Plans, StepRunner, split_arguments, trains_batch_norm
 from lightning_pipeline.summary import summarize_before_split
-from lightning_pipeline.together import KeepTogether
+from lightning_pipeline.together import KeepTogether, LowersGuards
 
 
 class Pipeline:
@@ -110,9 +111,9 @@ class Pipeline:
         self._together = together
         first = first_arguments(trainer)
         if trainer.training:
-            self._undo.append(self.position.install())
-            self._undo.append(summarize_before_split(trainer))
-            self._add_callback(trainer, together)
+            self._undo += [self.position.install(), summarize_before_split(trainer)]
+            self._undo.append(equal_groups(self.any_of))
+            self._add_callbacks(trainer, LowersGuards(self), together)
         if first is None:
             return
         step, args = first
@@ -132,10 +133,10 @@ class Pipeline:
             _lightning.silence_sync_dist_advice()
         self._connect(recorder, number)
 
-    def _add_callback(self, trainer: Trainer, callback: Callback) -> None:
+    def _add_callbacks(self, trainer: Trainer, first: Callback, last: Callback) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks.append(callback)
-        self._undo.append(lambda: callbacks.remove(callback))
+        callbacks[:] = [first, *callbacks, last]
+        self._undo += [lambda: callbacks.remove(first), lambda: callbacks.remove(last)]
 
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":

@@ -43,6 +43,21 @@ class Saves(Protocol):
         ...
 
 
+class LowersGuards(Callback):
+    """Added by the strategy, before all others: hooks at an epoch's end may look at one stage's parameters.
+
+    Args:
+        ranks: Whose guards those are.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ranks.around_batch(False)
+
+
 class KeepTogether(Callback):
     """Added by the strategy.
 
@@ -124,7 +139,6 @@ class KeepTogether(Callback):
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._ranks.around_batch(False)
         self._stop_together(trainer)
 
     @override
