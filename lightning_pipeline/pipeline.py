@@ -390,7 +390,8 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole(self.own_state(), outlets)
+        with self._watched("gathering the weights of all stages"):
+            whole = gather_whole(self.own_state(), outlets)
         move(self._module, torch.device("cpu"))
         with torch.no_grad():
             for name, tensor in held_states(self._module).items():
