@@ -134,7 +134,7 @@ def steps_during_a_save(folder: Path, state: dict[str, torch.Tensor], ranks: Ran
     started = time.perf_counter()
     staged = part.staged()
     stall = time.perf_counter() - started
-    background.start(lambda: write(staged, folder / "async.ckpt", ranks, "sha256"))
+    background.start(lambda pace: write(staged, folder / "async.ckpt", ranks, "sha256", pace))
     going = torch.ones(1)
     busy: list[float] = []
     while going.item():

@@ -19,6 +19,7 @@ from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.extras import Owns, extra_states, owned_by
 from lightning_pipeline.feed import Feed
+from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
 from lightning_pipeline.logging import LogRecorder, ReportChannel
@@ -48,7 +49,7 @@ from lightning_pipeline.splitting import (
 )
 from lightning_pipeline.step import Plans, StepRunner, split_arguments, trains_batch_norm
 from lightning_pipeline.summary import summarize_before_split
-from lightning_pipeline.together import KeepTogether
+from lightning_pipeline.together import KeepTogether, LowersGuards
 
 
 class Pipeline:
@@ -106,15 +107,15 @@ class Pipeline:
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
         self.order = [name for name, _ in self._module.named_parameters()]
-        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
-        self._undo.append(together.watch_sigterm(trainer))
+        self._undo.append(together.watch_signals(trainer))
         self._together = together
         first = first_arguments(trainer)
         if trainer.training:
-            self._undo.append(self.position.install())
-            self._undo.append(summarize_before_split(trainer))
-            self._add_callback(trainer, together)
+            self._undo += [self.position.install(), summarize_before_split(trainer)]
+            self._undo.append(equal_groups(self.any_of))
+            self._add_callbacks(trainer, LowersGuards(self), together)
         if first is None:
             return
         step, args = first
@@ -134,10 +135,10 @@ class Pipeline:
             _lightning.silence_sync_dist_advice()
         self._connect(recorder, number)
 
-    def _add_callback(self, trainer: Trainer, callback: Callback) -> None:
+    def _add_callbacks(self, trainer: Trainer, first: Callback, last: Callback) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks.append(callback)
-        self._undo.append(lambda: callbacks.remove(callback))
+        callbacks[:] = [first, *callbacks, last]
+        self._undo += [lambda: callbacks.remove(first), lambda: callbacks.remove(last)]
 
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":
@@ -167,8 +168,8 @@ class Pipeline:
         self._undo.append(lambda: self.around_batch(False))
         self._start_equal()
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
-        self._undo.append(metrics.restore)
-        self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
+        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
+        self._undo += [metrics.restore, epoch_end.restore]
         reports = ReportChannel(self._from_last, self._from_last.group, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
@@ -243,10 +244,6 @@ class Pipeline:
     def owns(self) -> Owns:
         """Whether this rank has the true state of a module that is neither parameter nor buffer."""
         return owned_by(self._cut.partition if self._is_split else None, self._stages)
-
-    def held_state(self) -> dict[str, Tensor]:
-        """What this rank fills from a checkpoint: copies of shared parameters too."""
-        return held_states(self._module)
 
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
@@ -395,6 +392,7 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole({**self.own_state(), **extra_states(self._module, self.owns())}, outlets)
+        with self._watched("gathering the weights of all stages"):
+            whole = gather_whole({**self.own_state(), **extra_states(self._module, self.owns())}, outlets)
         fill_whole(self._module, whole)
         self.split.restore(whole)

@@ -379,16 +379,19 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
-        self.note_position()
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            pipeline.close()
-        _lightning.optimizers_to_device(self.optimizers, torch.device("cpu"))
-        if self.cluster_environment is not None:
-            self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        if self.accelerator is not None:
-            self.accelerator.teardown()
+        try:
+            self.finish_saving()
+        finally:
+            self.note_position()
+            pipeline, self._pipeline = self._pipeline, None
+            if pipeline is not None:
+                pipeline.close()
+            _lightning.optimizers_to_device(self.optimizers, torch.device("cpu"))
+            if self.cluster_environment is not None:
+                self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            if self.accelerator is not None:
+                self.accelerator.teardown()
 
 
 PipelineStrategy.register_strategies(StrategyRegistry)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.checkpoint.load import Target, load_folder
 from lightning_pipeline.checkpoint.optimizers import flat_state, groups_of, names_by_identity
+from lightning_pipeline.checkpoint.pace import Pace
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.save import Part, as_bytes, without_ties, write
 
@@ -47,9 +48,15 @@ def part_of(seed: int, rank: int = 0) -> Part:
     return Part(state, rank, aliases, meta, {**ABOUT, "step": seed})
 
 
-def save(path: Path, seed: int, ranks: Ranks | None = None, integrity: str = "sha256") -> None:
+def save(
+    path: Path,
+    seed: int,
+    ranks: Ranks | None = None,
+    integrity: str = "sha256",
+    pace: Pace | None = None,
+) -> None:
     ranks = ranks or alone()
-    write(part_of(seed, ranks.rank), path, ranks, integrity)
+    write(part_of(seed, ranks.rank), path, ranks, integrity, pace)
 
 
 def load(

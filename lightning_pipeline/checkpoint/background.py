@@ -8,6 +8,8 @@ from contextlib import suppress
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_pipeline.checkpoint.pace import Pace
+
 
 def _step_back() -> None:
     """Let training have the cores: on Linux a thread has a priority of its own."""
@@ -21,28 +23,32 @@ class Background:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
+        self._pace = Pace()
         self._error: BaseException | None = None
         self._after: list[Callable[[], None]] = []
         self._lock = threading.Lock()
         self._busy = False
 
-    def start(self, work: Callable[[], None]) -> None:
+    def start(self, work: Callable[[Pace], None]) -> None:
         """Do it; waits for what is in flight.
+
+        Args:
+            work: Enters what it is given around each piece of what it does.
 
         Raises:
             BaseException: What the work before raised.
         """
         self.wait()
-        self._busy = True
+        self._busy, self._pace = True, Pace()
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 
-    def _run(self, work: Callable[[], None]) -> None:
+    def _run(self, work: Callable[[Pace], None]) -> None:
         _step_back()
         try:
-            work()
+            work(self._pace)
         except BaseException as error:  # raised by `check` in the main thread
-            self._error = error
+            self._failed(error)
         while True:
             with self._lock:
                 if not self._after or self._error is not None:
@@ -53,11 +59,21 @@ class Background:
             try:
                 action()
             except BaseException as error:
-                self._error = error
+                self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = error
 
     def later(self, action: Callable[[], None]) -> None:
-        """Run an action once the work in flight went well; at once when there is none."""
+        """Run an action once the work in flight went well; at once when there is none.
+
+        When the work failed it is dropped, also before anybody was told: the checkpoint that it would remove
+        may be the last good one.
+        """
         with self._lock:
+            if self._error is not None:
+                return
             if self._busy:
                 self._after.append(action)
                 return
@@ -69,9 +85,11 @@ class Background:
         Raises:
             BaseException: What the work raised.
         """
-        if self._error is not None and not self._busy:
+        with self._lock:
+            if self._error is None or self._busy:
+                return
             error, self._error = self._error, None
-            raise error
+        raise error
 
     def wait(self) -> None:
         """Wait for what is in flight.
@@ -80,6 +98,7 @@ class Background:
             BaseException: What it raised.
         """
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join()
             self._thread = None
         self.check()
@@ -87,6 +106,7 @@ class Background:
     def abandon(self, seconds: float) -> None:
         """After a failure of the run: give it some time, and say what became of it."""
         if self._thread is not None:
+            self._pace.hurry()
             self._thread.join(seconds)
             if self._thread.is_alive():
                 rank_zero_warn("the checkpoint in flight was not finished; the one before it stands")

@@ -4,6 +4,7 @@ import hashlib
 import io
 import zlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import IO, Any, Protocol
 
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.mapped import MappedFile
+from lightning_pipeline.checkpoint.pace import Pace
 
 _BLOCK = 4 << 20
 _FAULT_AFTER = 256  # bytes of a shard after which the point `during` comes
@@ -78,10 +80,11 @@ class HashingStream(io.RawIOBase):
     Args:
         path: New file.
         integrity: Kind of checksum.
+        pace: Entered around each piece of work.
     """
 
-    def __init__(self, path: Path, integrity: str) -> None:
-        self._file = path.open("wb")
+    def __init__(self, path: Path, integrity: str, pace: Pace | None = None) -> None:
+        self._file, self._pace = path.open("wb"), pace or nullcontext()
         self._digest = new_digest(integrity)
         self.size = 0
         self.error: OSError | None = None
@@ -101,10 +104,16 @@ class HashingStream(io.RawIOBase):
     @override
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
+        for start in range(0, view.nbytes, _BLOCK):
+            with self._pace:
+                self._write_block(view[start : start + _BLOCK])
+        return view.nbytes
+
+    def _write_block(self, block: memoryview) -> None:
         before = self.size
         try:
-            self._file.write(view)
-            self.size += view.nbytes
+            self._file.write(block)
+            self.size += block.nbytes
             if before <= _FAULT_AFTER < self.size:
                 self._file.flush()
                 faults.point("save.shard.during")
@@ -112,8 +121,7 @@ class HashingStream(io.RawIOBase):
             self.error = self.error or error
             raise
         if self._digest is not None:
-            self._digest.update(view)
-        return view.nbytes
+            self._digest.update(block)
 
     @override
     def flush(self) -> None:

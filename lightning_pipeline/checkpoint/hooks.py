@@ -1,5 +1,6 @@
 """The strategy's hooks for checkpoints."""
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.commit import discard
 from lightning_pipeline.checkpoint.layout import local_path
 from lightning_pipeline.checkpoint.optimizers import bare, flat_state
 from lightning_pipeline.checkpoint.run import Holdings, options_of
@@ -23,6 +25,7 @@ from lightning_pipeline.checkpoint.whole import save_whole
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.extras import extra_names, extra_states, load_extra_states
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.splitting import held_states
 
 
 class CheckpointHooks(Answers, ParallelStrategy):
@@ -44,6 +47,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             if isinstance(callback, ModelCheckpoint):
                 local_path(callback.dirpath or "")
                 _lightning.link_through(callback, self._link_checkpoint)
+                _lightning.count_as_existing(callback, self._is_coming)
 
     @property
     @override
@@ -98,6 +102,20 @@ class CheckpointHooks(Answers, ParallelStrategy):
                 self._scheduled(), self._order(), self._stood,
             )  # fmt: skip
 
+    def finish_saving(self) -> None:
+        """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
+
+        Raises:
+            CheckpointWriteError: It was not written; the other ranks are told that this one fails.
+        """
+        pipeline = self._pipeline
+        try:
+            if pipeline is not None:
+                pipeline.checkpoints.finish()
+        except BaseException as error:
+            self.on_exception(error)
+            raise
+
     def note_position(self) -> None:
         """Before a run ends: where it stands, for a save that comes later."""
         if self._pipeline is not None and not self._alone:
@@ -116,7 +134,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             "schedule": repr(self._settings.schedule),
         }
         return Holdings(
-            tensors=pipeline.held_state() if whole else own,
+            tensors=held_states(module) if whole else own,
             optimizers=self.optimizers,
             names=self._names,
             schedulers=self._scheduled(),
@@ -168,10 +186,15 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.remove(local_path(filepath))
+        path = local_path(filepath)
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.remove(path)
+        elif self.is_global_zero and os.path.lexists(path):  # callbacks do so in `teardown`, after the run
+            discard(path)
 
     def _link_checkpoint(self, target: str, link: str) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.link(Path(target), Path(link))
+        self._running.checkpoints.link(Path(target), Path(link))
         self.barrier()
+
+    def _is_coming(self, path: Any) -> bool:
+        return self._pipeline is not None and self._pipeline.checkpoints.is_coming(local_path(path))

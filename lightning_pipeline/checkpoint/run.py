@@ -1,7 +1,8 @@
 """The checkpoints of one run: what the strategy's hooks call."""
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -104,7 +105,9 @@ class Checkpoints:
         self._ranks = Ranks(group, store, rank, options.timeout, name)
         self._rank, self._replica, _ = numbering.coordinates(rank)
         self._background = Background()
-        self.retention = Retention(self._background.later)
+        self._retention = Retention(self._background.later)
+        self._coming: set[Path] = set()
+        self._at_once = False
         self._warned: set[str] = set()
         self._opened: Opened | None = None
 
@@ -123,10 +126,37 @@ class Checkpoints:
         """
         self._background.wait()
         part = self._part(path, dumped, held)
-        if not self._options.in_background:
+        if self._at_once or not self._options.in_background:
             write(part, path, self._ranks, self._options.integrity)
             return
+        self._coming = {path.absolute()}
         self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a save is complete when it returns, also with `async_save=True`."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def link(self, target: Path, link: Path) -> None:
+        """Make a link lead to a checkpoint, once the save in flight is complete."""
+        if self._coming:
+            self._coming.add(link.absolute())
+        if self._ranks.leads:
+            self._retention.link(target, link)
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, once the save in flight is complete."""
+        self._coming.discard(path.absolute())
+        if self._ranks.leads:
+            self._retention.remove(path)
+
+    def is_coming(self, path: Path) -> bool:
+        """Whether the last save in the background gives a path its name, or has. The same on every rank."""
+        return path.absolute() in self._coming
 
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
         given: Mapping[str, Any] = dumped.get("state_dict", held.tensors)

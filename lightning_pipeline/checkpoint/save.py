@@ -19,9 +19,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.commit import clean, publish
 from lightning_pipeline.checkpoint.hashing import HashingStream
-from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, beside
+from lightning_pipeline.checkpoint.layout import MANIFEST, META, METADATA, MODEL, beside
 from lightning_pipeline.checkpoint.manifest import Manifest, write_manifest
 from lightning_pipeline.checkpoint.optimizers import on_host
+from lightning_pipeline.checkpoint.pace import Pace
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.writer import Writer, check_owners, described
 from lightning_pipeline.errors import CheckpointWriteError
@@ -76,7 +77,7 @@ def as_bytes(meta: Mapping[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def write(part: Part, path: Path, ranks: Ranks, integrity: str) -> None:
+def write(part: Part, path: Path, ranks: Ranks, integrity: str, pace: Pace | None = None) -> None:
     """Write a checkpoint and give it its name. Every rank calls this.
 
     Args:
@@ -84,13 +85,14 @@ def write(part: Part, path: Path, ranks: Ranks, integrity: str) -> None:
         path: Of the checkpoint; replaced when it exists.
         ranks: Of the save.
         integrity: Kind of checksum.
+        pace: Entered around each piece of work on a shard.
 
     Raises:
         CheckpointWriteError: On every rank; what had the name before still has it.
     """
     folder = Path(ranks.leader(f"saving {path}", lambda: str(_new_folder(path))))
     try:
-        _write(part, folder, path, ranks, integrity)
+        _write(part, folder, path, ranks, Writer(folder, integrity, pace))
     except BaseException:
         if ranks.leads:
             shutil.rmtree(folder, ignore_errors=True)
@@ -98,6 +100,7 @@ def write(part: Part, path: Path, ranks: Ranks, integrity: str) -> None:
 
 
 def _new_folder(path: Path) -> Path:
+    _refuse_other_folders(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     clean(path.parent)
     folder = beside(path, "partial")
@@ -105,8 +108,20 @@ def _new_folder(path: Path) -> Path:
     return folder
 
 
-def _write(part: Part, folder: Path, path: Path, ranks: Ranks, integrity: str) -> None:
-    writer, planner = Writer(folder, integrity), DefaultSavePlanner()
+def _refuse_other_folders(path: Path) -> None:
+    """What had the name before is removed with all that is in it: that must have been a checkpoint."""
+    if not path.is_dir():
+        return
+    found = sorted(os.listdir(path))
+    if found and MANIFEST not in found and METADATA not in found:
+        raise CheckpointWriteError(
+            f"{path} is a folder with {', '.join(found[:3])}{', ...' if len(found) > 3 else ''} in it and no "
+            f"checkpoint, and a save would replace it: save to a new name in it, such as {path / 'last.ckpt'}"
+        )
+
+
+def _write(part: Part, folder: Path, path: Path, ranks: Ranks, writer: Writer) -> None:
+    planner = DefaultSavePlanner()
     found: dict[str, Metadata] = {}
 
     def plan_here() -> tuple[Any, int, dict[str, str]]:
@@ -129,28 +144,26 @@ def _write(part: Part, folder: Path, path: Path, ranks: Ranks, integrity: str) -
         return results, writer.files
 
     def commit(written: list[tuple[Any, dict[str, Any]]]) -> None:
-        _finish(part, folder, writer, found["metadata"], written, integrity)
+        _finish(part, folder, writer, found["metadata"], written)
         publish(folder, path)
 
     plan = ranks.collect(f"saving {path}", plan_here, plan_all, scatter=True)
     ranks.collect(f"saving {path}", write_here, commit)
 
 
-def _finish(
-    part: Part, folder: Path, writer: Writer, metadata: Metadata, written: Sequence[Any], integrity: str
-) -> None:
+def _finish(part: Part, folder: Path, writer: Writer, metadata: Metadata, written: Sequence[Any]) -> None:
     """Write what the leader writes: DCP's metadata, `meta.pt`, and the manifest as the last."""
     files: dict[str, Any] = {}
     for _, own in written:
         files.update(own)
     writer.finish(metadata, [results for results, _ in written])
     files[METADATA] = writer.files[METADATA]
-    files[META] = _write_meta(folder / META, part.meta, integrity)
+    files[META] = _write_meta(folder / META, part.meta, writer.integrity)
     tensors, objects = described(metadata)
     write_manifest(
         folder,
         Manifest(
-            integrity=integrity,
+            integrity=writer.integrity,
             files=files,
             tensors=tensors,
             objects=objects,

@@ -18,21 +18,22 @@ from torch.distributed.checkpoint.planner import SavePlan
 from typing_extensions import override
 
 from lightning_pipeline.checkpoint.hashing import HashingStream
+from lightning_pipeline.checkpoint.pace import Pace
 from lightning_pipeline.errors import CheckpointWriteError
 
 
 class _HashingFiles(FileSystem):
     """Opens files for writing as hashing streams."""
 
-    def __init__(self, integrity: str) -> None:
-        self._integrity = integrity
+    def __init__(self, integrity: str, pace: Pace | None) -> None:
+        self._integrity, self._pace = integrity, pace
         self.files: dict[str, dict[str, Any]] = {}
 
     @contextmanager
     @override
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
         assert mode == "wb", "the writer only writes"
-        stream = HashingStream(Path(path), self._integrity)
+        stream = HashingStream(Path(path), self._integrity, self._pace)
         try:
             yield stream
         except Exception as error:
@@ -58,11 +59,13 @@ class Writer(FileSystemWriter):
     Args:
         folder: New.
         integrity: Kind of checksum.
+        pace: Entered around each piece of work.
     """
 
-    def __init__(self, folder: Path, integrity: str) -> None:
+    def __init__(self, folder: Path, integrity: str, pace: Pace | None = None) -> None:
         super().__init__(folder, thread_count=1)
-        self._hashing = _HashingFiles(integrity)
+        self.integrity = integrity
+        self._hashing = _HashingFiles(integrity, pace)
         self.fs = self._hashing
         self.aliases: dict[str, str] = {}
 

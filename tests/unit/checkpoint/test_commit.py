@@ -4,13 +4,15 @@ import os
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint import commit
 from lightning_pipeline.checkpoint.consolidate import verify
 from lightning_pipeline.checkpoint.layout import beside, local_path
 from lightning_pipeline.checkpoint.retention import Retention
-from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 from tests.checkpoint_parts import save
 
 
@@ -61,6 +63,31 @@ def test_a_one_file_checkpoint_is_replaced(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 
+@pytest.mark.parametrize("linked", [False, True], ids=["folder", "link to a folder"])
+def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path, linked: bool) -> None:
+    results, path = tmp_path / "results", tmp_path / "link" if linked else tmp_path / "results"
+    results.mkdir()
+    (results / "thesis.txt").write_text("years of work")
+    if linked:
+        path.symlink_to("results")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(
+        CheckpointWriteError, match=r"is a folder with thesis\.txt in it and no checkpoint.*last"
+    ):
+        save(path, 1)
+    assert sorted(os.listdir(tmp_path)) == before and os.listdir(results) == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("name", ["", ".metadata", "manifest.json"])
+def test_an_empty_folder_and_what_is_left_of_a_checkpoint_are_replaced(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "a.ckpt"
+    path.mkdir()
+    if name:
+        (path / name).write_text("damaged")
+    save(path, 1)
+    assert verify(path).step == 1
+
+
 def test_what_a_link_leads_to_is_kept_until_it_leads_elsewhere(tmp_path: Path) -> None:
     retention = Retention(lambda action: action())
     first, second, last = (tmp_path / name for name in ("a.ckpt", "b.ckpt", "last.ckpt"))
@@ -83,6 +110,30 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
         folder.mkdir()
     assert commit.clean(tmp_path) == [dead]
     assert list(tmp_path.iterdir()) == [living]
+
+
+def test_no_look_up_of_lightning_finds_a_leftover(tmp_path: Path) -> None:
+    save(tmp_path / "hpc_ckpt_3.ckpt", 1)
+    for mark in ("partial", "old", "data"):
+        beside(tmp_path / "hpc_ckpt_4.ckpt", mark).mkdir()
+        beside(tmp_path / "last.ckpt", mark).mkdir()
+    saver = ModelCheckpoint(tmp_path)
+    run = Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", devices=1, logger=False, callbacks=[saver],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    saver.setup(run, LightningModule(), "validate")
+    connector = run._checkpoint_connector
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_3.ckpt")
+    assert connector.hpc_save_path(tmp_path) == str(tmp_path / "hpc_ckpt_4.ckpt")
+    assert saver._find_last_checkpoints(run) == set()
+
+
+def test_leftovers_of_earlier_versions_are_known(tmp_path: Path) -> None:
+    new = beside(tmp_path / "a.ckpt", "partial")
+    old = new.with_name(f"a.ckpt.{new.name}")
+    old.mkdir()
+    assert commit.clean(tmp_path) == [old]
 
 
 def test_remote_paths_are_refused() -> None:

@@ -1,0 +1,48 @@
+"""Lightning's finetuning callbacks give the weights and learning rates of one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BackboneFinetuning
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, loader, mlp, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+
+class Tuned(Regression):
+    """A backbone whose first stage is all backbone, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+        layers = mlp().double()
+        self.backbone, self.head = layers[:4], layers[4:]
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.head(self.backbone(batch[0])), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+
+def fit_tuned(pipeline: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[float]]:
+    torch.manual_seed(1)
+    module = Tuned()
+    run = trainer(pipeline, max_epochs=4, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
+    run.fit(module, loader())
+    return weights(module), [group["lr"] for group in run.optimizers[0].param_groups]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_backbone_is_unfrozen_on_all_stages_alike(ranks: Ranks, stages: int) -> None:
+    expected, rates = fit_tuned(None)
+    assert len(set(rates)) == 2
+    for found, own_rates in ranks(stages)(fit_tuned, {"stages": stages}):
+        assert_same((found, {}), (expected, {}))
+        assert own_rates == pytest.approx(rates)
