@@ -1,9 +1,9 @@
 """What modules keep in a state_dict beside parameters and buffers: extra state, states of metrics."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline.errors import CheckpointError
@@ -48,6 +48,32 @@ def extra_states(root: nn.Module, owns: Owns) -> dict[str, Any]:
         if owns(part)
         for key, name in names.items()
     }
+
+
+def as_told(root: nn.Module, own: Mapping[str, Any], held: Collection[str]) -> dict[str, Any]:
+    """A rank's part of the `state_dict`, as the module's own `state_dict` tells it where that is overridden.
+
+    Args:
+        root: The module.
+        own: What this rank owns, by name.
+        held: Names of all that it holds, others' too.
+    """
+    overrides = (
+        type(m).state_dict is not nn.Module.state_dict for m in root.modules() if not isinstance(m, Metric)
+    )
+    if not any(overrides):
+        return dict(own)
+    told = root.state_dict()
+    others = {*held, *extra_names(root)}
+    kept = {name: value for name, value in own.items() if name in told}
+    changed = {name: told[name] for name, value in kept.items() if _differs(told[name], value)}
+    return {**kept, **changed, **{name: value for name, value in told.items() if name not in others}}
+
+
+def _differs(told: Any, own: Any) -> bool:
+    """Whether a tensor is another one, not only detached."""
+    both = isinstance(told, Tensor) and isinstance(own, Tensor)
+    return both and (told.data_ptr(), told.shape, told.dtype) != (own.data_ptr(), own.shape, own.dtype)
 
 
 def load_extra_states(root: nn.Module, values: Mapping[str, Any]) -> None:

@@ -41,10 +41,17 @@ def added_to(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Adde
 
 
 def digest(value: Any) -> str:
-    """A checksum of a value that may hold tensors."""
+    """A checksum of a value that may hold tensors; the same on every device."""
+    return hashlib.sha256(as_bytes({"value": on_host(value)})).hexdigest()
+
+
+def on_host(value: Any) -> Any:
+    """A value with copies of its tensors in host memory, in dicts, lists and tuples."""
     if isinstance(value, Tensor):
-        value = value.detach().cpu().clone()
-    return hashlib.sha256(as_bytes({"value": value})).hexdigest()
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: on_host(item) for key, item in value.items()}
+    return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value
 
 
 def writers_of(by_rank: Sequence[Mapping[str, Added]]) -> dict[str, int]:

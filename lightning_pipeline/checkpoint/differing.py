@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pipeline.checkpoint.added import digest
+from lightning_pipeline.checkpoint.added import digest, on_host
 
 Path = tuple[str, ...]
 _CALLBACKS = "callbacks"
@@ -53,15 +53,7 @@ def different(by_rank: Sequence[Mapping[Path, str]]) -> list[Path]:
 def at(dumped: Mapping[str, Any], places: Sequence[Path]) -> dict[Path, Any]:
     """What a rank has at some places, in host memory."""
     found = _places(dumped)
-    return {path: _on_host(found[path]) for path in places if path in found}
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach().cpu()
-    if isinstance(value, Mapping):
-        return {key: _on_host(item) for key, item in value.items()}
-    return [_on_host(item) for item in value] if type(value) is list else value
+    return {path: on_host(found[path]) for path in places if path in found}
 
 
 def joined(

@@ -23,7 +23,7 @@ from lightning_pipeline.checkpoint.optimizers import bare, flat_state
 from lightning_pipeline.checkpoint.run import Holdings, options_of
 from lightning_pipeline.checkpoint.whole import save_whole
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
-from lightning_pipeline.extras import extra_names, extra_states, load_extra_states
+from lightning_pipeline.extras import as_told, extra_names, extra_states, load_extra_states
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.splitting import held_states
 
@@ -74,10 +74,12 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
+        module = self.lightning_module
+        assert module is not None, "a run has a module"
         if self._pipeline is None:
-            return self.lightning_module.state_dict()
-        return {**self._pipeline.own_state(), **extra_states(self.lightning_module, self._pipeline.owns())}
+            return module.state_dict()
+        own = {**self._pipeline.own_state(), **extra_states(module, self._pipeline.owns())}
+        return as_told(module, own, held_states(module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

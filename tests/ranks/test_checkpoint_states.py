@@ -191,6 +191,13 @@ class Buffered(Small):
         ).double()  # fmt: skip
         self.net[4].weight = self.net[0].weight
         self.register_buffer("outside", torch.full((2,), 5.0))
+        self.register_buffer("teacher", torch.zeros(2))
+        self.strict_loading = False
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:
+        return {
+            name: value for name, value in super().state_dict(*args, **options).items() if name != "teacher"
+        }
 
 
 def fit_buffered(pipeline: dict[str, Any] | None, steps: int, path: str | None, save: str) -> dict[str, Any]:
@@ -225,7 +232,7 @@ def test_buffers_of_all_stages_and_ties_between_them_are_kept(ranks: Ranks, tmp_
     assert reader.place_of("model.net.0.weight") == reader.place_of("model.net.4.weight")
     assert "optimizer_0.state.net.4.weight.exp_avg" not in reader.entries
     to_file(tmp_path / "step=2.ckpt", tmp_path / "back.ckpt", trust=False)
-    back = Buffered.load_from_checkpoint(tmp_path / "back.ckpt")
+    back = Buffered.load_from_checkpoint(tmp_path / "back.ckpt", strict=False)
     assert back.net[4].weight is back.net[0].weight
     for name, value in expected[0].items():
         torch.testing.assert_close(back.state_dict()[name], value)
