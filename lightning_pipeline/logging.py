@@ -216,13 +216,12 @@ class ReportChannel:
     Names, options and dtypes travel only when they differ from the last report of the same kind.
 
     Args:
-        outlet: From the last stage's rank to the others.
-        group: The same ranks, for tensors on `device`.
+        outlet: From the last stage's rank to the others; its group carries tensors on `device` too.
         device: Where values live.
     """
 
-    def __init__(self, outlet: Outlet, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._outlet, self._group, self._device = outlet, group, device
+    def __init__(self, outlet: Outlet, device: torch.device) -> None:
+        self._outlet, self._device = outlet, device
         self._known: dict[str, Report] = {}
         self.renamed = 0
         """How often names travelled."""
@@ -234,7 +233,7 @@ class ReportChannel:
             kind: Of step; each has its own names.
             report: On the last stage's rank; `None` elsewhere.
         """
-        if self._group is None:
+        if self._outlet.group is None:
             assert report is not None, "a world of one rank holds the last stage"
             return report
         known = self._known.get(kind, Report())
@@ -266,7 +265,7 @@ class ReportChannel:
         return vector
 
     def _broadcast(self, vector: Tensor) -> None:
-        dist.broadcast(vector, src=self._outlet.source, group=self._group)
+        dist.broadcast(vector, src=self._outlet.source, group=self._outlet.group)
 
 
 def _without_values(report: Report | None) -> Report:

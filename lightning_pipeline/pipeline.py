@@ -34,7 +34,7 @@ from lightning_pipeline.runtime.gradients import average_gradients, sum_gradient
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.sharing import Outlet, agreed
+from lightning_pipeline.sharing import Outlet, agreed, start_equal
 from lightning_pipeline.split import SplitModel, StageTable
 from lightning_pipeline.splitting import (
     Cut,
@@ -164,11 +164,11 @@ class Pipeline:
         }  # fmt: skip
         self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
         self._undo.append(lambda: self.around_batch(False))
-        self._start_equal()
+        start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
         self._undo.append(metrics.restore)
         self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
-        reports = ReportChannel(self._from_last, self._from_last.group, self._device)
+        reports = ReportChannel(self._from_last, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica,
@@ -181,19 +181,6 @@ class Pipeline:
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
             )
-
-    def _start_equal(self) -> None:
-        """Give replicas, and stages that share a parameter, the same values, seeded or not."""
-        groups = self.groups
-        if groups.data_parallel is not None and groups.data_parallel.size() > 1:
-            source = groups.numbering.global_rank(groups.rank, 0)
-            for tensor in held_states(self._module).values():
-                dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
-        for shared in self.split.shared:
-            group = groups.shared(shared.stages, self._placement)
-            if shared.parameter is not None and group is not None:
-                source = self._ranks[self._placement.rank_of(shared.stages[0])]
-                dist.broadcast(shared.parameter.detach(), src=source, group=group)
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Do local work on every rank of the world; when one fails, all raise. See `sharing.agreed`."""
@@ -367,6 +354,8 @@ class Pipeline:
                 failure.end(exception, Where("code outside a step"))
             except StageFailedError as told:
                 exception.add_note(str(told))
+        self._from_zero.close()
+        self._from_last.close()
         self.groups.abort()
         self.checkpoints.close(failed=True)
 
