@@ -21,6 +21,7 @@ from lightning_pipeline.feed import Feed
 from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
+from lightning_pipeline.hooklogs import HookLogs
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
@@ -168,6 +169,8 @@ class Pipeline:
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
         self._undo.append(metrics.restore)
         self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
+        logs = HookLogs(self._trainer, self.gather, self._end_batch)
+        self._undo.append(logs.restore)
         reports = ReportChannel(self._from_last, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
@@ -268,6 +271,10 @@ class Pipeline:
         if self._is_split:
             self.split.guard_hooks(active)
             (self._norms.install if active else self._norms.remove)()
+
+    def _end_batch(self, logged: bool) -> bool:
+        assert self._together is not None, "made when the module was split"
+        return self._together.stop_together(self._trainer, logged)
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
