@@ -4,9 +4,10 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -57,6 +58,8 @@ __all__ = [
     "loader_ran_ahead",
     "loader_states",
     "loader_states_to_load",
+    "log_place",
+    "logging_at",
     "logging_step",
     "logs_this_batch",
     "make_launcher",
@@ -278,6 +281,54 @@ def logs_this_batch(trainer: Trainer) -> bool:
     if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector, as is log_every_n_steps
         return True
     return every > 0 and (loop._batches_that_stepped + 1) % every == 0
+
+
+class LogPlace(NamedTuple):
+    """Where Lightning stands while `self.log` is called.
+
+    Attributes:
+        hook: The hook that runs.
+        dataloader_idx: Of an evaluation with several loaders.
+        batch_size: Of the running batch, where Lightning has worked it out.
+    """
+
+    hook: str
+    dataloader_idx: int | None
+    batch_size: int | None
+
+
+def log_place(module: LightningModule) -> LogPlace:
+    """What `self.log` goes by besides its arguments. Since 1.5."""
+    results = module.trainer._results
+    return LogPlace(
+        str(module._current_fx_name),
+        getattr(results, "dataloader_idx", None),
+        getattr(results, "batch_size", None),
+    )
+
+
+@contextmanager
+def logging_at(module: LightningModule, place: LogPlace, *, reset: bool) -> Iterator[None]:
+    """Let `self.log` believe that another hook runs. Since 1.5.
+
+    Args:
+        module: The LightningModule.
+        place: Of that hook.
+        reset: Whether its first call in an epoch is still to come, which clears the values of the last one.
+    """
+    connector, results = module.trainer._logger_connector, module.trainer._results
+    before = module._current_fx_name, connector._current_fx, getattr(results, "dataloader_idx", None)
+    module._current_fx_name = place.hook
+    if not reset:
+        connector._current_fx = place.hook
+    if results is not None:
+        results.dataloader_idx = place.dataloader_idx
+    try:
+        yield
+    finally:
+        module._current_fx_name, connector._current_fx, index = before
+        if results is not None:
+            results.dataloader_idx = index
 
 
 def loader_states(loop: Any) -> list[Any]:

@@ -132,26 +132,29 @@ class KeepTogether(Callback):
         self.equal_random_states()
 
     @override
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self._stop_together(trainer)
-
-    @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_together(trainer)
+        self.stop_together(trainer)
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._stop_together(trainer)
+        self.stop_together(trainer)
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saves.finish()
 
-    def _stop_together(self, trainer: Trainer) -> None:
-        stop, self.ending, requeue = self._ranks.any_of(
-            bool(trainer.should_stop), self._told_to_end, self._told_to_requeue
+    def stop_together(self, trainer: Trainer, flag: bool = False) -> bool:
+        """Make any rank's wish to stop all ranks'; called at the end of each training batch too.
+
+        Args:
+            trainer: In its training.
+            flag: Anything to ask of the ranks along with it.
+
+        Returns:
+            Whether any rank raised the flag.
+        """
+        stop, self.ending, requeue, raised = self._ranks.any_of(
+            bool(trainer.should_stop), self._told_to_end, self._told_to_requeue, flag
         )
         trainer.should_stop = stop
         if requeue and self._requeue is not None and not trainer.sanity_checking:
@@ -160,3 +163,4 @@ class KeepTogether(Callback):
                 save_and_requeue()
         if self.ending:
             _lightning.set_received_sigterm(trainer)
+        return raised
