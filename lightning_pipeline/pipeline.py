@@ -390,9 +390,9 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole(self.own_state(), outlets)
+        whole = gather_whole(self.split.owned_states(transient=True), outlets)
         move(self._module, torch.device("cpu"))
         with torch.no_grad():
-            for name, tensor in held_states(self._module).items():
+            for name, tensor in held_states(self._module, transient=True).items():
                 tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
         self.split.restore(whole)

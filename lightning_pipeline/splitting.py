@@ -93,11 +93,17 @@ def split_module(
     )
 
 
-def held_states(module: LightningModule) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank holds, under all their names in the whole module."""
+def held_states(module: LightningModule, *, transient: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, under all their names in the whole module.
+
+    Args:
+        module: Split or whole.
+        transient: Whether non-persistent buffers are among them.
+    """
     held: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
-        kept = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        left_out = set() if transient else part._non_persistent_buffers_set
+        kept = {k: v for k, v in part._buffers.items() if k not in left_out}
         for name, tensor in (*part._parameters.items(), *kept.items()):
             if tensor is not None:
                 held[f"{prefix}.{name}" if prefix else name] = tensor
