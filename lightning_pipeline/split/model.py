@@ -164,7 +164,7 @@ class SplitModel:
         """The stages that keep a copy of a parameter or buffer."""
         return self._residence.needed[name]
 
-    def step_attributes(self, step: str) -> list[tuple[nn.Module, str]]:
+    def step_attributes(self, step: str) -> list[tuple[Any, str]]:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
 
