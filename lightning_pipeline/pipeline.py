@@ -387,7 +387,8 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
+        own = self.split.owned_states(transient=True)
         with self._watched("gathering the weights of all stages"):
-            whole = gather_whole({**self.own_state(), **extra_states(self._module, self.owns())}, outlets)
+            whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
         fill_whole(self._module, whole)
         self.split.restore(whole)

@@ -94,11 +94,17 @@ def split_module(
     )
 
 
-def held_states(module: LightningModule) -> dict[str, Tensor]:
-    """Parameters and persistent buffers that this rank holds, under all their names in the whole module."""
+def held_states(module: LightningModule, *, transient: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, under all their names in the whole module.
+
+    Args:
+        module: Split or whole.
+        transient: Whether non-persistent buffers are among them.
+    """
     held: dict[str, Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
-        kept = {k: v for k, v in part._buffers.items() if k not in part._non_persistent_buffers_set}
+        left_out = set() if transient else part._non_persistent_buffers_set
+        kept = {k: v for k, v in part._buffers.items() if k not in left_out}
         for name, tensor in (*part._parameters.items(), *kept.items()):
             if tensor is not None:
                 held[f"{prefix}.{name}" if prefix else name] = tensor
@@ -140,7 +146,7 @@ def fill_whole(module: LightningModule, whole: Mapping[str, Any]) -> None:
     """
     move(module, torch.device("cpu"))
     with torch.no_grad():
-        for name, tensor in held_states(module).items():
+        for name, tensor in held_states(module, transient=True).items():
             tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
     load_extra_states(module, {name: value for name, value in whole.items() if name.endswith(EXTRA)})
 
