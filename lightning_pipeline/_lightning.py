@@ -58,6 +58,7 @@ __all__ = [
     "loader_states",
     "loader_states_to_load",
     "logging_step",
+    "logs_this_batch",
     "make_launcher",
     "moves_batches_itself",
     "on_requeue",
@@ -264,6 +265,19 @@ def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], Non
 def logging_step(trainer: Trainer) -> int:
     """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def logs_this_batch(trainer: Trainer) -> bool:
+    """Whether loggers get this training batch's metrics, known from the batch's start on. Since 2.0.
+
+    As `should_update_logs` decides it, but for `should_stop`, on which ranks need not agree yet.
+    """
+    loop, every = trainer.fit_loop.epoch_loop, int(trainer.log_every_n_steps)  # type: ignore[attr-defined]
+    if loop._should_accumulate() and trainer.lightning_module.automatic_optimization:
+        return False
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]  # set by a connector, as is log_every_n_steps
+        return True
+    return every > 0 and (loop._batches_that_stepped + 1) % every == 0
 
 
 def loader_states(loop: Any) -> list[Any]:

@@ -187,6 +187,11 @@ class Answers(Places):
         """The step under which loggers get what is logged now."""
         return _lightning.logging_step(trainer)
 
+    @staticmethod
+    def logs_this_batch(trainer: Trainer) -> bool:
+        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
+        return _lightning.logs_this_batch(trainer)
+
     @property
     def schedule(self) -> Schedule:
         """The rule that training plans are made by."""
