@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.split.absent import AbsentTensors
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.structure import TensorSpec
 
@@ -49,7 +50,8 @@ class Residence:
         self, root: nn.Module, needed: dict[str, tuple[int, ...]], stages: set[int], mode: PlaceholderMode
     ) -> None:
         self.needed = needed
-        self._root, self._stages, self._mode = root, stages, mode
+        self._root, self._stages = root, stages
+        self._absent = AbsentTensors(root, mode, needed)
         self._dropped: list[_Dropped] = []
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in root.named_parameters()]
@@ -82,7 +84,7 @@ class Residence:
         spec = TensorSpec.of(tensor)
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         del registry[name]
-        vars(module)[name] = self._mode.make(spec)
+        vars(module)[name] = self._absent.make(full, spec)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.
@@ -113,11 +115,15 @@ class Residence:
                     full = f"{prefix}.{name}" if prefix else name
                     yield self._first_names[full], parameter
 
-    def owned_states(self, stages: set[int], num_stages: int) -> dict[str, Tensor]:
+    def owned_states(self, stages: set[int], *, transient: bool = False) -> dict[str, Tensor]:
         """What these stages own: the first stage that needs a parameter, the last that needs a buffer.
 
         A buffer that code outside the units writes has its true value on the last stage. Names are those of
         `state_dict`, so a tied weight appears under each.
+
+        Args:
+            stages: Of this rank.
+            transient: Whether non-persistent buffers are among them, which `state_dict` leaves out.
         """
         result: dict[str, Tensor] = {}
         for prefix, module in self._root.named_modules(remove_duplicate=False):
@@ -127,8 +133,8 @@ class Residence:
                     result[full] = tensor
             for name, buffer in module._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                persistent = name not in module._non_persistent_buffers_set
-                if buffer is not None and persistent and self.needed[full][-1] in stages:
+                listed = transient or name not in module._non_persistent_buffers_set
+                if buffer is not None and listed and self.needed[full][-1] in stages:
                     result[full] = buffer
         return result
 
