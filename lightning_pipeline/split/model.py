@@ -168,6 +168,10 @@ class SplitModel:
         """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
         self._parameters.active = active
 
+    def guards_parameters(self) -> bool:
+        """Whether a step, or a hook around one, runs now."""
+        return self.num_stages > 1 and self._parameters.active
+
     def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
         """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""
         self._parameters.answers[caller] = answer
