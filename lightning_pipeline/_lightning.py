@@ -4,10 +4,9 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -47,6 +46,7 @@ __all__ = [
     "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
+    "count_as_existing",
     "evaluation_loop",
     "gather_over",
     "is_interrupted",
@@ -57,11 +57,9 @@ __all__ = [
     "loader_ran_ahead",
     "loader_states",
     "loader_states_to_load",
-    "log_place",
-    "logging_at",
-    "logging_step",
     "make_launcher",
     "moves_batches_itself",
+    "on_requeue",
     "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
@@ -153,6 +151,29 @@ def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]
     return undo
 
 
+def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Call `told` when SLURM's signal to save and to requeue arrives, in place of Lightning's doing so.
+
+    Lightning saves in the handler, where each rank is somewhere else in a step. Since 1.6. To be deleted when
+    a strategy may bring its own handling.
+
+    Returns:
+        What saves and requeues; and what undoes this.
+    """
+    connector: Any = trainer._signal_connector
+    requeue = type(connector)._slurm_sigusr_handler_fn
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: told()
+
+    def undo() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return lambda: requeue(connector, _requeue_signal(trainer), None), undo
+
+
+def _requeue_signal(trainer: Trainer) -> Any:
+    return getattr(trainer.strategy.cluster_environment, "requeue_signal", None)  # type: ignore[attr-defined]
+
+
 def set_received_sigterm(trainer: Trainer) -> None:
     """The loops end at the next batch's end when this is set. Since 1.6."""
     trainer._signal_connector.received_sigterm = True
@@ -239,59 +260,6 @@ def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], Non
     return undo
 
 
-def logging_step(trainer: Trainer) -> int:
-    """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
-class LogPlace(NamedTuple):
-    """Where Lightning stands while `self.log` is called.
-
-    Attributes:
-        hook: The hook that runs.
-        dataloader_idx: Of an evaluation with several loaders.
-        batch_size: Of the running batch, where Lightning has worked it out.
-    """
-
-    hook: str
-    dataloader_idx: int | None
-    batch_size: int | None
-
-
-def log_place(module: LightningModule) -> LogPlace:
-    """What `self.log` goes by besides its arguments. Since 1.5."""
-    results = module.trainer._results
-    return LogPlace(
-        str(module._current_fx_name),
-        getattr(results, "dataloader_idx", None),
-        getattr(results, "batch_size", None),
-    )
-
-
-@contextmanager
-def logging_at(module: LightningModule, place: LogPlace, *, reset: bool) -> Iterator[None]:
-    """Let `self.log` believe that another hook runs. Since 1.5.
-
-    Args:
-        module: The LightningModule.
-        place: Of that hook.
-        reset: Whether its first call in an epoch is still to come, which clears the values of the last one.
-    """
-    connector, results = module.trainer._logger_connector, module.trainer._results
-    before = module._current_fx_name, connector._current_fx, getattr(results, "dataloader_idx", None)
-    module._current_fx_name = place.hook
-    if not reset:
-        connector._current_fx = place.hook
-    if results is not None:
-        results.dataloader_idx = place.dataloader_idx
-    try:
-        yield
-    finally:
-        module._current_fx_name, connector._current_fx, index = before
-        if results is not None:
-            results.dataloader_idx = index
-
-
 def loader_states(loop: Any) -> list[Any]:
     """States of the loaders that have `state_dict`. Since 2.0."""
     combined = loop._combined_loader
@@ -314,6 +282,21 @@ def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) ->
     given: Any = callback
     given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
     return lambda: vars(callback).pop("_link_checkpoint", None) and None
+
+
+def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> None:
+    """Let the version counter of `ModelCheckpoint` see what has no name on disk yet. Since 2.3.
+
+    Args:
+        callback: Of the run that begins.
+        coming: Whether a path will be a checkpoint; must say the same on every rank.
+    """
+    exists = type(callback).file_exists  # not what a run before has put on the instance
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        return exists(callback, filepath, trainer) or coming(filepath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
 
 
 def loader_ran_ahead(loop: Any) -> list[Any]:

@@ -15,7 +15,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pipeline import _lightning
+from lightning_pipeline import _lightning_logs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.logging import SIGNATURE, options_of
 from lightning_pipeline.split import is_placeholder, user_line
@@ -41,7 +41,7 @@ class _Call:
     value: Any
     dtype: torch.dtype | None
     options: dict[str, Any]
-    place: _lightning.LogPlace
+    place: _lightning_logs.LogPlace
     line: str
 
 
@@ -109,7 +109,7 @@ class HookLogs:
             self._log(*args, **kwargs)
         if given.get("rank_zero_only") or isinstance(value, Metric):
             return
-        place = _lightning.log_place(self._module)
+        place = _lightning_logs.log_place(self._module)
         dtype = value.dtype if isinstance(value, Tensor) else None
         held = None if elsewhere else value.detach().clone() if isinstance(value, Tensor) else value
         nth = self._seen[place.hook, name]
@@ -139,7 +139,7 @@ class HookLogs:
 
     def _repeat(self, name: str, call: _Call, *, reset: bool) -> None:
         value = call.value if call.dtype is None else torch.tensor(call.value, dtype=call.dtype)
-        with _lightning.logging_at(self._module, call.place, reset=reset):
+        with _lightning_logs.logging_at(self._module, call.place, reset=reset):
             self._log(name, value, **call.options)
 
 

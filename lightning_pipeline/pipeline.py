@@ -17,6 +17,7 @@ from lightning_pipeline.checkpoint.position import Position
 from lightning_pipeline.checkpoint.run import Checkpoints, options_of
 from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.extras import Owns, extra_states, owned_by
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
@@ -41,6 +42,7 @@ from lightning_pipeline.split import SplitModel, StageTable
 from lightning_pipeline.splitting import (
     Cut,
     choose_cut,
+    fill_whole,
     gather_whole,
     held_states,
     move,
@@ -107,9 +109,9 @@ class Pipeline:
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
         self.order = [name for name, _ in self._module.named_parameters()]
-        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
-        self._undo.append(together.watch_sigterm(trainer))
+        self._undo.append(together.watch_signals(trainer))
         self._together = together
         first = first_arguments(trainer)
         if trainer.training:
@@ -169,10 +171,9 @@ class Pipeline:
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
-        self._undo.append(metrics.restore)
-        self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
+        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
         logs = HookLogs(self._trainer, self.gather, self._end_batch)
-        self._undo.append(logs.restore)
+        self._undo += [metrics.restore, epoch_end.restore, logs.restore]
         reports = ReportChannel(self._from_last, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
@@ -231,9 +232,9 @@ class Pipeline:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
         return self.split.owned_states() if self._is_split else held_states(self._module)
 
-    def held_state(self) -> dict[str, Tensor]:
-        """What this rank fills from a checkpoint: copies of shared parameters too."""
-        return held_states(self._module)
+    def owns(self) -> Owns:
+        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
+        return owned_by(self._cut.partition if self._is_split else None, self._stages)
 
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
@@ -389,9 +390,8 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole(self.own_state(), outlets)
-        move(self._module, torch.device("cpu"))
-        with torch.no_grad():
-            for name, tensor in held_states(self._module).items():
-                tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+        own = self.split.owned_states(transient=True)
+        with self._watched("gathering the weights of all stages"):
+            whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
+        fill_whole(self._module, whole)
         self.split.restore(whole)

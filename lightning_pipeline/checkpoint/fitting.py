@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.layout import MODEL, optimizer_key
-from lightning_pipeline.checkpoint.optimizers import names_of
+from lightning_pipeline.checkpoint.optimizers import is_like_parameter, names_of
 from lightning_pipeline.errors import CheckpointError
 
 _SHOWN = 8
@@ -21,6 +21,30 @@ class Entries(Protocol):
     def under(self, prefix: str) -> dict[str, Any]:
         """Entries by key below a prefix; tensors have `size` and `properties.dtype`."""
         ...
+
+
+@dataclass(frozen=True)
+class StateEntries:
+    """The tensors of a `state_dict`, as `compare` asks for them.
+
+    Attributes:
+        states: May hold other values too.
+        rest: Of all else.
+    """
+
+    states: Mapping[str, Any]
+    rest: Entries | None = None
+
+    def under(self, prefix: str) -> dict[str, Any]:
+        """Each tensor; of optimizers what the rest has."""
+        if prefix == MODEL:
+            return {name: _Entry(value) for name, value in self.states.items() if isinstance(value, Tensor)}
+        return self.rest.under(prefix) if self.rest is not None else {}
+
+
+class _Entry:
+    def __init__(self, tensor: Tensor) -> None:
+        self.size, self.properties = tensor.shape, tensor
 
 
 @dataclass
@@ -40,6 +64,19 @@ class Misfits:
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
+
+    def look_at(self, name: str, entry: Any, tensor: Tensor) -> None:
+        """Compare one stored tensor with what it is for.
+
+        Args:
+            name: For messages.
+            entry: With `size` and `properties.dtype`.
+            tensor: Of the shape and data type that are expected.
+        """
+        if tuple(entry.size) != tuple(tensor.shape):
+            self.shapes.append(f"{name} ({tuple(entry.size)} stored, {tuple(tensor.shape)} here)")
+        elif entry.properties.dtype != tensor.dtype:
+            self.dtypes.append(f"{name} ({entry.properties.dtype} stored, {tensor.dtype} here)")
 
     @staticmethod
     def refuse(found: Sequence["Misfits"], path: Path, *, strict: bool) -> None:
@@ -94,13 +131,10 @@ def compare(
     stored = entries.under(MODEL)
     misfits = Misfits(set(stored), set(own))
     for name in sorted(set(stored) & set(own)):
-        entry, tensor = stored[name], own[name]
-        if tuple(entry.size) != tuple(tensor.shape):
-            misfits.shapes.append(f"{name} ({tuple(entry.size)} stored, {tuple(tensor.shape)} here)")
-        elif entry.properties.dtype != tensor.dtype:
-            misfits.dtypes.append(f"{name} ({entry.properties.dtype} stored, {tensor.dtype} here)")
+        misfits.look_at(name, stored[name], own[name])
     for index, optimizer in enumerate(optimizers):
         misfits.optimizers += _without_state(entries, optimizer_key(index), optimizer, names)
+        _compare_state(misfits, entries, optimizer_key(index), optimizer, names)
     return misfits
 
 
@@ -109,3 +143,15 @@ def _without_state(entries: Entries, key: str, optimizer: Optimizer, names: Mapp
         return []  # saved with weights only: Lightning says so
     kept = {entry.split(".", 1)[1].rpartition(".")[0] for entry in entries.under(key)}
     return [f"{key}.{name}" for name in names_of(optimizer, names) if name not in kept]
+
+
+def _compare_state(
+    misfits: Misfits, entries: Entries, key: str, optimizer: Optimizer, names: Mapping[int, str]
+) -> None:
+    """Compare state that is like its parameter with that."""
+    own = [p for group in optimizer.param_groups for p in group["params"] if id(p) in names]
+    parameters = {names[id(parameter)]: parameter for parameter in own}
+    for entry, stored in entries.under(f"{key}.state").items():
+        name, _, kind = entry.rpartition(".")
+        if name in parameters and is_like_parameter(optimizer, kind) and hasattr(stored, "size"):
+            misfits.look_at(f"{key}.state.{entry}", stored, parameters[name])

@@ -1,5 +1,6 @@
 """What stands on a stage for something that only another stage has."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
@@ -66,6 +67,8 @@ _WRITES = [
     "__delitem__",
     "update",
     "setdefault",
+    "appendleft",
+    "extendleft",
 ]
 
 
@@ -82,8 +85,7 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        guards = (Elsewhere, ElsewhereList, ElsewhereDict)
-        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, guards)]
+        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, _GUARDS)]
         return _refuse(found[0]._what if found else "a value")
 
     def __repr__(self) -> str:
@@ -109,6 +111,19 @@ class ElsewhereList(list[Any]):
     __hash__ = None
 
 
+class ElsewhereDeque(deque[Any]):
+    """A deque that takes writes and drops them, and raises when read."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__([Elsewhere(what)])
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: on the last stage>"
+
+    __hash__ = None
+
+
 class ElsewhereDict(dict[Any, Any]):
     """A dictionary that takes writes and drops them, and raises when read."""
 
@@ -122,7 +137,8 @@ class ElsewhereDict(dict[Any, Any]):
     __hash__ = None
 
 
-for _cls in (ElsewhereList, ElsewhereDict):
+_GUARDS = (Elsewhere, ElsewhereList, ElsewhereDeque, ElsewhereDict)
+for _cls in _GUARDS[1:]:
     for _name in _READS:
         setattr(_cls, _name, _reader(_name))
     for _name in _WRITES:
@@ -132,30 +148,47 @@ for _cls in (ElsewhereList, ElsewhereDict):
 _MISSING = object()
 
 
+def attribute_name(root: nn.Module, holder: object, name: str) -> str:
+    """What to call an attribute of a module, or of a plain object that a module holds.
+
+    Args:
+        root: The LightningModule.
+        holder: What has the attribute.
+        name: Its name there.
+    """
+    if holder is root:
+        return f"attribute '{name}' of the LightningModule"
+    for prefix, module in root.named_modules():
+        if module is holder:
+            return f"attribute '{prefix}.{name}'"
+        for own, value in vars(module).items():
+            if value is holder:
+                return f"attribute '{prefix + '.' if prefix else ''}{own}.{name}'"
+    return f"attribute '{name}' of {type(holder).__name__}"
+
+
 class AttributeGuards:
     """Puts guards in the place of attributes that a step sets on the last stage, and takes them away."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._names = {id(module): name for name, module in root.named_modules()}
-        self._before: dict[tuple[int, str], tuple[nn.Module, Any]] = {}
+        self._root = root
+        self._before: dict[tuple[int, str], tuple[object, Any]] = {}
 
-    def install(self, attributes: list[tuple[nn.Module, str]]) -> None:
+    def install(self, attributes: list[tuple[object, str]]) -> None:
         """Guard these; one that was assigned anew since is guarded again."""
         for module, name in attributes:
             own = vars(module)
             value = own.get(name, _MISSING)
-            if isinstance(value, Elsewhere | ElsewhereList | ElsewhereDict):
+            if isinstance(value, _GUARDS):
                 continue
             self._before.setdefault((id(module), name), (module, value))
-            prefix = self._names.get(id(module), "")
-            what = f"attribute '{prefix}.{name}'" if prefix else f"attribute '{name}' of the LightningModule"
-            kind = (
-                ElsewhereList
-                if isinstance(value, list)
-                else ElsewhereDict
-                if isinstance(value, dict)
-                else Elsewhere
-            )
+            what = attribute_name(self._root, module, name)
+            kinds: dict[type, Callable[[str], Any]] = {
+                list: ElsewhereList,
+                deque: ElsewhereDeque,
+                dict: ElsewhereDict,
+            }
+            kind = next((kinds[plain] for plain in kinds if isinstance(value, plain)), Elsewhere)
             own[name] = kind(what)
 
     @contextmanager

@@ -44,7 +44,7 @@ class FakeRun:
         finally:
             tracer.inside = None
         tracer.trace.host_random |= draws != _host_draws(self._generators)
-        tracer.unit_attributes_changed(call, before.changed())
+        tracer.attributes.changed_by_unit(call, before.changed())
         return output
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,5 +1,6 @@
 """Several stages of one rank share one module: what a step sets, it sets once."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +24,7 @@ class Isolation:
     def __init__(self, root: nn.Module, no_value: Callable[[], Any]) -> None:
         self._metrics, self._no_value = metrics_of(root), no_value
         self._guards = AttributeGuards(root)
-        self._attributes: list[tuple[nn.Module, str]] = []
+        self._attributes: list[tuple[Any, str]] = []
 
     def begin(self, trace: Trace) -> None:
         """Take on a kind of step.
@@ -31,7 +32,9 @@ class Isolation:
         Raises:
             SplitError: It sets something before the model that each stage would set once more.
         """
-        plain = [(m, n) for m, n in trace.early_attributes if not isinstance(vars(m).get(n), list | dict)]
+        plain = [
+            (m, n) for m, n in trace.early_attributes if not isinstance(vars(m).get(n), list | dict | deque)
+        ]
         names = [name for _, name in plain] + trace.written_states
         if names:
             raise SplitError(

@@ -147,9 +147,13 @@ class SplitModel:
         """Names of all parameters of the whole module, tied ones once, in its order."""
         return self._residence.parameter_names
 
-    def owned_states(self) -> dict[str, Tensor]:
-        """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage."""
-        return self._residence.owned_states(set(self._programs), self.num_stages)
+    def owned_states(self, *, transient: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage.
+
+        Args:
+            transient: Whether non-persistent buffers are among them, which no checkpoint holds.
+        """
+        return self._residence.owned_states(set(self._programs), transient=transient)
 
     @property
     def shared(self) -> list[SharedParameter]:
@@ -160,7 +164,7 @@ class SplitModel:
         """The stages that keep a copy of a parameter or buffer."""
         return self._residence.needed[name]
 
-    def step_attributes(self, step: str) -> list[tuple[nn.Module, str]]:
+    def step_attributes(self, step: str) -> list[tuple[Any, str]]:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
 

@@ -115,11 +115,15 @@ class Residence:
                     full = f"{prefix}.{name}" if prefix else name
                     yield self._first_names[full], parameter
 
-    def owned_states(self, stages: set[int], num_stages: int) -> dict[str, Tensor]:
+    def owned_states(self, stages: set[int], *, transient: bool = False) -> dict[str, Tensor]:
         """What these stages own: the first stage that needs a parameter, the last that needs a buffer.
 
         A buffer that code outside the units writes has its true value on the last stage. Names are those of
         `state_dict`, so a tied weight appears under each.
+
+        Args:
+            stages: Of this rank.
+            transient: Whether non-persistent buffers are among them, which `state_dict` leaves out.
         """
         result: dict[str, Tensor] = {}
         for prefix, module in self._root.named_modules(remove_duplicate=False):
@@ -129,8 +133,8 @@ class Residence:
                     result[full] = tensor
             for name, buffer in module._buffers.items():
                 full = f"{prefix}.{name}" if prefix else name
-                persistent = name not in module._non_persistent_buffers_set
-                if buffer is not None and persistent and self.needed[full][-1] in stages:
+                listed = transient or name not in module._non_persistent_buffers_set
+                if buffer is not None and listed and self.needed[full][-1] in stages:
                     result[full] = buffer
         return result
 

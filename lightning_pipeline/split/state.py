@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import inspect
 import random
 import weakref
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.containers import filled_by, items_of, refill
 from lightning_pipeline.split.generators import Generators
 from lightning_pipeline.split.placeholder import is_placeholder
 
@@ -76,44 +78,36 @@ def _copied(container: Any) -> Any:
     return container.copy() if container is not None else None
 
 
-def _containers(values: dict[str, Any], depth: int = 3, objects: bool = False) -> list[tuple[Any, Any]]:
+def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:
+    """Every container below, and a shallow copy of it. `anything`: in objects of any class."""
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
     pending = [(value, depth) for name, value in values.items() if name not in _REGISTRIES]
     while pending:
         value, left = pending.pop()
-        if objects and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
+        if anything and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
             value = vars(value)
-        if (
-            not isinstance(value, list | dict | set | tuple)
-            or id(value) in seen
-            or left == 0
-            or len(value) > 1000
-        ):
+        held = filled_by(value)
+        if held is None or id(held) in seen or left == 0:
             continue
-        seen.add(id(value))
-        if not isinstance(value, tuple):
-            found.append((value, value.copy()))
-        inner = value.values() if isinstance(value, dict) else value
-        pending.extend((item, left - 1) for item in inner)
+        seen.add(id(held))
+        if not isinstance(held, tuple):
+            found.append((held, held.copy()))
+        if len(held) <= 1000:
+            pending.extend((item, left - 1) for _, item in items_of(held))
     return found
 
 
 def _refill(container: Any, saved: Any) -> None:
-    if container is None or saved is None:
-        return
-    if isinstance(container, list):
-        container[:] = saved
-    else:
-        container.clear()
-        container.update(saved)
+    if container is not None and saved is not None:
+        refill(container, saved)
 
 
 class ObjectState:
     """The containers and attributes of objects handed to a unit, such as a cache of keys and values."""
 
     def __init__(self, values: Any) -> None:
-        self._containers = _containers({"": values}, depth=8, objects=True)
+        self._containers = _containers({"": values}, depth=8, anything=True)
 
     def restore(self) -> None:
         """Put them back in place."""
@@ -144,8 +138,9 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     left = _alive(made)
     if left:
         raise SplitError(
-            f"a cache outside the module keeps a tensor of shape {tuple(left[0].shape)} that was made while "
-            "the step was traced; keep such caches in the module, or clear them in training_step"
+            f"{_holder(left[0])} outside the module keeps a tensor of shape {tuple(left[0].shape)} that was "
+            "made while the step was traced; keep it in a list, deque or dictionary of the module, or clear "
+            "it in the step"
         )
 
 
@@ -158,6 +153,12 @@ def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
             if isinstance(holder, dict) and "__builtins__" not in holder:
                 for key in [key for key, value in holder.items() if value is tensor]:
                     del holder[key]
+
+
+def _holder(tensor: Tensor) -> str:
+    """What keeps a tensor, in words."""
+    kinds = {type(holder).__name__ for holder in gc.get_referrers(tensor) if not inspect.isframe(holder)}
+    return f"a {' or '.join(sorted(kinds - {'list_iterator'}))}" if kinds else "a cache"
 
 
 def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:

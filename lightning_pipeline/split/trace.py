@@ -66,7 +66,8 @@ class Trace:
         everywhere: Parameters and buffers whose values steer the code, needed on every stage.
         mutated: Values (call, leaf) that code between the units changes in place.
         together: Groups of units that must share a stage, with the reason.
-        attributes: Attributes of modules that the step sets after its first unit ran: (module, name).
+        attributes: Attributes that the step sets or fills after its first unit ran, each as what holds it, a
+            module or a plain object of one, and its name.
         early_attributes: Those that it sets before, which every stage does.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
@@ -86,8 +87,8 @@ class Trace:
     everywhere: set[str] = field(default_factory=set)
     mutated: set[tuple[int, int]] = field(default_factory=set)
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
-    attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
-    early_attributes: list[tuple[nn.Module, str]] = field(default_factory=list)
+    attributes: list[tuple[Any, str]] = field(default_factory=list)
+    early_attributes: list[tuple[Any, str]] = field(default_factory=list)
     written_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False

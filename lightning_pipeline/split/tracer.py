@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.attributes import Attributes
 from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.split.fakerun import FakeRun
 from lightning_pipeline.split.glue import Glue, GlueFunctions, GlueOperations, operands_of
@@ -18,7 +19,6 @@ from lightning_pipeline.split.placeholder import (
     PlaceholderMode,
     is_placeholder,
     storage_key,
-    user_line,
     written_tensors,
 )
 from lightning_pipeline.split.sinks import metrics_of, stub_metrics, stub_sinks
@@ -32,7 +32,6 @@ from lightning_pipeline.split.trace import (
     refuse,
     step_function,
 )
-from lightning_pipeline.split.watch import AttributeSnapshot, ReadWatch, holds_tensor
 
 
 class Tracer:
@@ -58,14 +57,9 @@ class Tracer:
         self._depth = 0  # of operations inside operations
         self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self._regions: dict[int, tuple[Any, list[int]]] = {}
-        self._old_reads: dict[tuple[int, str], int] = {}  # attributes read as they were: before which call
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
-        self._glue_modules = self._find_glue_modules()
-        self._glue_set = set(map(id, self._glue_modules))
-        self._reads = ReadWatch(self._attribute_read)
-        self._unit_reads: dict[tuple[int, str], str] = {}  # where glue read an attribute of a unit
-        self._changed_by_units: set[tuple[int, str]] = set()
+        self.attributes = Attributes(self, self._find_glue_modules())
         self._sinks = sinks
         self.glue = Glue(self)
         self.keeping = Keeping(self)
@@ -94,7 +88,7 @@ class Tracer:
 
     def close(self) -> None:
         """Take every observer away, whatever happened."""
-        self._reads.stop()
+        self.attributes.stop()
         self.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
@@ -105,23 +99,21 @@ class Tracer:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_context: ContextFactory) -> Trace:
         """Call the step and return what was seen."""
         function = step_function(self.root, self.trace.step)
-        before = AttributeSnapshot(self._glue_modules)
         for tensor in tensors_in((args, kwargs)):
             self.glue.batch.add(tensor, frozenset({Tag("batch")}))
-        self._before, self._at_first = before, before
+        self.attributes.start()
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
-            for module in (*self._glue_modules, *(unit.module for unit in self.patches.units)):
-                self._reads.watch(module)
             self.patches.runner, self.mode.watcher = self, self
             stack.enter_context(forward_context())
             stack.enter_context(GlueFunctions(self))
             stack.enter_context(GlueOperations(self))
             stack.enter_context(self.keeping.in_glue())
             self._call_step(function, args, kwargs)
-        self._reads.stop()
-        self._note_attributes(before)
+        self.attributes.stop()
+        self.attributes.note()
+        self._check_written_states()
         self._close_regions()
         self.glue.check_hooks()
         return self.trace
@@ -162,7 +154,7 @@ class Tracer:
             return self.patches.originals[unit](*args, **kwargs)
         self._before_call(unit)
         if not self.trace.calls:
-            self._at_first = AttributeSnapshot(self._glue_modules)
+            self.attributes.first_call()
         call = Call(len(self.trace.calls), unit, self._counts[unit])
         self._counts[unit] += 1
         self.trace.calls.append(call)
@@ -271,18 +263,6 @@ class Tracer:
             return self.trace.state_units.get(name) != call.unit
         return Tag("effect", call.index) not in self.tags.of(tensor)
 
-    def unit_attributes_changed(self, call: Call, changed: list[tuple[nn.Module, str]]) -> None:
-        """A unit set attributes of its modules: note who reads them outside it, before or after."""
-        for module, name in changed:
-            line = self._unit_reads.get((id(module), name))
-            if line is not None:
-                raise SplitError(
-                    f"attribute {name!r} of unit {self._name(call.unit)} is set by its forward and read at "
-                    f"{line} before it is called; on another stage it would have an old value"
-                )
-            self._changed_by_units.add((id(module), name))
-            self._reads.watch(module, {name})
-
     # ---- reads at the end, attributes, hooks, checkpoint segments
 
     def tail_read(self, value: Any) -> None:
@@ -294,47 +274,6 @@ class Tracer:
             if self.glue.is_poisoned(tensor)
             for tag in self.tags.of(tensor)
         }
-
-    def _attribute_read(self, module: nn.Module, name: str) -> None:
-        if self.inside is not None:
-            return
-        if id(module) in self._glue_set:
-            if self._before.holds(module, name):
-                self._old_reads.setdefault((id(module), name), len(self.trace.calls))
-            return
-        if (id(module), name) not in self._changed_by_units:
-            if not name.startswith("_"):  # nn.Module's own
-                self._unit_reads.setdefault((id(module), name), user_line())
-            return
-        value = vars(module).get(name)
-        if not holds_tensor(value):
-            raise refuse(
-                f"attribute {name!r} is set by a unit's forward ({type(module).__name__}) and read outside "
-                "it; on another stage it would have an old value. Return it from forward instead",
-                self.root,
-            )
-
-    def _note_attributes(self, before: AttributeSnapshot) -> None:
-        after_first_call = {(id(module), name) for module, name in self._at_first.changed()}
-        for module, name in before.changed():
-            value = vars(module).get(name)
-            if holds_tensor(value):
-                self.tail_read(value)
-            elif (id(module), name) not in after_first_call:
-                self.trace.early_attributes.append((module, name))
-                continue
-            self.trace.attributes.append((module, name))
-            if not isinstance(value, list | dict):
-                self._check_old_read(module, name)
-        self._check_written_states()
-
-    def _check_old_read(self, module: nn.Module, name: str) -> None:
-        if self._old_reads.get((id(module), name), len(self.trace.calls)) < len(self.trace.calls):
-            raise SplitError(
-                f"attribute {name!r} of {type(module).__name__} is read by {self.trace.step} before the end "
-                "of the model, and set after its beginning: some stages would read an old value. Update it "
-                "in a hook such as on_train_batch_end instead"
-            )
 
     def _check_written_states(self) -> None:
         self.trace.written_states = self.glue.all_written

@@ -1,11 +1,13 @@
 """Notice, while tracing, which plain attributes of modules a step reads and writes."""
 
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.split.containers import filled_by, items_of, objects_below
 from lightning_pipeline.split.structure import tensors_in
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.Size)
@@ -25,24 +27,31 @@ def _print_of(value: Any, depth: int = 3) -> Any:
     """Something that compares unequal when a plain value, a container or a tensor in it was replaced."""
     if isinstance(value, _PLAIN):
         return (type(value).__name__, value)
-    if isinstance(value, list | tuple | set | dict) and depth and len(value) < 1000:
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return (id(value), tuple((str(key), _print_of(item, depth - 1)) for key, item in items))
-    return (type(value).__name__, id(value))
+    if not isinstance(value, list | deque | tuple | set | dict) or not depth:
+        return (type(value).__name__, id(value))
+    if len(value) >= 1000:
+        return (id(value), len(value))
+    return (id(value), tuple((str(key), _print_of(item, depth - 1)) for key, item in items_of(value)))
 
 
 class AttributeSnapshot:
-    """The plain attributes of some modules at one moment."""
+    """The plain attributes of some modules at one moment.
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    Args:
+        modules: Whose attributes.
+        objects: Whether also those of plain objects that the modules hold, each as a holder of its own.
+    """
+
+    def __init__(self, modules: Iterable[Any], objects: bool = False) -> None:
         self._modules = list(modules)
+        self._modules += objects_below(self._modules) if objects else []
         self._prints = [self._read(module) for module in self._modules]
         self._values = {
             id(module): dict(vars(module)) for module in self._modules
         }  # held: no id is used twice
 
     @staticmethod
-    def _read(module: nn.Module) -> dict[str, Any]:
+    def _read(module: Any) -> dict[str, Any]:
         return {name: _print_of(value) for name, value in vars(module).items() if name not in _IGNORED}
 
     def holds(self, module: nn.Module, name: str) -> bool:
@@ -50,9 +59,9 @@ class AttributeSnapshot:
         held = self._values.get(id(module))
         return held is not None and name in held and held[name] is vars(module).get(name)
 
-    def changed(self) -> list[tuple[nn.Module, str]]:
+    def changed(self) -> list[tuple[Any, str]]:
         """Attributes that are new, gone, replaced, or whose container was changed since."""
-        found: list[tuple[nn.Module, str]] = []
+        found: list[tuple[Any, str]] = []
         for module, before in zip(self._modules, self._prints, strict=True):
             after = self._read(module)
             names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
@@ -97,5 +106,18 @@ class ReadWatch:
 
 
 def holds_tensor(value: Any) -> bool:
-    """Whether a tensor is in this value or in a list, tuple or dictionary of it."""
-    return isinstance(value, Tensor) or next(iter(tensors_in(value)), None) is not None
+    """Whether a tensor is in this value, or in what it holds."""
+    return next(tensors_held(value), None) is not None
+
+
+def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Every tensor in this value, in the containers and in the plain objects of it."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    held = filled_by(value) if depth else None
+    if held is None:
+        yield from tensors_in(value)
+        return
+    for _, item in items_of(held):
+        yield from tensors_held(item, depth - 1)

@@ -1,0 +1,100 @@
+"""Which plain attributes a traced step reads, sets and fills outside the units."""
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.split.placeholder import user_line
+from lightning_pipeline.split.watch import AttributeSnapshot, ReadWatch, holds_tensor, tensors_held
+
+if TYPE_CHECKING:
+    from lightning_pipeline.split.trace import Call
+    from lightning_pipeline.split.tracer import Tracer
+
+
+class Attributes:
+    """Watches them for a tracer.
+
+    Args:
+        tracer: Whose step it is.
+        glue_modules: Modules that are in no unit.
+    """
+
+    def __init__(self, tracer: "Tracer", glue_modules: list[nn.Module]) -> None:
+        self._tracer, self._modules = tracer, glue_modules
+        self._glue = set(map(id, glue_modules))
+        self._reads = ReadWatch(self._read)
+        self._old_reads: dict[tuple[int, str], int] = {}  # attributes read as they were: before which call
+        self._unit_reads: dict[tuple[int, str], str] = {}  # where glue read an attribute of a unit
+        self._changed_by_units: set[tuple[int, str]] = set()
+
+    def start(self) -> None:
+        """The step begins."""
+        self._before = self._at_first = AttributeSnapshot(self._modules, objects=True)
+        for module in (*self._modules, *(unit.module for unit in self._tracer.patches.units)):
+            self._reads.watch(module)
+
+    def first_call(self) -> None:
+        """The first unit is about to be called."""
+        self._at_first = AttributeSnapshot(self._modules, objects=True)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._reads.stop()
+
+    def changed_by_unit(self, call: "Call", changed: list[tuple[nn.Module, str]]) -> None:
+        """A unit set attributes of its modules: note who reads them outside it, before or after."""
+        for module, name in changed:
+            line = self._unit_reads.get((id(module), name))
+            if line is not None:
+                unit = self._tracer.patches.units[call.unit].name
+                raise SplitError(
+                    f"attribute {name!r} of unit {unit!r} is set by its forward and read at "
+                    f"{line} before it is called; on another stage it would have an old value"
+                )
+            self._changed_by_units.add((id(module), name))
+            self._reads.watch(module, {name})
+
+    def _read(self, module: nn.Module, name: str) -> None:
+        if self._tracer.inside is not None:
+            return
+        if id(module) in self._glue:
+            if self._before.holds(module, name):
+                self._old_reads.setdefault((id(module), name), len(self._tracer.trace.calls))
+            return
+        if (id(module), name) not in self._changed_by_units:
+            if not name.startswith("_"):  # nn.Module's own
+                self._unit_reads.setdefault((id(module), name), user_line())
+            return
+        if not holds_tensor(vars(module).get(name)):
+            raise SplitError(
+                f"attribute {name!r} is set by a unit's forward ({type(module).__name__}) and read outside "
+                "it; on another stage it would have an old value. Return it from forward instead [at "
+                f"{user_line(self._tracer.root)}]"
+            )
+
+    def note(self) -> None:
+        """Write what was seen into the trace."""
+        trace = self._tracer.trace
+        after_first_call = {(id(holder), name) for holder, name in self._at_first.changed()}
+        for holder, name in self._before.changed():
+            value = vars(holder).get(name)
+            if holds_tensor(value):
+                self._tracer.tail_read(list(tensors_held(value)))
+            elif (id(holder), name) not in after_first_call:
+                trace.early_attributes.append((holder, name))
+                continue
+            trace.attributes.append((holder, name))
+            if not isinstance(value, list | dict | deque):
+                self._check_old_read(holder, name)
+
+    def _check_old_read(self, holder: Any, name: str) -> None:
+        num_calls = len(self._tracer.trace.calls)
+        if self._old_reads.get((id(holder), name), num_calls) < num_calls:
+            raise SplitError(
+                f"attribute {name!r} of {type(holder).__name__} is read by {self._tracer.trace.step} before "
+                "the end of the model, and set after its beginning: some stages would read an old value. "
+                "Update it in a hook such as on_train_batch_end instead"
+            )

@@ -1,0 +1,70 @@
+"""What a step may fill in place: lists, deques, dictionaries, sets, and objects of the user's own classes."""
+
+import argparse
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+_PLAIN_OBJECTS = (types.SimpleNamespace, argparse.Namespace)
+_NOT_THE_USERS = sys.stdlib_module_names | {
+    "torch", "lightning", "lightning_pipeline", "lightning_fabric", "pytorch_lightning", "torchmetrics",
+    "transformers", "tokenizers", "numpy",
+}  # fmt: skip
+Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object that only keeps things, such as `self.store = Store()`.
+
+    Args:
+        value: Anything.
+
+    Returns:
+        Its own `__dict__`; None where it is no object of a class of the user's.
+    """
+    if isinstance(value, Tensor | nn.Module | type):
+        return None
+    if type(value).__module__.partition(".")[0] in _NOT_THE_USERS and not isinstance(value, _PLAIN_OBJECTS):
+        return None
+    own = getattr(value, "__dict__", None)
+    return own if type(own) is dict else None
+
+
+def objects_below(holders: Iterable[object]) -> list[object]:
+    """Such objects among the attributes of modules, and among theirs, each once."""
+    found: dict[int, object] = {}
+    pending = list(holders)
+    while pending:
+        for value in vars(pending.pop()).values():
+            if attributes_of(value) is not None and id(value) not in found:
+                found[id(value)] = value
+                pending.append(value)
+    return list(found.values())
+
+
+def filled_by(value: Any) -> Container | tuple[Any, ...] | None:
+    """The container that `value` is, or that its attributes are in; None where it holds nothing."""
+    if isinstance(value, list | deque | dict | set | tuple):
+        return value
+    return attributes_of(value)
+
+
+def items_of(container: Container | tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
+    """Keys, or positions, and what is there."""
+    return container.items() if isinstance(container, dict) else enumerate(container)
+
+
+def refill(container: Any, saved: Any) -> None:
+    """Give a container the contents that it had."""
+    if isinstance(container, list):
+        container[:] = saved
+        return
+    container.clear()
+    if isinstance(container, deque):
+        container.extend(saved)
+    else:
+        container.update(saved)
