@@ -143,6 +143,10 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
+    def all_names(self) -> AbstractContextManager[None]:
+        """Inside, parameters of other stages are in their places, without memory. See `Residence`."""
+        return self._residence.all_names()
+
     def parameter_names(self) -> list[str]:
         """Names of all parameters of the whole module, tied ones once, in its order."""
         return self._residence.parameter_names
