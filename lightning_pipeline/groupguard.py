@@ -2,14 +2,14 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, SupportsIndex
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.split import user_line
+from lightning_pipeline.split import named_function, user_line
 
 # Code that goes over a group and is right with a part of it, or is made to be: clipping has a global norm.
 _ALLOWED = (
@@ -58,7 +58,7 @@ class GroupGuard:
         """
         if not self._active() or f"{frame.f_globals.get('__name__', '')}.".startswith(_ALLOWED):
             return
-        if _in_optimizer(frame):
+        if _in_optimizer(frame) or _only_clips(named_function(frame).f_code):
             return
         raise SplitError(
             'group["params"] of an optimizer lists this stage\'s parameters only, and is used inside a step '
@@ -83,6 +83,19 @@ def _in_optimizer(frame: FrameType | None) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def _only_clips(code: CodeType) -> bool:
+    """Whether a function hands parameters to torch's clipping, and looks at no gradient itself."""
+    names = set(_names(code))
+    return bool(names & {"clip_grad_norm_", "clip_grad_value_"}) and not names & {"grad", "norm"}
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, CodeType):  # comprehensions
+            yield from _names(part)
 
 
 class _Guarded(list[Tensor]):

@@ -146,7 +146,7 @@ def user_line(root: nn.Module | None = None) -> str:
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _LIBRARIES:
-            function = _named_function(frame)
+            function = named_function(frame)
             first = function.f_code.co_varnames[:1] if function.f_code.co_argcount else ()
             owner = _module_name(root, function.f_locals.get(*first) if first else None)
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {function.f_code.co_name}"
@@ -155,7 +155,7 @@ def user_line(root: nn.Module | None = None) -> str:
     return "code outside the module"
 
 
-def _named_function(frame: FrameType) -> FrameType:
+def named_function(frame: FrameType) -> FrameType:
     """Of a comprehension or generator the function around it, where that is what runs it."""
     outer: FrameType | None = frame
     while outer is not None and outer.f_code.co_filename == frame.f_code.co_filename:
