@@ -57,6 +57,8 @@ class Misfits:
         shapes: Tensors of another shape.
         dtypes: Tensors of another data type.
         optimizers: Parameters of an optimizer without stored state.
+        kept: Parameters that an optimizer had when it was stored, `optimizer_0.` or the like first.
+        optimized: Parameters of this rank's optimizers, named alike.
     """
 
     stored: set[str]
@@ -64,6 +66,8 @@ class Misfits:
     shapes: list[str] = field(default_factory=list)
     dtypes: list[str] = field(default_factory=list)
     optimizers: list[str] = field(default_factory=list)
+    kept: set[str] = field(default_factory=set)
+    optimized: set[str] = field(default_factory=set)
 
     def look_at(self, name: str, entry: Any, tensor: Tensor) -> None:
         """Compare one stored tensor with what it is for.
@@ -92,6 +96,8 @@ class Misfits:
         """
         expected = set().union(*(rank.expected for rank in found))
         stored = set().union(*(rank.stored for rank in found))
+        kept = set().union(*(rank.kept for rank in found))
+        optimized = set().union(*(rank.optimized for rank in found))
         problems = {"wrong shape": _joined(rank.shapes for rank in found)}
         if strict:
             problems = {
@@ -100,6 +106,7 @@ class Misfits:
                 **problems,
                 "wrong dtype": _joined(rank.dtypes for rank in found),
                 "missing in the optimizers": _joined(rank.optimizers for rank in found),
+                "in no optimizer here": sorted(kept - optimized),
             }
         told = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
         if told:
@@ -133,16 +140,15 @@ def compare(
     for name in sorted(set(stored) & set(own)):
         misfits.look_at(name, stored[name], own[name])
     for index, optimizer in enumerate(optimizers):
-        misfits.optimizers += _without_state(entries, optimizer_key(index), optimizer, names)
-        _compare_state(misfits, entries, optimizer_key(index), optimizer, names)
+        key = optimizer_key(index)
+        own_names = [f"{key}.{name}" for name in names_of(optimizer, names)]
+        kept = {f"{key}.{entry.split('.', 1)[1].rpartition('.')[0]}" for entry in entries.under(key)}
+        if kept or entries.under(optimizer_key(0)):  # else saved with weights only: Lightning says so
+            misfits.kept |= kept
+            misfits.optimized.update(own_names)
+            misfits.optimizers += [name for name in own_names if name not in kept]
+        _compare_state(misfits, entries, key, optimizer, names)
     return misfits
-
-
-def _without_state(entries: Entries, key: str, optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    if not entries.under("optimizer_0"):
-        return []  # saved with weights only: Lightning says so
-    kept = {entry.split(".", 1)[1].rpartition(".")[0] for entry in entries.under(key)}
-    return [f"{key}.{name}" for name in names_of(optimizer, names) if name not in kept]
 
 
 def _compare_state(
