@@ -27,6 +27,9 @@ from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+# Calls configure_optimizers and reads what it returns, as a strategy does. Since 2.0.
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -49,6 +52,7 @@ __all__ = [
     "count_as_existing",
     "evaluation_loop",
     "gather_over",
+    "init_optimizers",
     "is_interrupted",
     "is_overridden",
     "join_group",
@@ -198,6 +202,12 @@ def silence_sync_dist_advice() -> None:
 def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
     """Move the optimizers' state. Since 1.9."""
     _optimizers_to_device(optimizers, device)
+
+
+def init_optimizers(module: LightningModule) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Call `configure_optimizers`, and check what it returns. Since 2.0."""
+    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    return optimizers, list(schedulers)
 
 
 def takes(function: Any, parameter: str, *, explicit: bool = False, min_args: int | None = None) -> bool:

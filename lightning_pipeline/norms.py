@@ -18,13 +18,13 @@ Gather = Callable[[Any], list[Any]]
 class _Norm:
     """Stands for a gradient of another stage where only its norm is asked for."""
 
-    def __init__(self, value: float) -> None:
-        self._value = value
+    def __init__(self, value: float, dtype: torch.dtype) -> None:
+        self._value, self._dtype = value, dtype
         self.grad = self.data = self
 
     def norm(self, norm_type: float) -> Tensor:
         """The norm that the other stage computed."""
-        return torch.tensor(self._value)
+        return torch.tensor(self._value, dtype=self._dtype)
 
 
 class GlobalNorms:
@@ -66,27 +66,29 @@ class GlobalNorms:
         skipped = {id(p.grad) for _, p in self._split.owned_parameters() if id(p) in self._not_counted}
         counted = [gradient for gradient in gradients if id(gradient) not in skipped]
         own = float(self._local(counted, norm_type, False, foreach)) if counted else 0.0
-        norm = torch.tensor(self._gather(own), dtype=torch.float64).norm(float(norm_type))
+        norms, dtypes = zip(*self._gather((own, gradients[0].dtype if gradients else None)), strict=True)
+        norm = torch.tensor(norms, dtype=torch.float64).norm(float(norm_type))
         if error_if_nonfinite and not bool(torch.isfinite(norm)):
             raise RuntimeError(f"the total norm of the gradients of all stages is {norm.item()}")
-        result: Tensor = norm.to(gradients[0]) if gradients else norm.float()
+        dtype = next((dtype for dtype in dtypes if dtype is not None), torch.float32)
+        result: Tensor = norm.to(gradients[0]) if gradients else norm.to(dtype)
         return result
 
     def _named_norms(self, module: nn.Module) -> list[tuple[str, _Norm]]:
         """All stages' parameters with a gradient, by name, for `grad_norm`, which asks from its frame."""
         norm_type = float(sys._getframe(2).f_locals["norm_type"])
         own = {
-            name: float(parameter.grad.norm(norm_type))
+            name: (float(parameter.grad.norm(norm_type)), parameter.grad.dtype)
             for name, parameter in self._split.owned_parameters()
             if parameter.grad is not None and id(parameter) not in self._not_counted
         }
-        merged: dict[str, float] = {}
+        merged: dict[str, tuple[float, torch.dtype]] = {}
         for part in self._gather(own):
             merged.update(part)
         inside = {id(m): name for name, m in self._split.root.named_modules()}.get(id(module), "")
         prefix = f"{inside}." if inside else ""
         return [
-            (name.removeprefix(prefix), _Norm(merged[name]))
+            (name.removeprefix(prefix), _Norm(*merged[name]))
             for name in self._split.parameter_names()
             if name in merged and name.startswith(prefix)
         ]

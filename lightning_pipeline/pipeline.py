@@ -22,6 +22,7 @@ from lightning_pipeline.feed import Feed
 from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
+from lightning_pipeline.groupguard import GroupGuard
 from lightning_pipeline.hooklogs import HookLogs
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
@@ -166,6 +167,7 @@ class Pipeline:
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
         }  # fmt: skip
         self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
+        self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
@@ -272,6 +274,7 @@ class Pipeline:
         if self._is_split:
             self.split.guard_hooks(active)
             (self._norms.install if active else self._norms.remove)()
+            (self._group_guard.install if active else self._group_guard.remove)(self._trainer.optimizers)
 
     def _end_batch(self, logged: bool) -> bool:
         assert self._together is not None, "made when the module was split"

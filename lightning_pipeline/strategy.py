@@ -21,10 +21,11 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
 from lightning_pipeline.checkpoint.hooks import CheckpointHooks
 from lightning_pipeline.checks import check_run
+from lightning_pipeline.configured import configure
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecasting import Prospect
 from lightning_pipeline.layout import fit_to_devices
-from lightning_pipeline.optimizers import called_once, keep_only, nothing_to_optimize_allowed, refuse_unserved
+from lightning_pipeline.optimizers import called_once
 from lightning_pipeline.pipeline import Pipeline
 from lightning_pipeline.planning.assumptions import Assumptions
 from lightning_pipeline.planning.forecast import Forecast
@@ -244,10 +245,10 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
-        with nothing_to_optimize_allowed():
-            super().setup_optimizers(trainer)
-        keep_only(self.optimizers, self._running.parameters())
-        refuse_unserved(self.optimizers)
+        running = self._running
+        whole = running.split.all_names if running.table is not None else None
+        made = configure(trainer.lightning_module, running.parameters(), whole, running.gather)
+        self.optimizers, self.lr_scheduler_configs = made.optimizers, made.schedulers
 
     @property
     @override

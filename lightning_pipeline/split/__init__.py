@@ -8,7 +8,7 @@ from lightning_pipeline.split.foreseen import (
 )
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
-from lightning_pipeline.split.placeholder import is_placeholder, user_line
+from lightning_pipeline.split.placeholder import is_placeholder, named_function, user_line
 from lightning_pipeline.split.residence import SharedParameter
 from lightning_pipeline.split.saved import Held, Peaks, SavedCount, storage_bytes
 from lightning_pipeline.split.structure import tensors_in
@@ -32,6 +32,7 @@ __all__ = [
     "Unit",
     "find_units",
     "is_placeholder",
+    "named_function",
     "partition",
     "peak_activations",
     "size_text",

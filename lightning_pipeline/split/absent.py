@@ -7,12 +7,13 @@ that would flow into a real tensor, or out as a number, is refused.
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from lightning_pipeline.errors import PlaceholderError
 from lightning_pipeline.split.placeholder import PlaceholderMode, is_placeholder, user_line, written_tensors
-from lightning_pipeline.split.structure import TensorSpec, tensors_in
+from lightning_pipeline.split.structure import TensorSpec, map_tensors, tensors_in
 
 _NO_VALUE = (DataDependentOutputException, DynamicOutputShapeException)
 
@@ -28,6 +29,7 @@ class AbsentTensors:
 
     def __init__(self, root: nn.Module, mode: PlaceholderMode, stages_of: dict[str, tuple[int, ...]]) -> None:
         self._root, self._mode, self._stages_of = root, mode, stages_of
+        self._inside = False
         mode.idle = self
 
     def make(self, name: str, spec: TensorSpec) -> Tensor:
@@ -51,10 +53,15 @@ class AbsentTensors:
         names = stands_for((args, kwargs))
         if any(not is_placeholder(tensor) for tensor in written_tensors(func, args, kwargs)):
             raise self.refusal(names, "is written into a tensor of this one")
+        if torch.Tag.nondeterministic_seeded in func.tags and not self._inside:
+            _draw(func, args, kwargs)
+        before, self._inside = self._inside, True  # an operation may be made of others
         try:
             result = run()
         except _NO_VALUE as error:
             raise self.refusal(names, "is read as a number or used in control flow") from error
+        finally:
+            self._inside = before
         for tensor in tensors_in(result):
             _mark(tensor, names)
         return result
@@ -75,6 +82,15 @@ class AbsentTensors:
             "PipelineStrategy(units=[...]), work it out in the step, or do it after fit, when the module "
             f"is whole again [at {user_line(self._root)}]"
         )
+
+
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Draw as many random numbers as the stage that has the tensor does, so that later draws agree."""
+
+    def real(tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+    func(*map_tensors(real, args), **map_tensors(real, kwargs))
 
 
 def stands_for(value: Any) -> set[str]:

@@ -143,6 +143,10 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
+    def all_names(self) -> AbstractContextManager[None]:
+        """Inside, parameters of other stages are in their places, without memory. See `Residence`."""
+        return self._residence.all_names()
+
     def parameter_names(self) -> list[str]:
         """Names of all parameters of the whole module, tied ones once, in its order."""
         return self._residence.parameter_names
@@ -171,6 +175,10 @@ class SplitModel:
     def guard_hooks(self, active: bool) -> None:
         """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
         self._parameters.active = active
+
+    def guards_parameters(self) -> bool:
+        """Whether a step, or a hook around one, runs now."""
+        return self.num_stages > 1 and self._parameters.active
 
     def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
         """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""

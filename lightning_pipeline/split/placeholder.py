@@ -146,12 +146,23 @@ def user_line(root: nn.Module | None = None) -> str:
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _LIBRARIES:
-            first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
-            owner = _module_name(root, frame.f_locals.get(*first) if first else None)
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            function = named_function(frame)
+            first = function.f_code.co_varnames[:1] if function.f_code.co_argcount else ()
+            owner = _module_name(root, function.f_locals.get(*first) if first else None)
+            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {function.f_code.co_name}"
             return f"{place} ({owner})" if owner else place
         frame = frame.f_back
     return "code outside the module"
+
+
+def named_function(frame: FrameType) -> FrameType:
+    """Of a comprehension or generator the function around it, where that is what runs it."""
+    outer: FrameType | None = frame
+    while outer is not None and outer.f_code.co_filename == frame.f_code.co_filename:
+        if not outer.f_code.co_name.startswith("<"):
+            return outer
+        outer = outer.f_back
+    return frame
 
 
 def _module_name(root: nn.Module | None, owner: Any) -> str:

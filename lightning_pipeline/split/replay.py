@@ -139,10 +139,10 @@ class Replay:
         elif result is None and not any(self._counts):
             return
         elif self._program.has_later_calls or self._own_left:
-            raise SplitError(
+            raise self._other_path(
                 f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage "
-                f"was called, which it was when it was traced; {self._own_left} of the stage's own calls are "
-                "missing"
+                f"was called, with {self._own_left} of the stage's own calls missing",
+                line="",
             )
 
     def _outgoing(self, result: Any) -> Values:
@@ -152,9 +152,10 @@ class Replay:
         missing = [key for key in program.outgoing if key not in self._raw]
         if missing:
             unit, nth, _ = missing[0]
-            raise SplitError(
+            raise self._other_path(
                 f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but "
-                "a later stage needs its output: the path through the model may not depend on the data"
+                "a later stage needs its output",
+                line="",
             )
         tensors = [self._raw[key] for key in program.outgoing]
         self.check_real(tensors, f"what stage {program.index} sends")
@@ -190,9 +191,8 @@ class Replay:
     def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self._program
         if (unit, nth) not in program.own_calls:
-            raise SplitError(
-                f"unit {program.unit_name(unit)!r} is called more often than when the step was traced"
-            )
+            count = "is called" if not nth else f"is called {nth + 1} times"
+            raise self._other_path(f"unit {program.unit_name(unit)!r} {count}")
         self._own_left -= 1
         self._seeds.unit(unit, nth)
         output = self._really(unit, args, kwargs)
@@ -222,9 +222,9 @@ class Replay:
     def _earlier(self, unit: int, nth: int) -> Any:
         known = self._specs.get((unit, nth))
         if known is None:
-            raise SplitError(
-                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} (call "
-                f"{nth}), but was not on its own stage: the path through the model may not depend on the data"
+            raise self._other_path(
+                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} "
+                f"(call {nth}), but was not on its own stage"
             )
         structure, specs = known
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
@@ -246,7 +246,13 @@ class Replay:
         if self._own_left <= 0:
             self._exited = True
             raise StageDone
-        structure, specs = self._program.traced_output(unit, nth, self._microbatch)
+        traced = self._program.traced_output(unit, nth, self._microbatch)
+        if traced is None:
+            raise self._other_path(
+                f"unit {self._program.unit_name(unit)!r} is called (call {nth}), with {self._own_left} calls "
+                f"of stage {self._program.index} before it missing"
+            )
+        structure, specs = traced
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         return unflatten(list(tensors), structure)
 
@@ -286,6 +292,15 @@ class Replay:
         error = PlaceholderError(f"{reason} (stage {program.index}) [at {user_line(program.root)}]")
         self._error = self._error or error
         return error
+
+    def _other_path(self, what: str, line: str | None = None) -> SplitError:
+        line = f" [at {user_line(self._program.root)}]" if line is None else line
+        return SplitError(
+            f"{what}, which is not what {self._program.step} did when it was traced: the path through the "
+            "model varies, and stages cannot follow it. Put the choice into the forward of one module and "
+            "keep that whole with PipelineStrategy(units=['<its name>']), or call every branch each time and "
+            f"choose among what they return{line}"
+        )
 
     def is_handed(self, tensor: Tensor) -> bool:
         """Whether glue got this very tensor as the output of a unit of an earlier stage."""

@@ -1,6 +1,7 @@
 """Which parameters and buffers live on this rank, and what stands for the others."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.split.absent import AbsentTensors
 from lightning_pipeline.split.placeholder import PlaceholderMode
+from lightning_pipeline.split.state import ModuleState, random_state_kept
 from lightning_pipeline.split.structure import TensorSpec
 
 
@@ -85,6 +87,28 @@ class Residence:
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         del registry[name]
         vars(module)[name] = self._absent.make(full, spec)
+
+    @contextmanager
+    def all_names(self) -> Iterator[None]:
+        """Inside, parameters of other stages are in their places, by shape and dtype but without memory.
+
+        On leaving, everything but parameters' values is as it was.
+        """
+        state, made = ModuleState(self._root), dict[int, nn.Parameter]()
+        try:
+            for item in self._dropped:
+                if item.is_parameter:
+                    vars(item.module).pop(item.name, None)
+                    spec = item.spec._replace(requires_grad=False)
+                    stand_in = nn.Parameter(
+                        self._absent.make(item.full_name, spec), item.tensor.requires_grad
+                    )
+                    item.module._parameters[item.name] = made.setdefault(id(item.tensor), stand_in)
+            _reorder(self._root, self._first_names)
+            with random_state_kept():
+                yield
+        finally:
+            state.restore()
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.

@@ -70,6 +70,17 @@ class ChangesEach(Regression):
                 layer.weight.div_(layer.weight.norm())
 
 
+class StartsAnew(Regression):
+    """Draws for weights of every stage, in the order of one device."""
+
+    def on_fit_start(self) -> None:
+        torch.manual_seed(4)
+        for layer in self.net:
+            if isinstance(layer, nn.Linear):
+                nn.init.xavier_uniform_(layer.weight)
+                nn.init.normal_(layer.bias)
+
+
 @pytest.mark.parametrize("cls", [AveragesByLayer, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether])
 def test_a_value_of_another_stage_in_a_hook_is_refused(ranks: Ranks, cls: type[Regression]) -> None:
     outcomes = ranks(2).outcomes(fit, {"stages": 2, "num_microbatches": 4}, cls)
@@ -83,7 +94,10 @@ def test_a_value_of_another_stage_in_a_hook_is_refused(ranks: Ranks, cls: type[R
         assert cls.__name__ in str(error)
 
 
-def test_a_hook_that_changes_each_weight_by_itself_gives_that_of_one_device(ranks: Ranks) -> None:
-    expected = fit(None, ChangesEach)
-    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, ChangesEach):
+@pytest.mark.parametrize("cls", [ChangesEach, StartsAnew])
+def test_a_hook_that_changes_each_weight_by_itself_gives_that_of_one_device(
+    ranks: Ranks, cls: type[Regression]
+) -> None:
+    expected = fit(None, cls)
+    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, cls):
         assert_same(found, expected)

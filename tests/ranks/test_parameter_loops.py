@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.errors import SplitError
+from lightning_pipeline.errors import PipelineError, SplitError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -98,3 +98,87 @@ def test_other_loops_in_a_hook_raise_and_list_the_own_ones_later(ranks: Ranks) -
         assert "parameters() of a module that is spread over stages" in text
         assert "test_parameter_loops.py" in text
     assert not set(results[0][1]) & set(results[1][1])
+
+
+class ClipsGroups(Regression):
+    """A norm over the optimizer's groups, which is one stage's."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        gradients = [
+            p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None
+        ]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient.mul_((0.1 / norm).clamp(max=1.0))
+
+
+class SkipsLargeSteps(Regression):
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        optimizer_closure()
+        if torch.stack([p.grad.norm() for p in optimizer.param_groups[0]["params"]]).norm() < 0.5:
+            optimizer.step()
+
+
+class OwnOptimizer(torch.optim.Optimizer):
+    """Goes over its groups in methods of its own."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure()
+        for group in self.param_groups:
+            for parameter in self.of(group):
+                parameter -= group["lr"] * parameter.grad
+        return loss
+
+    def of(self, group: dict[str, Any]) -> list[Any]:
+        return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
+class UsesOwnOptimizer(Regression):
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            clip_grad_norm_(group["params"], 0.05)
+        for parameter in getattr(self.trainer.strategy, "own_parameters", self.parameters)():
+            parameter.grad.clamp_(-0.01, 0.01)
+
+    def configure_optimizers(self) -> Any:
+        return OwnOptimizer(self.parameters())
+
+
+class SmallHead(Regression):
+    """float64; on one stage nothing is trained, so that it has no gradient to take the dtype of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[:4].requires_grad_(False)
+        self.seen: list[float] = []
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen += [float(value) for value in grad_norm(self, norm_type=2).values()]
+        self.seen.append(float(clip_grad_norm_(self.parameters(), 0.05)))
+
+
+def fit_class(cls: type[Regression], stages: int | None) -> tuple[Any, dict[str, Tensor]]:
+    module, weights = fit(cls, stages)
+    return getattr(module, "seen", None), weights
+
+
+@pytest.mark.parametrize("cls", [ClipsGroups, SkipsLargeSteps])
+def test_a_loop_over_an_optimizers_groups_in_a_hook_raises(ranks: Ranks, cls: type[Regression]) -> None:
+    for outcome in ranks(2).outcomes(fit_class, cls, 2):
+        text = rf"(?s)group\[.params.\] of an optimizer.*test_parameter_loops.py:\d+ in .*{cls.__name__}"
+        with pytest.raises(PipelineError, match=text):
+            raise outcome.error or AssertionError("nothing was raised")
+
+
+@pytest.mark.parametrize("cls", [UsesOwnOptimizer, SmallHead])
+def test_optimizers_of_the_user_and_norms_keep_their_digits(ranks: Ranks, cls: type[Regression]) -> None:
+    seen, weights = fit_class(cls, None)
+    for found_seen, found in ranks(2)(fit_class, cls, 2):
+        assert found_seen == (seen if seen is None else pytest.approx(seen, rel=1e-12))
+        for name, value in weights.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)

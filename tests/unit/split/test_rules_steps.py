@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
-from lightning_pipeline.errors import PipelineError, PlaceholderError
+from lightning_pipeline.errors import PipelineError, PlaceholderError, SplitError
 from lightning_pipeline.runtime.microbatch import split_batch
 from tests.unit.split.nets import WIDTH, Net, assert_works, batch_of, seeded
 from tests.unit.split.pipe import Outcome, _collect, _run_batch, alone, assert_same, piped, split_arguments
@@ -255,3 +255,37 @@ class GraphData:
 def test_an_object_that_cannot_be_split_is_refused():
     with pytest.raises(PipelineError, match="split_batch"):
         split_batch(GraphData(), 2)
+
+
+class Branches(Net):
+    """A layer, or a head, for each kind of input; the second micro-batch takes the other one."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.heads = nn.ModuleList([nn.Linear(WIDTH, 2) for _ in range(2)]).double()
+
+    def body(self, h):
+        for index, layer in enumerate(self.layers):
+            if self.where != "layer" or index != 1 or len(h) == 2:
+                h = layer(h)
+            if self.where == "twice" and index == 3 and len(h) == 1:
+                h = layer(h)
+        return h
+
+    def loss(self, h, batch):
+        chosen = self.heads[len(h) == 1 and self.where == "head"]
+        return F.mse_loss(chosen(h), batch["y"])
+
+
+@pytest.mark.parametrize(
+    ("where", "text"),
+    [
+        ("head", r"unit 'heads.1' is called, which is not .*test_rules_steps.py:\d+ in loss \(Branches\)"),
+        ("twice", r"unit 'layers.3' is called 2 times, which .*test_rules_steps.py:\d+ in body \(Branches\)"),
+        ("layer", r"path through the model varies.*units="),
+    ],
+)
+def test_a_path_that_varies_is_refused_with_what_to_do(where, text):
+    with pytest.raises(SplitError, match=text):
+        piped(seeded(lambda: Branches(where)), batch_of(3), how=["layers.3"])
