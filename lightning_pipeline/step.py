@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
@@ -162,6 +163,7 @@ class StepRunner:
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica = replica
+        self._warned: set[str] = set()
         self.num_microbatches = 1
         self.at_least = 1
         self.last_plan: Plan | None = None
@@ -206,8 +208,7 @@ class StepRunner:
     def _run(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
     ) -> tuple[Report, Any]:
-        lists = StepLists(self._module, step)
-        losses, outputs = self._run_plan(step, parts, weights, key)
+        losses, outputs, lists = self._run_plan(step, parts, weights, key)
         if self.reordering is not None and weights is not None:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
@@ -226,7 +227,7 @@ class StepRunner:
 
     def _run_plan(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
-    ) -> tuple[list[Tensor | None], list[Any]]:
+    ) -> tuple[list[Tensor | None], list[Any], StepLists]:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = weights is None
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
@@ -239,12 +240,25 @@ class StepRunner:
                     step, microbatches, weights=weights, key=key, replica=self._replica,
                     split_backward=plan.splits_backward,
                 )  # fmt: skip
+                lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
             self._split.failed()
             raise
-        return result.losses, result.outputs
+        self._warn_once(step, len(parts.args))
+        return result.losses, result.outputs, lists
+
+    def _warn_once(self, step: str, num_microbatches: int) -> None:
+        names = self._split.doubtful(step)
+        if names and num_microbatches > 1 and step not in self._warned:
+            self._warned.add(step)
+            rank_zero_warn(
+                f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
+                f"{num_microbatches} micro-batches. A sum over samples is that of one device; a sum or "
+                "moving average of means, an extreme, or a count of steps is not: use self.log or a "
+                "torchmetrics object, or update it in on_train_batch_end"
+            )
 
     def _finish(
         self,
@@ -257,7 +271,8 @@ class StepRunner:
         training: bool,
     ) -> tuple[Report, Any]:
         report, output = None, None
-        lists.merge(parts.sizes, self._merge)
+        kept = self._split.kept
+        lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
         if self._split.has_last_stage:
             report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
             output = self._merged(step, outputs, parts.sizes)
