@@ -18,7 +18,8 @@ from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.merge import merge_outputs
 from lightning_pipeline.runtime.microbatch import batch_size_of, split_batch
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
-from lightning_pipeline.split import SplitModel
+from lightning_pipeline.sharing import Outlet
+from lightning_pipeline.split import SplitModel, late_values, put_late_values
 
 _MICROBATCHES_PER_RANK = 4  # with equal stages the bubble is then at most a fifth
 
@@ -147,6 +148,7 @@ class StepRunner:
         recorder: Where the last stage's `self.log` goes.
         metrics: Those of the module.
         replica: Of this rank.
+        from_last: From the last stage's rank to the others.
     """
 
     def __init__(
@@ -159,10 +161,11 @@ class StepRunner:
         recorder: LogRecorder,
         metrics: SharedMetrics,
         replica: int,
+        from_last: Outlet,
     ) -> None:
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
-        self._replica = replica
+        self._replica, self._from_last = replica, from_last
         self._warned: set[str] = set()
         self.num_microbatches = 1
         self.at_least = 1
@@ -180,7 +183,7 @@ class StepRunner:
 
         Returns:
             `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
-            what else the step returned.
+            what else the step returned, and elsewhere in its place what raises when it is used.
         """
         parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
         total = sum(parts.sizes)
@@ -188,7 +191,7 @@ class StepRunner:
         report, output = self._run("training_step", parts, weights, key)
         loss = loss_of(report)
         assert loss is not None, "a training step reports a loss"
-        extras = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
+        extras = _extras(output) or self._split.extras_elsewhere("training_step")
         return {"loss": loss, **extras}
 
     def evaluate(self, step: str, args: Sequence[Any], key: tuple[int, ...]) -> Any:
@@ -276,7 +279,16 @@ class StepRunner:
         if self._split.has_last_stage:
             report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
             output = self._merged(step, outputs, parts.sizes)
-        return self._reports.share(step, report), output
+        report = self._reports.share(step, report)
+        self._share_late_states(self._split.late_states(step))
+        return report, output
+
+    def _share_late_states(self, names: list[str]) -> None:
+        """Hooks on every rank read what the end of the step has just written, such as a confusion matrix."""
+        if names and self._from_last.group is not None:
+            values = self._from_last.share(lambda: late_values(self._module, names))
+            if not self._from_last.is_source:
+                put_late_values(self._module, names, values)
 
     def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
         if step == "training_step":  # its loss is averaged apart

@@ -6,6 +6,7 @@ from lightning_pipeline.split.foreseen import (
     peak_activations,
     stage_activations,
 )
+from lightning_pipeline.split.late import late_values, put_late_values
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.residence import SharedParameter
@@ -30,8 +31,10 @@ __all__ = [
     "Trace",
     "Unit",
     "find_units",
+    "late_values",
     "partition",
     "peak_activations",
+    "put_late_values",
     "size_text",
     "stage_activations",
     "storage_bytes",

@@ -74,6 +74,7 @@ class Attributes:
             own.update(
                 {n: EntryReads(d) for n, d in own.items() if type(d) in kinds and not n.startswith("_")}
             )
+        self._buffers = [(module, dict(module._buffers)) for module in self._modules]
         self._before = self._at_first = AttributeSnapshot(self._modules, objects=True)
         for module in (*self._modules, *(unit.module for unit in self._tracer.patches.units)):
             self._reads.watch(module)
@@ -138,6 +139,22 @@ class Attributes:
             trace.attributes.append((holder, name))
             if not isinstance(value, list | dict | deque):
                 self._check_old_read(holder, name)
+
+    def note_late_states(self) -> None:
+        """Which buffers and plain tensors the last stage alone has as they are after the step."""
+        tracer, trace = self._tracer, self._tracer.trace
+        names = {id(module): prefix for prefix, module in tracer.root.named_modules()}
+        found = set(tracer.glue.written_states)
+        for module, before in self._buffers:
+            prefix = names[id(module)] + "." if names[id(module)] else ""
+            unseen = set(before) if tracer.ended_early else set()
+            found |= {
+                prefix + name
+                for name, buffer in module._buffers.items()
+                if buffer is not None and (name in unseen or before.get(name) is not buffer)
+            }
+        owned = {name for name, _ in tracer.root.named_parameters(remove_duplicate=False)}
+        trace.late_states = sorted(name for name in found - owned if name not in trace.state_units)
 
     def _note_kept(self, changed: list[tuple[Any, str]]) -> None:
         """What becomes of these over several micro-batches: set anew, counted, added up."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.microbatch import signature_of
-from lightning_pipeline.split.elsewhere import AttributeGuards
+from lightning_pipeline.split.elsewhere import AttributeGuards, Elsewhere
 from lightning_pipeline.split.guards import IdleRunner, ParameterGuard
 from lightning_pipeline.split.isolation import Isolation
 from lightning_pipeline.split.kept import Kept
@@ -170,6 +170,17 @@ class SplitModel:
     def step_attributes(self, step: str) -> list[tuple[Any, str]]:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
+
+    def extras_elsewhere(self, step: str) -> dict[Any, Any]:
+        """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
+        if self.has_last_stage:
+            return {}
+        keys = [key for key in self._known[step][0].returned if key != "loss"]
+        return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
+
+    def late_states(self, step: str) -> list[str]:
+        """Buffers and plain tensors outside the units that the end of a step writes, on the last stage."""
+        return self._known[step][0].late_states if self.num_stages > 1 else []
 
     def doubtful(self, step: str) -> list[str]:
         """Names of what a step works out from its last value, where micro-batches may make a difference."""
