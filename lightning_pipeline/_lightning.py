@@ -46,6 +46,7 @@ __all__ = [
     "claim_cpu",
     "combined_loader_of",
     "configured_to_log_graph",
+    "count_as_existing",
     "evaluation_loop",
     "gather_over",
     "is_interrupted",
@@ -56,9 +57,9 @@ __all__ = [
     "loader_ran_ahead",
     "loader_states",
     "loader_states_to_load",
-    "logging_step",
     "make_launcher",
     "moves_batches_itself",
+    "on_requeue",
     "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
@@ -150,6 +151,29 @@ def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]
     return undo
 
 
+def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Call `told` when SLURM's signal to save and to requeue arrives, in place of Lightning's doing so.
+
+    Lightning saves in the handler, where each rank is somewhere else in a step. Since 1.6. To be deleted when
+    a strategy may bring its own handling.
+
+    Returns:
+        What saves and requeues; and what undoes this.
+    """
+    connector: Any = trainer._signal_connector
+    requeue = type(connector)._slurm_sigusr_handler_fn
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: told()
+
+    def undo() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return lambda: requeue(connector, _requeue_signal(trainer), None), undo
+
+
+def _requeue_signal(trainer: Trainer) -> Any:
+    return getattr(trainer.strategy.cluster_environment, "requeue_signal", None)  # type: ignore[attr-defined]
+
+
 def set_received_sigterm(trainer: Trainer) -> None:
     """The loops end at the next batch's end when this is set. Since 1.6."""
     trainer._signal_connector.received_sigterm = True
@@ -236,11 +260,6 @@ def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], Non
     return undo
 
 
-def logging_step(trainer: Trainer) -> int:
-    """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
-    return trainer.fit_loop.epoch_loop._batches_that_stepped
-
-
 def loader_states(loop: Any) -> list[Any]:
     """States of the loaders that have `state_dict`. Since 2.0."""
     combined = loop._combined_loader
@@ -263,6 +282,21 @@ def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) ->
     given: Any = callback
     given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
     return lambda: vars(callback).pop("_link_checkpoint", None) and None
+
+
+def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> None:
+    """Let the version counter of `ModelCheckpoint` see what has no name on disk yet. Since 2.3.
+
+    Args:
+        callback: Of the run that begins.
+        coming: Whether a path will be a checkpoint; must say the same on every rank.
+    """
+    exists = type(callback).file_exists  # not what a run before has put on the instance
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        return exists(callback, filepath, trainer) or coming(filepath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
 
 
 def loader_ran_ahead(loop: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pipeline import _lightning
+from lightning_pipeline import _lightning, _lightning_logs
 from lightning_pipeline.callbacks.rankmemory import MemoryMeter
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.pipeline import Pipeline
@@ -185,7 +185,12 @@ class Answers(Places):
     @staticmethod
     def logging_step(trainer: Trainer) -> int:
         """The step under which loggers get what is logged now."""
-        return _lightning.logging_step(trainer)
+        return _lightning_logs.logging_step(trainer)
+
+    @staticmethod
+    def logs_this_batch(trainer: Trainer) -> bool:
+        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
+        return _lightning_logs.logs_this_batch(trainer)
 
     @property
     def schedule(self) -> Schedule:

@@ -14,7 +14,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.sharing import Outlet
 
-_SIGNATURE = inspect.signature(LightningModule.log)
+SIGNATURE = inspect.signature(LightningModule.log)
 _DICT_SIGNATURE = inspect.signature(LightningModule.log_dict)
 _SET_BY_REPLAY = ("name", "value", "batch_size", "enable_graph")
 
@@ -93,11 +93,11 @@ class LogRecorder:
 
     def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log` in a micro-batch."""
-        given = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        given = SIGNATURE.bind(self._module, *args, **kwargs).arguments
         name, value = given["name"], given["value"]
         occurrence = self._seen.get((microbatch, name), 0)
         self._seen[microbatch, name] = occurrence + 1
-        options = _options(given)
+        options = options_of(given)
         metric = self._path_of(value, given.get("metric_attribute")) if isinstance(value, Metric) else None
         call = self._calls.setdefault((name, occurrence), _Call(options, metric))
         if call.options != options:
@@ -152,7 +152,8 @@ class LogRecorder:
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
 
-def _options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments of `self.log` that are the same on every rank, ready to travel."""
     if given.get("sync_dist_group") is not None:
         raise ConfigurationError(
             "self.log(..., sync_dist_group=...) names ranks of one stage only: leave it out, sync_dist=True "
@@ -216,13 +217,12 @@ class ReportChannel:
     Names, options and dtypes travel only when they differ from the last report of the same kind.
 
     Args:
-        outlet: From the last stage's rank to the others.
-        group: The same ranks, for tensors on `device`.
+        outlet: From the last stage's rank to the others; its group carries tensors on `device` too.
         device: Where values live.
     """
 
-    def __init__(self, outlet: Outlet, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        self._outlet, self._group, self._device = outlet, group, device
+    def __init__(self, outlet: Outlet, device: torch.device) -> None:
+        self._outlet, self._device = outlet, device
         self._known: dict[str, Report] = {}
         self.renamed = 0
         """How often names travelled."""
@@ -234,7 +234,7 @@ class ReportChannel:
             kind: Of step; each has its own names.
             report: On the last stage's rank; `None` elsewhere.
         """
-        if self._group is None:
+        if self._outlet.group is None:
             assert report is not None, "a world of one rank holds the last stage"
             return report
         known = self._known.get(kind, Report())
@@ -266,7 +266,7 @@ class ReportChannel:
         return vector
 
     def _broadcast(self, vector: Tensor) -> None:
-        dist.broadcast(vector, src=self._outlet.source, group=self._group)
+        dist.broadcast(vector, src=self._outlet.source, group=self._outlet.group)
 
 
 def _without_values(report: Report | None) -> Report:
@@ -303,4 +303,4 @@ def replay(module: LightningModule, report: Report, batch_size: int | None) -> N
             logged = module.get_submodule(entry.metric)
             logged._forward_cache = value
             options["metric_attribute"] = entry.metric
-        module.log(entry.name, logged, batch_size=size, **options)
+        type(module).log(module, entry.name, logged, batch_size=size, **options)

@@ -17,10 +17,12 @@ from lightning_pipeline.checkpoint.position import Position
 from lightning_pipeline.checkpoint.run import Checkpoints, options_of
 from lightning_pipeline.epochend import EpochEndHooks
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.extras import Owns, extra_states, owned_by
 from lightning_pipeline.feed import Feed
 from lightning_pipeline.finetuning import equal_groups
 from lightning_pipeline.firstbatch import first_arguments
 from lightning_pipeline.gradients import SetAside, zeroed_unseen
+from lightning_pipeline.hooklogs import HookLogs
 from lightning_pipeline.logging import LogRecorder, ReportChannel
 from lightning_pipeline.metrics import SharedMetrics
 from lightning_pipeline.norms import GlobalNorms
@@ -34,11 +36,12 @@ from lightning_pipeline.runtime.gradients import average_gradients, sum_gradient
 from lightning_pipeline.runtime.groups import Groups
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.sharing import Outlet, agreed
+from lightning_pipeline.sharing import Outlet, agreed, start_equal
 from lightning_pipeline.split import SplitModel, StageTable
 from lightning_pipeline.splitting import (
     Cut,
     choose_cut,
+    fill_whole,
     gather_whole,
     held_states,
     move,
@@ -105,9 +108,9 @@ class Pipeline:
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
         self.order = [name for name, _ in self._module.named_parameters()]
-        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints.finish)
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
-        self._undo.append(together.watch_sigterm(trainer))
+        self._undo.append(together.watch_signals(trainer))
         self._together = together
         first = first_arguments(trainer)
         if trainer.training:
@@ -164,11 +167,12 @@ class Pipeline:
         }  # fmt: skip
         self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
         self._undo.append(lambda: self.around_batch(False))
-        self._start_equal()
+        start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
-        self._undo.append(metrics.restore)
-        self._undo.append(EpochEndHooks(self._module, self.split, self._from_last, metrics).restore)
-        reports = ReportChannel(self._from_last, self._from_last.group, self._device)
+        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
+        logs = HookLogs(self._trainer, self.gather, self._end_batch)
+        self._undo += [metrics.restore, epoch_end.restore, logs.restore]
+        reports = ReportChannel(self._from_last, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica, self._from_last,
@@ -181,19 +185,6 @@ class Pipeline:
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
             )
-
-    def _start_equal(self) -> None:
-        """Give replicas, and stages that share a parameter, the same values, seeded or not."""
-        groups = self.groups
-        if groups.data_parallel is not None and groups.data_parallel.size() > 1:
-            source = groups.numbering.global_rank(groups.rank, 0)
-            for tensor in held_states(self._module).values():
-                dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
-        for shared in self.split.shared:
-            group = groups.shared(shared.stages, self._placement)
-            if shared.parameter is not None and group is not None:
-                source = self._ranks[self._placement.rank_of(shared.stages[0])]
-                dist.broadcast(shared.parameter.detach(), src=source, group=group)
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Do local work on every rank of the world; when one fails, all raise. See `sharing.agreed`."""
@@ -239,9 +230,9 @@ class Pipeline:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
         return self.split.owned_states() if self._is_split else held_states(self._module)
 
-    def held_state(self) -> dict[str, Tensor]:
-        """What this rank fills from a checkpoint: copies of shared parameters too."""
-        return held_states(self._module)
+    def owns(self) -> Owns:
+        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
+        return owned_by(self._cut.partition if self._is_split else None, self._stages)
 
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
@@ -281,6 +272,10 @@ class Pipeline:
         if self._is_split:
             self.split.guard_hooks(active)
             (self._norms.install if active else self._norms.remove)()
+
+    def _end_batch(self, logged: bool) -> bool:
+        assert self._together is not None, "made when the module was split"
+        return self._together.stop_together(self._trainer, logged)
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
@@ -367,6 +362,8 @@ class Pipeline:
                 failure.end(exception, Where("code outside a step"))
             except StageFailedError as told:
                 exception.add_note(str(told))
+        self._from_zero.close()
+        self._from_last.close()
         self.groups.abort()
         self.checkpoints.close(failed=True)
 
@@ -390,9 +387,8 @@ class Pipeline:
             self.split.restore()
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        whole = gather_whole(self.split.owned_states(transient=True), outlets)
-        move(self._module, torch.device("cpu"))
-        with torch.no_grad():
-            for name, tensor in held_states(self._module, transient=True).items():
-                tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+        own = self.split.owned_states(transient=True)
+        with self._watched("gathering the weights of all stages"):
+            whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
+        fill_whole(self._module, whole)
         self.split.restore(whole)

@@ -8,7 +8,7 @@ from typing import Literal
 import torch.distributed
 
 from lightning_pipeline.errors import ConfigurationError, PipelineError
-from lightning_pipeline.schedules import Schedule, get_schedule
+from lightning_pipeline.schedules import ForwardOnly, Schedule, get_schedule
 
 Seconds = float | timedelta
 PARTITIONS = ("auto", "uniform", "parameters")
@@ -147,6 +147,11 @@ def _schedule(value: object, stages_per_rank: int, problems: Problems) -> Schedu
     if not isinstance(made, Schedule):
         problems.append(f"schedule={value!r} is no schedule: give a name, an instance or a class path")
         return None
+    if isinstance(made, ForwardOnly):
+        problems.append(
+            f"schedule={value!r} would train nothing: it has no backwards. Validation, test and predict run "
+            "forwards alone with every schedule"
+        )
     if stages_per_rank not in (1, made.stages_per_rank):
         problems.append(
             f"stages_per_rank={stages_per_rank} contradicts {made!r}, which holds {made.stages_per_rank} "

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_pipeline.extras import EXTRA, load_extra_states
 from lightning_pipeline.logging import LogRecorder
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.sharing import Outlet
@@ -120,20 +121,34 @@ def move(module: LightningModule, device: torch.device) -> None:
             part.to(device)
 
 
-def gather_whole(own: Mapping[str, Tensor], outlets: list[Outlet]) -> dict[str, Tensor]:
+def gather_whole(own: Mapping[str, Any], outlets: list[Outlet]) -> dict[str, Any]:
     """The state of the whole module on CPU, on every rank of a replica.
 
     Args:
         own: This rank's part.
         outlets: From each rank of the pipeline to the others, in order.
     """
-    here = {name: tensor.detach().cpu() for name, tensor in own.items()}
-    whole: dict[str, Tensor] = {}
+    here = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in own.items()}
+    whole: dict[str, Any] = {}
     for outlet in outlets:
         for name, tensor in outlet.share(lambda: here).items():
             whole.setdefault(name, tensor)
     whole.update(here)
     return whole
+
+
+def fill_whole(module: LightningModule, whole: Mapping[str, Any]) -> None:
+    """Give what this rank holds the values of the whole module, on CPU.
+
+    Args:
+        module: Still split.
+        whole: From `gather_whole`.
+    """
+    move(module, torch.device("cpu"))
+    with torch.no_grad():
+        for name, tensor in held_states(module, transient=True).items():
+            tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+    load_extra_states(module, {name: value for name, value in whole.items() if name.endswith(EXTRA)})
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:

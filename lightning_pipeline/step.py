@@ -18,6 +18,7 @@ from lightning_pipeline.runtime.executor import Executor
 from lightning_pipeline.runtime.merge import merge_outputs
 from lightning_pipeline.runtime.microbatch import batch_size_of, split_batch
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
+from lightning_pipeline.schedules.schedule import training_plan
 from lightning_pipeline.sharing import Outlet
 from lightning_pipeline.split import SplitModel, late_values, put_late_values
 
@@ -45,12 +46,15 @@ class Plans:
             forward_only: Forwards alone, for evaluation.
 
         Raises:
-            ScheduleError: The schedule does not serve this number.
+            ScheduleError: The schedule does not serve this number, or trains nothing.
         """
         key = (forward_only, num_microbatches)
         if key not in self._made:
-            rule = self._forward if forward_only else self.schedule
-            self._made[key] = rule.plan(self.num_ranks, num_microbatches)
+            self._made[key] = (
+                self._forward.plan(self.num_ranks, num_microbatches)
+                if forward_only
+                else training_plan(self.schedule, self.num_ranks, num_microbatches)
+            )
         return self._made[key]
 
     def use(self, plan: Plan) -> None:

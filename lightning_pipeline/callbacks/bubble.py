@@ -12,12 +12,13 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.callbacks.measurement import Measurement
-from lightning_pipeline.callbacks.measures import logged_every, publish, run_of, stage_names
+from lightning_pipeline.callbacks.measures import run_of, stage_names
 from lightning_pipeline.callbacks.meter import Meter
+from lightning_pipeline.callbacks.publishing import Publisher, check_counts
 from lightning_pipeline.callbacks.report import Report
 
 _WARM_UP = 2  # the first steps pay for caches and allocations; they are not in the table
-_UNLOGGED = 50  # steps between two comparisons where nothing is logged
+_UNLOGGED = 50  # batches between two comparisons where nothing is logged
 
 Hook = TypeVar("Hook", bound=Callable[..., None])
 
@@ -65,20 +66,28 @@ class BubbleMonitor(Callback):
     On a GPU the times are those of its stream: events are recorded in a step and read in the next one.
 
     Args:
-        every_n_steps: Batches between two measurements that are logged. Default: the Trainer's
-            `log_every_n_steps`.
-        every_n_epochs: Epochs between two tables. Default: only the one at the end of `fit`.
+        every_n_steps: Batches between two measurements that are logged. Default: where Lightning logs, by the
+            Trainer's `log_every_n_steps`. What an epoch has not logged by its end is logged then.
+        every_n_epochs: Epochs between two tables, each of all steps so far. Default: only the one at the end
+            of `fit`.
 
     Attributes:
         seconds_inside: Time that this callback has taken on this rank.
+
+    Raises:
+        ConfigurationError: A number is not a whole one from 1 on.
     """
 
     def __init__(self, every_n_steps: int | None = None, *, every_n_epochs: int | None = None) -> None:
-        self.every_n_steps, self.every_n_epochs = every_n_steps, every_n_epochs
+        check_counts(self, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
+        self.every_n_epochs = every_n_epochs
         self.seconds_inside = 0.0
+        self._publisher = Publisher(every_n_steps)
         self._meter: Meter | None = None
         self._total: Measurement | None = None
         self._early: Measurement | None = None
+        self._unpublished: Measurement | None = None
+        self._reported: Measurement | None = None
         self._names: list[str] = []
         self._batches = 0
 
@@ -88,19 +97,18 @@ class BubbleMonitor(Callback):
         run = run_of(trainer, self)
         self._detach()
         self._meter, self._batches = Meter(run, trainer), 0
-        self._total = self._early = None
+        self._total = self._early = self._unpublished = self._reported = None
         self._names = stage_names(run.gather_from_pipeline(run.stages_here))
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause()
+        self._publisher.owes = True
+        self._measuring.batches.pause()
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._pause()
-
-    def _pause(self) -> None:
         if self._meter is not None:  # the sanity check comes before training
+            self._settle(trainer)
             self._meter.batches.pause()
 
     @override
@@ -134,24 +142,39 @@ class BubbleMonitor(Callback):
     ) -> None:
         self._measuring.end_batch(batch)
         self._batches += 1
-        every = _UNLOGGED if trainer.barebones else self.every_n_steps or logged_every(trainer)
-        if self._batches % every == 0:
-            measured = self._collect()
-            if measured is not None and not trainer.barebones:
-                values = measured.values(self._names)
-                publish(trainer, self, {f"pipeline/{key}": value for key, value in values.items()})
-                trainer.progress_bar_metrics["bubble"] = measured.bubble
+        due = self._publisher.is_due(run_of(trainer, self), trainer, self._batches)
+        if due or self._batches % _UNLOGGED == 0:
+            self._collect()
+        if due:
+            self._publish(trainer)
 
-    def _collect(self, *, last: bool = False) -> Measurement | None:
+    def _collect(self, *, last: bool = False) -> None:
         measured = self._measuring.collect(last=last)
-        if measured is not None and self._batches <= _WARM_UP:
+        if measured is None:
+            return
+        self._unpublished = measured if self._unpublished is None else self._unpublished + measured
+        if self._batches <= _WARM_UP:
             self._early = measured
-        elif measured is not None:
+        else:
             self._total = measured if self._total is None else self._total + measured
-        return measured
+
+    def _publish(self, trainer: Trainer) -> None:
+        measured, self._unpublished = self._unpublished, None
+        if measured is not None:
+            values = {f"pipeline/{key}": value for key, value in measured.values(self._names).items()}
+            self._publisher.publish(run_of(trainer, self), trainer, values)
+            trainer.progress_bar_metrics["bubble"] = measured.bubble
+
+    @_counted
+    def _settle(self, trainer: Trainer) -> None:
+        """Log an epoch that has not been, for callbacks that look at its end or after a validation."""
+        if self._publisher.owes and not trainer.barebones:
+            self._collect(last=True)
+            self._publish(trainer)
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._settle(trainer)
         if self.every_n_epochs and (trainer.current_epoch + 1) % self.every_n_epochs == 0:
             self._report(trainer)
 
@@ -163,10 +186,14 @@ class BubbleMonitor(Callback):
     def _report(self, trainer: Trainer) -> None:
         self._collect(last=True)
         total = self._total or self._early
-        if total is not None:
-            report = Report(run_of(trainer, self), total, self._measuring, self._names)
-            if trainer.is_global_zero:
-                rank_zero_info(str(report))
+        if total is None or total is self._reported:
+            return
+        self._reported = total
+        report = Report(
+            run_of(trainer, self), total, self._measuring, self._names, warm=self._total is not None
+        )
+        if trainer.is_global_zero:
+            rank_zero_info(str(report))
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:

@@ -1,6 +1,6 @@
 """Numbers of all ranks of a pipeline, by stage, for the callbacks."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -35,6 +35,11 @@ class PipelineRun(Protocol):
         ...
 
     @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the pipeline."""
+        ...
+
+    @property
     def replica_index(self) -> int:
         """This rank's position among the data-parallel replicas."""
         ...
@@ -49,6 +54,10 @@ class PipelineRun(Protocol):
 
     def logging_step(self, trainer: Trainer) -> int:
         """The step under which loggers get what is logged now."""
+        ...
+
+    def logs_this_batch(self, trainer: Trainer) -> bool:
+        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
         ...
 
     @property
@@ -122,33 +131,6 @@ def run_of(trainer: Trainer, callback: object) -> PipelineRun:
             f"with {type(strategy).__name__}"
         )
     return cast(PipelineRun, strategy)
-
-
-def logged_every(trainer: Trainer) -> int:
-    """Batches between two that Lightning logs, at least 1."""
-    return max(1, int(getattr(trainer, "log_every_n_steps", 1)))
-
-
-def publish(trainer: Trainer, callback: object, values: Mapping[str, float]) -> None:
-    """Log many values at once, for loggers and for callbacks that monitor a key; all ranks call.
-
-    `self.log` takes 0.4 ms a key; Lightning's LearningRateMonitor, too, goes this way. Nothing happens in a
-    `barebones` run.
-
-    Args:
-        trainer: In its training.
-        callback: Whose values they are.
-        values: By key, the same on all ranks.
-    """
-    if trainer.barebones:
-        return
-    run = run_of(trainer, callback)
-    on_device = torch.tensor(list(values.values()), dtype=torch.float32).to(run.root_device)
-    tensors = dict(zip(values, on_device.unbind(), strict=True))
-    trainer.callback_metrics.update(tensors)
-    trainer.logged_metrics.update(tensors)
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(values), step=run.logging_step(trainer))
 
 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:

@@ -7,8 +7,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import logged_every, publish, run_of, stage_names
-from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory
+from lightning_pipeline.callbacks.measures import PipelineRun, run_of, stage_names
+from lightning_pipeline.callbacks.publishing import Publisher, check_counts
+from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory, numbers_in, with_numbers
 from lightning_pipeline.split import Held, size_text, text_table
 
 _GIB = 2.0**30
@@ -18,13 +19,14 @@ _UNCOUNTED = 49  # batches at least between two in which activations are counted
 class StageMemoryMonitor(Callback):
     """Measures what each stage has in memory, and compares activations with the plan.
 
-    Logged under the same keys on every rank. Per stage, as `pipeline/stage_0/...`: `parameters`, a count;
-    `parameters_gib`, `gradients_gib` and `optimizer_state_gib`; `activations_gib` and
-    `activation_microbatches`, what was held at the worst moment of a step between forwards and backwards, and
-    `activations_planned_gib`. Per rank, under `stage_0`, or `stages_0_2` where it holds several:
-    `buffers_gib`, the most that buffers of messages took, and `peak_memory_gib`, the allocator's peak on a
-    GPU and the process' largest resident set on CPU, libraries and data included; with several stages also
-    their `activations_gib` and `activations_planned_gib` together. A table closes `fit`.
+    Logged under the same keys on every rank, of data-parallel replicas the most. Per stage, as
+    `pipeline/stage_0/...`: `parameters`, a count; `parameters_gib`, `gradients_gib` and
+    `optimizer_state_gib`; `activations_gib` and `activation_microbatches`, what was held at the worst moment
+    of a step between forwards and backwards, and `activations_planned_gib`. Per rank, under `stage_0`, or
+    `stages_0_2` where it holds several: `buffers_gib`, the most that buffers of messages took, and
+    `peak_memory_gib`, the allocator's peak on a GPU and the process' largest resident set on CPU, libraries
+    and data included; with several stages also their `activations_gib` and `activations_planned_gib`
+    together. A table closes `fit`.
 
     Activations are counted through the tensors that autograd saves. That takes about a tenth of a step on
     CPU, so it is done in the first step and in some of those that are logged; other steps are left alone and
@@ -32,16 +34,19 @@ class StageMemoryMonitor(Callback):
 
     Args:
         every_n_steps: Batches between two measurements that are logged, with activations counted in each.
-            Default: the Trainer's `log_every_n_steps`, and activations counted every 50 batches or more.
+            Default: where Lightning logs, by the Trainer's `log_every_n_steps`, and activations counted every
+            50 batches or more. What an epoch has not logged by its end is logged then, the most of the fit so
+            far.
+
+    Raises:
+        ConfigurationError: A number is not a whole one from 1 on.
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        self.every_n_steps = every_n_steps
+        check_counts(self, every_n_steps=every_n_steps)
+        self._publisher = Publisher(every_n_steps)
         self._names: list[str] = []
         self._batches = self._counted = 0
-
-    def _is_logged(self, trainer: Trainer, batches: int) -> bool:
-        return batches % (self.every_n_steps or logged_every(trainer)) == 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -54,12 +59,13 @@ class StageMemoryMonitor(Callback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        run, publisher = run_of(trainer, self), self._publisher
         if self._batches == 0 or (
-            self._is_logged(trainer, self._batches + 1)
-            and (self.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
+            publisher.is_due(run, trainer, self._batches + 1)
+            and (publisher.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
         ):
             self._counted = self._batches
-            run_of(trainer, self).memory.count_next()
+            run.memory.count_next()
 
     @override
     def on_train_batch_end(
@@ -67,17 +73,56 @@ class StageMemoryMonitor(Callback):
     ) -> None:
         self._batches += 1
         run = run_of(trainer, self)
-        if not self._is_logged(trainer, self._batches) or trainer.barebones:
-            if self._batches == 1:
-                run.memory.measure()  # for the table, whatever is logged
-            return
-        logged = _logged(run.gather_from_pipeline(run.memory.measure()), self._names)
-        publish(trainer, self, {f"pipeline/{key}": float(value) for key, value in logged})
+        if self._publisher.is_due(run, trainer, self._batches):
+            self._publish(trainer, run.memory.measure())
+        elif self._batches == 1:
+            run.memory.measure()  # for the table, whatever is logged
+
+    def _publish(self, trainer: Trainer, memory: RankMemory) -> None:
+        run = run_of(trainer, self)
+        logged = _logged(most_of_replicas(run, memory), self._names)
+        self._publisher.publish(run, trainer, {f"pipeline/{key}": float(value) for key, value in logged})
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._publisher.owes = True
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._settle(trainer)
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._settle(trainer)
+
+    def _settle(self, trainer: Trainer) -> None:
+        """Log an epoch that has not been, for callbacks that look at its end or after a validation."""
+        if self._publisher.owes and not trainer.barebones:
+            self._publish(trainer, run_of(trainer, self).memory.worst())
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._publisher.owes = False  # whatever ended the epoch
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        rank_zero_info(summary(run.gather_from_pipeline(run.memory.worst()), self._names))
+        rank_zero_info(summary(most_of_replicas(run, run.memory.worst()), self._names))
+
+
+def most_of_replicas(run: PipelineRun, mine: RankMemory) -> list[RankMemory]:
+    """By pipeline rank, of each number the largest in any replica, the same everywhere; all ranks call.
+
+    Args:
+        run: The strategy.
+        mine: Of this rank.
+    """
+    ranks = run.gather_from_pipeline(mine)
+    if run.num_replicas > 1:
+        everywhere = run.gather_numbers(list(numbers_in(ranks)))  # the same on all ranks of a replica
+        most = map(max, zip(*(replica[0] for replica in everywhere), strict=True))
+        ranks = with_numbers(ranks, most)
+    return ranks
 
 
 def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:

@@ -3,8 +3,9 @@
 import resource
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,6 +70,27 @@ class RankMemory:
     planned: Held
     buffers: int
     peak: int
+
+
+def numbers_in(measured: Any) -> Iterator[int]:
+    """The numbers of dataclasses such as `RankMemory` within lists and tuples, one after another."""
+    if is_dataclass(measured):
+        measured = [getattr(measured, field.name) for field in fields(measured)]
+    if isinstance(measured, list | tuple):
+        for part in measured:
+            yield from numbers_in(part)
+    else:
+        yield measured
+
+
+def with_numbers(measured: Any, numbers: Iterator[float]) -> Any:
+    """The same with other numbers, in the order of `numbers_in`."""
+    if is_dataclass(measured) and not isinstance(measured, type):
+        parts = {f.name: with_numbers(getattr(measured, f.name), numbers) for f in fields(measured)}
+        return replace(measured, **parts)
+    if isinstance(measured, list | tuple):
+        return type(measured)(with_numbers(part, numbers) for part in measured)
+    return int(next(numbers))
 
 
 class MemoryMeter:

@@ -13,6 +13,7 @@ from lightning_pipeline.planning.advice import Situation, advise
 from lightning_pipeline.schedules import Action, Plan
 from lightning_pipeline.split import size_text, stage_activations, text_table
 
+_COLD = "These are a fit's first steps, which are slow: they tell little"
 _WORTH_SAYING = 0.02  # of the bubble
 
 
@@ -24,16 +25,21 @@ class Report:
         total: What was measured.
         meter: That measured it.
         names: Of the ranks' stages.
+        warm: Whether the steps are like those to come; the first of a fit are not.
     """
 
-    def __init__(self, run: PipelineRun, total: Measurement, meter: Meter, names: Sequence[str]) -> None:
-        self._run, self._total, self._meter, self._names = run, total, meter, names
+    def __init__(
+        self, run: PipelineRun, total: Measurement, meter: Meter, names: Sequence[str], *, warm: bool
+    ) -> None:
+        self._run, self._total, self._meter, self._names, self._warm = run, total, meter, names, warm
         count = sum(parameter.numel() for parameter in run.own_parameters())
-        self._held = run.gather_from_pipeline((count, peak_bytes(run.root_device)))
+        held = run.gather_numbers([float(count), float(peak_bytes(run.root_device))])
+        self._held = [(int(own[0][0]), max(peak for _, peak in own)) for own in zip(*held, strict=True)]
         self._last = gather_step(run, meter.last)
 
     def __str__(self) -> str:
-        lines = [headline(self._total), bubble_line(self._total), self._table(), self._advice()]
+        lines: list[str | None] = [headline(self._total), bubble_line(self._total), self._table()]
+        lines.append(self._advice() if self._warm else _COLD)
         return "\n".join(filter(None, lines))
 
     def _table(self) -> str:
@@ -63,6 +69,7 @@ class Report:
                 send=hop_seconds(total.plan, self._last),
                 activation_bytes=held,
                 batch_size=self._meter.batch_size or None,
+                schedule_share=min(1.0, total.makespan / total.step),
             )
         )  # fmt: skip
 
@@ -76,8 +83,9 @@ def headline(total: Measurement) -> str:
         shares[name] = sum(mine[name] for mine in total.seconds) / len(total.seconds) / total.step
     shares["the rest"] = max(0.0, 1 - sum(shares.values()))
     step = 1e3 * total.step / total.steps
+    count = "1 step" if total.steps == 1 else f"{total.steps} steps"
     return (
-        f"Pipeline: {total.steps} steps of {step:.2f} ms{''.join(', ' + rate for rate in rates)}; of a step "
+        f"Pipeline: {count} of {step:.2f} ms{''.join(', ' + rate for rate in rates)}; of a step "
         f"{', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
     )
 

@@ -3,7 +3,6 @@
 import json
 import math
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,9 @@ from typing_extensions import override
 
 from lightning_pipeline.callbacks.measured import Comparison
 from lightning_pipeline.callbacks.measures import run_of
+from lightning_pipeline.callbacks.publishing import count_problem, refuse
 from lightning_pipeline.callbacks.steps import RankStep, gather_step
 from lightning_pipeline.callbacks.trace import trace
-from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.schedules.picture import Picture, has_plot, require_plot
 
@@ -48,7 +47,7 @@ class PipelineTimeline(Callback):
         png: Write the picture as PNG, too. Needs matplotlib.
 
     Raises:
-        ConfigurationError: `steps` or `every_n_steps` is negative, or PNG is asked for without matplotlib.
+        ConfigurationError: `steps` or `every_n_steps` is no such number, or PNG needs matplotlib.
     """
 
     def __init__(
@@ -58,7 +57,7 @@ class PipelineTimeline(Callback):
         dirpath: str | Path | None = None,
         png: bool = False,
     ) -> None:
-        _check(steps, every_n_steps)
+        refuse(self, [_steps_problem(steps), count_problem("every_n_steps", every_n_steps)])
         if png:
             require_plot()
         self.steps = None if steps is None else frozenset(steps)
@@ -150,14 +149,11 @@ class PipelineTimeline(Callback):
             )
 
 
-def _check(steps: Iterable[int] | None, every_n_steps: int | None) -> None:
-    problems = []
-    if any(step < 0 for step in steps or ()):
-        problems.append(f"steps={steps} must not be negative: they are counted from 0")
-    if every_n_steps is not None and every_n_steps < 1:
-        problems.append(f"every_n_steps={every_n_steps} must be at least 1")
-    if problems:
-        raise ConfigurationError("PipelineTimeline: " + "; ".join(problems))
+def _steps_problem(steps: object) -> str:
+    listed = isinstance(steps, list | tuple | range | set | frozenset)
+    if steps is None or (listed and all(isinstance(step, int) and step >= 0 for step in steps)):  # type: ignore[attr-defined]
+        return ""
+    return f"steps={steps!r} must be a list of whole numbers from 0 on: training batches of the whole fit"
 
 
 def _batches_left(trainer: Trainer) -> float:

@@ -165,4 +165,4 @@ def clean(folder: Path) -> list[Path]:
 
 
 def _owner_is_gone(path: Path) -> bool:
-    return is_abandoned(path.with_name(path.name.replace(".lp-data-", ".lp-old-")))
+    return is_abandoned(path.with_name(path.name.replace("lp-data-", "lp-old-")))

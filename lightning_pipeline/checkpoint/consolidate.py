@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.checkpoint.grouping import whole_groups
 from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
 from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
-from lightning_pipeline.checkpoint.optimizers import merged_groups, to_numbered
+from lightning_pipeline.checkpoint.optimizers import to_numbered
 from lightning_pipeline.checkpoint.reader import Reader
 from lightning_pipeline.checkpoint.safe import load_object
 from lightning_pipeline.checkpoint.schedulers import schedulers_for
@@ -57,7 +58,8 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
     checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
     own = checkpoint.pop(OURS, {})
     tensors = _Mapped(reader, file)
-    checkpoint["state_dict"] = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    states = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    checkpoint["state_dict"] = {**states, **own.get("extra", {})}
     if "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)
     _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))
@@ -75,7 +77,7 @@ def _training_state(
 ) -> tuple[list[Any], list[Any]]:
     ranks, order = own["ranks"], own["order"]
     groups = [
-        merged_groups([rank["groups"][index] for rank in ranks], order)
+        whole_groups([rank["groups"][index] for rank in ranks], order)
         for index in range(len(ranks[0]["groups"]))
     ]
     states = []

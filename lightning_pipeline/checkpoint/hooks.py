@@ -1,6 +1,8 @@
 """The strategy's hooks for checkpoints."""
 
+import os
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +10,22 @@ from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.answers import Answers
+from lightning_pipeline.checkpoint.commit import discard
 from lightning_pipeline.checkpoint.layout import local_path
 from lightning_pipeline.checkpoint.optimizers import bare, flat_state
 from lightning_pipeline.checkpoint.run import Holdings, options_of
 from lightning_pipeline.checkpoint.whole import save_whole
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.extras import as_told, extra_names, extra_states, load_extra_states
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.splitting import held_states
 
 
 class CheckpointHooks(Answers, ParallelStrategy):
@@ -41,6 +47,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
             if isinstance(callback, ModelCheckpoint):
                 local_path(callback.dirpath or "")
                 _lightning.link_through(callback, self._link_checkpoint)
+                _lightning.count_as_existing(callback, self._is_coming)
 
     @property
     @override
@@ -67,8 +74,12 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        assert self.lightning_module is not None
-        return self._pipeline.own_state() if self._pipeline else self.lightning_module.state_dict()
+        module = self.lightning_module
+        assert module is not None, "a run has a module"
+        if self._pipeline is None:
+            return module.state_dict()
+        own = {**self._pipeline.own_state(), **extra_states(module, self._pipeline.owns())}
+        return as_told(module, own, held_states(module))
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -88,7 +99,10 @@ class CheckpointHooks(Answers, ParallelStrategy):
             self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
         else:
             options, (_, numbering) = options_of(self._settings), self._layout()
-            save_whole(path, checkpoint, options, numbering, self.optimizers, self._written, self._stood)
+            save_whole(
+                path, checkpoint, options, numbering, self.optimizers, self._written,
+                self._scheduled(), self._order(), self._stood,
+            )  # fmt: skip
 
     def finish_saving(self) -> None:
         """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
@@ -113,8 +127,8 @@ class CheckpointHooks(Answers, ParallelStrategy):
         """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
-        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
         placement, numbering = self._layout()
+        own = pipeline.own_state()
         topology = {
             "ranks": placement.num_ranks,
             "stages": placement.num_stages,
@@ -122,15 +136,28 @@ class CheckpointHooks(Answers, ParallelStrategy):
             "schedule": repr(self._settings.schedule),
         }
         return Holdings(
-            tensors=pipeline.held_state() if whole else pipeline.own_state(),
+            tensors=held_states(module) if whole else own,
             optimizers=self.optimizers,
             names=self._names,
-            schedulers=[numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs],
+            schedulers=self._scheduled(),
             order=pipeline.order,
             parameters=set(pipeline.order),
+            owned=set(own),
+            extra=extra_names(module),
+            load_extra=partial(load_extra_states, module),
             position=self._position,
             topology=topology,
         )
+
+    def _order(self) -> list[str]:
+        """All parameter names of the module, which is whole again."""
+        assert self.lightning_module is not None, "a run had a module"
+        return [name for name, _ in self.lightning_module.named_parameters()]
+
+    def _scheduled(self) -> list[int]:
+        """The optimizer of each LR scheduler, by index."""
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
+        return [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
 
     def _position(self) -> dict[str, Any]:
         pipeline = self._running
@@ -143,26 +170,33 @@ class CheckpointHooks(Answers, ParallelStrategy):
         path = local_path(self.broadcast(checkpoint_path))
         training = bool(module.trainer.training)
         rest, stood = pipeline.checkpoints.load(
-            path, self._held(whole=True), strict=module.strict_loading, training=training
-        )
+            path, self._held(whole=True), strict=module.strict_loading, training=training,
+            edited=is_overridden("on_load_checkpoint", module),
+        )  # fmt: skip
         if training:
             pipeline.resume(stood)
         return rest
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the module."""
+        """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""
+        self._running.checkpoints.apply(checkpoint.get("state_dict"))
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: `load_checkpoint` filled the optimizers."""
+        """Nothing is left to do: they were filled with the module."""
 
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.remove(local_path(filepath))
+        path = local_path(filepath)
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.remove(path)
+        elif self.is_global_zero and os.path.lexists(path):  # callbacks do so in `teardown`, after the run
+            discard(path)
 
     def _link_checkpoint(self, target: str, link: str) -> None:
-        if self.is_global_zero:
-            self._running.checkpoints.retention.link(Path(target), Path(link))
+        self._running.checkpoints.link(Path(target), Path(link))
         self.barrier()
+
+    def _is_coming(self, path: Any) -> bool:
+        return self._pipeline is not None and self._pipeline.checkpoints.is_coming(local_path(path))

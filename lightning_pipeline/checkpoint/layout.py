@@ -24,9 +24,7 @@ OURS = "lightning_pipeline"
 
 MODEL = "model"
 _MARKS = ("partial", "old", "data")
-_LEFTOVER = re.compile(
-    r"^(?P<base>.+)\.lp-(?P<mark>partial|old|data)-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-[0-9a-f]+$"
-)
+_LEFTOVER = re.compile(r"^(?:.+\.)?lp-(?P<mark>partial|old|data)-(?P<host>[0-9a-f]+)-(?P<pid>\d+)-[0-9a-f]+$")
 
 
 def optimizer_key(index: int) -> str:
@@ -60,12 +58,14 @@ def local_path(path: object) -> Path:
 def beside(path: Path, mark: str) -> Path:
     """A new name beside a path that says whose it is: no look-up of a checkpoint takes it for one.
 
+    It has nothing of the path's own name: Lightning takes all that contains `hpc_ckpt_` for a checkpoint.
+
     Args:
         path: Of the checkpoint.
         mark: `partial` while it is written, `old` while it is removed, `data` where a link points at it.
     """
     assert mark in _MARKS, f"unknown mark {mark!r}"
-    return path.with_name(f"{path.name}.lp-{mark}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+    return path.with_name(f"lp-{mark}-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _host() -> str:

@@ -1,6 +1,6 @@
 """Reads a checkpoint: verified, staged, agreed on by all ranks, and only then applied."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.checkpoint.fitting import Misfits, compare
+from lightning_pipeline.checkpoint.fitting import Misfits, StateEntries, compare
 from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
 from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
 from lightning_pipeline.checkpoint.optimizers import fill, names_of
@@ -30,6 +30,8 @@ class Target:
         strict: Whether a missing or unexpected name, or another data type, is an error.
         trust: Whether objects of any class may be unpickled.
         checksums: Whether checksums are compared, where the checkpoint has them.
+        extra: Names of the extra state of modules that this rank has.
+        load_extra: Gives modules their extra state, by name.
     """
 
     tensors: Mapping[str, Tensor]
@@ -38,27 +40,72 @@ class Target:
     strict: bool
     trust: bool
     checksums: bool
+    extra: Collection[str] = ()
+    load_extra: Callable[[Mapping[str, Any]], None] = lambda _: None
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that was verified, and of which nothing is in use yet.
+
+    Attributes:
+        meta: What is no tensor of model or optimizers.
+        states: Reads the whole `state_dict`, to be edited; large tensors stay in the file until used.
+        finish: Compares, and puts it into use; every rank calls it. With the edited `state_dict`, or `None`.
+    """
+
+    meta: dict[str, Any]
+    states: Callable[[], dict[str, Any]]
+    finish: Callable[[Mapping[str, Any] | None], None]
+
+    def apply(self, states: Mapping[str, Any] | None = None) -> None:
+        """Compare on all ranks, and put it into use.
+
+        Args:
+            states: The edited `state_dict`; default: as it is stored.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed.
+        """
+        self.finish(states)
 
 
 @dataclass
 class Staged:
-    """What was read for one rank, and is not yet in use."""
+    """What was read for one rank, and is not yet in use.
+
+    Attributes:
+        tensors: By name.
+        optimizers: Flat state of each.
+        groups: Of each optimizer, by position; for groups that have no parameter here.
+        extra: Extra state of modules, by name.
+    """
 
     tensors: dict[str, Tensor]
     optimizers: list[dict[str, Any]]
-    meta: dict[str, Any]
+    groups: list[Sequence[Any]]
+    extra: Mapping[str, Any]
 
 
 def load_folder(path: Path, target: Target, ranks: Ranks) -> dict[str, Any]:
-    """Fill this rank from a checkpoint folder. Every rank calls this.
+    """Fill this rank from a checkpoint folder; see `open_folder`.
+
+    Returns:
+        `meta.pt`, with this package's part of it under `lightning_pipeline`.
+    """
+    opened = open_folder(path, target, ranks)
+    opened.apply()
+    return opened.meta
+
+
+def open_folder(path: Path, target: Target, ranks: Ranks, *, editable: bool = False) -> Opened:
+    """Verify a checkpoint folder, to fill this rank from it. Every rank calls this.
 
     Args:
         path: The folder, the same on every rank.
         target: What to fill.
         ranks: Of the load.
-
-    Returns:
-        `meta.pt`, with this package's part of it under `lightning_pipeline`.
+        editable: Whether the `state_dict` may be edited before.
 
     Raises:
         CheckpointCorruptError: A file is not what was written.
@@ -69,16 +116,54 @@ def load_folder(path: Path, target: Target, ranks: Ranks) -> dict[str, Any]:
     manifest = ranks.leader(what, lambda: read_manifest(path))
     stamps = ranks.everyone_local(what, lambda: _stamps(path, manifest))
     ranks.everyone_local(what, lambda: _verify(path, manifest, target, ranks))
-    opened: list[Reader] = []
 
-    def compare_here() -> Misfits:
-        opened.append(Reader(path, trust=target.trust, stamps=stamps))
-        return compare(opened[0], target.tensors, target.optimizers, target.names)
+    def open_here() -> tuple[Reader, dict[str, Any]]:
+        reader = Reader(path, trust=target.trust, stamps=stamps, editable=editable)
+        return reader, load_object(path / META, f"checkpoint file {path / META}", trust=target.trust)
 
-    ranks.collect(what, compare_here, lambda found: Misfits.refuse(found, path, strict=target.strict))
-    staged = ranks.everyone_local(what, lambda: stage(path, opened[0], target))
-    ranks.everyone_local(what, lambda: _use(staged, target, opened[0]))
-    return staged.meta
+    reader, meta = ranks.everyone_local(what, open_here)
+    extra = meta.get(OURS, {}).get("extra", {})
+
+    given: dict[str, Any] = {}
+
+    def states() -> dict[str, Any]:
+        keys = {name: f"{MODEL}.{name}" for name in reader.under(MODEL)}
+        given.update(ranks.everyone_local(what, lambda: _read_states(reader, keys)))
+        return {**given, **extra}
+
+    def finish(edited: Mapping[str, Any] | None) -> None:
+        edited = None if edited is None else _cast(edited, given, target)
+
+        def compare_here() -> Misfits:
+            entries = reader if edited is None else StateEntries(edited, reader)
+            misfits = compare(entries, target.tensors, target.optimizers, target.names)
+            misfits.stored.update(extra if edited is None else edited)
+            misfits.expected.update(target.extra)
+            return misfits
+
+        ranks.collect(what, compare_here, lambda found: Misfits.refuse(found, path, strict=target.strict))
+        staged = ranks.everyone_local(what, lambda: stage(reader, meta, target, edited))
+        ranks.everyone_local(what, lambda: _use(staged, target, reader))
+
+    return Opened(meta, states, finish)
+
+
+def _cast(edited: Mapping[str, Any], given: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Tensors that the user put in get the data type of what they are for, as on one device."""
+    return {
+        name: value.to(target.tensors[name].dtype)
+        if isinstance(value, Tensor) and name in target.tensors and value is not given.get(name)
+        else value
+        for name, value in edited.items()
+    }
+
+
+def _read_states(reader: Reader, keys: Mapping[str, str]) -> dict[str, Any]:
+    """Each tensor once, also where it has several names."""
+    once: dict[Any, str] = {}
+    first = {name: once.setdefault(reader.place_of(key), key) for name, key in keys.items()}
+    found = reader.read(once.values(), mapped=True)
+    return {name: found[key] for name, key in first.items()}
 
 
 def _stamps(path: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:
@@ -108,17 +193,37 @@ def _use(staged: Staged, target: Target, reader: Reader) -> None:
     reader.compare_again()
 
 
-def stage(path: Path, reader: Reader, target: Target) -> Staged:
-    """Read what one rank needs: optimizer state into new memory; weights stay in the mapped files."""
-    keys = {name: f"{MODEL}.{name}" for name in target.tensors if f"{MODEL}.{name}" in reader.entries}
-    first: dict[int, str] = {}
-    for name in keys:
-        first.setdefault(id(target.tensors[name]), name)
-    wanted = {name: keys[name] for name in first.values()}
-    tensors = reader.read(wanted.values(), mapped=True)
-    meta = load_object(path / META, f"checkpoint file {path / META}", trust=target.trust)
+def stage(
+    reader: Reader, meta: Mapping[str, Any], target: Target, edited: Mapping[str, Any] | None = None
+) -> Staged:
+    """Read what one rank needs: optimizer state into new memory; weights stay in the mapped files.
+
+    Args:
+        reader: Of the checkpoint.
+        meta: Its `meta.pt`.
+        target: What to fill.
+        edited: The `state_dict` that the user was given, where there was one.
+    """
+    own = meta.get(OURS, {})
+    if edited is None:
+        keys = {name: f"{MODEL}.{name}" for name in target.tensors if f"{MODEL}.{name}" in reader.entries}
+        first: dict[int, str] = {}
+        for name in keys:
+            first.setdefault(id(target.tensors[name]), name)
+        tensors = reader.read((keys[name] for name in first.values()), mapped=True)
+        found = {name: tensors[keys[name]] for name in first.values()}
+        extra: Mapping[str, Any] = {**own.get("extra", {}), **_extra_tensors(reader, target)}
+    else:
+        found, extra = {name: edited[name] for name in target.tensors if name in edited}, edited
     optimizers = [_stage_optimizer(reader, i, o, target.names) for i, o in enumerate(target.optimizers)]
-    return Staged({name: tensors[key] for name, key in wanted.items()}, optimizers, meta)
+    ranks = own.get("ranks") or [{"groups": []}]
+    return Staged(found, optimizers, ranks[-1]["groups"], extra)
+
+
+def _extra_tensors(reader: Reader, target: Target) -> dict[str, Tensor]:
+    """Extra state that is a tensor, in memory of its own: modules keep what they are given."""
+    keys = {f"{MODEL}.{name}": name for name in target.extra if f"{MODEL}.{name}" in reader.entries}
+    return {keys[key]: value for key, value in reader.read(keys).items()}
 
 
 def _stage_optimizer(
@@ -140,7 +245,6 @@ def apply(staged: Staged, target: Target) -> None:
     with torch.no_grad():
         for name, tensor in staged.tensors.items():
             target.tensors[name].copy_(tensor)
-    stored = staged.meta.get(OURS, {}).get("ranks") or []
+    target.load_extra(staged.extra)
     for index, (optimizer, flat) in enumerate(zip(target.optimizers, staged.optimizers, strict=True)):
-        groups = stored[-1]["groups"][index] if stored and index < len(stored[-1]["groups"]) else ()
-        fill(optimizer, target.names, flat, groups)
+        fill(optimizer, target.names, flat, staged.groups[index] if index < len(staged.groups) else ())

@@ -20,14 +20,16 @@ class MappedFile:
 
     Args:
         file: Open for reading; may be closed later.
+        editable: Whether the memory may be changed; the file stays as it is.
 
     Raises:
         OSError: It cannot be mapped here.
         ValueError: It is empty.
     """
 
-    def __init__(self, file: IO[bytes]) -> None:
-        self._memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    def __init__(self, file: IO[bytes], *, editable: bool = False) -> None:
+        access = mmap.ACCESS_COPY if editable else mmap.ACCESS_READ
+        self._memory = mmap.mmap(file.fileno(), 0, access=access)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")
             self._bytes = torch.frombuffer(self._memory, dtype=torch.uint8).untyped_storage()

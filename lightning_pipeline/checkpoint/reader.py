@@ -26,6 +26,7 @@ class Reader:
         folder: The checkpoint. Its files were verified.
         trust: Whether objects of any class may be unpickled.
         stamps: Size and time of change of each file when it was verified; default: not compared.
+        editable: Whether tensors that are the file itself may be changed, which does not change the file.
 
     Raises:
         UnsafeCheckpointError: The list of what lies where would run code or leads outside the folder.
@@ -33,9 +34,11 @@ class Reader:
     """
 
     def __init__(
-        self, folder: Path, *, trust: bool, stamps: Mapping[str, tuple[int, int]] | None = None
-    ) -> None:
+        self, folder: Path, *, trust: bool, stamps: Mapping[str, tuple[int, int]] | None = None,
+        editable: bool = False,
+    ) -> None:  # fmt: skip
         self._folder, self._trust, self._stamps = folder, trust, stamps or {}
+        self._editable = editable
         self._metadata: Metadata = read_metadata(folder, trust=trust)
         self._storage = FileSystemReader(folder)
         self._places: dict[str, list[Any]] = {}
@@ -163,7 +166,7 @@ class Reader:
     def _mapped(self, name: str, file: IO[bytes]) -> MappedFile | None:
         if name not in self._memory:
             try:
-                self._memory[name] = MappedFile(file)
+                self._memory[name] = MappedFile(file, editable=self._editable)
             except (OSError, ValueError):  # not every file system maps: then it is read
                 return None
         return self._memory[name]

@@ -1,7 +1,8 @@
 """The checkpoints of one run: what the strategy's hooks call."""
 
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -13,11 +14,13 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_pipeline.checkpoint.added import added_to, writers_of
 from lightning_pipeline.checkpoint.background import Background
-from lightning_pipeline.checkpoint.layout import OURS, is_folder, optimizer_key
-from lightning_pipeline.checkpoint.load import Target, load_folder
+from lightning_pipeline.checkpoint.differing import at, different, joined, tensor_digests
+from lightning_pipeline.checkpoint.layout import MODEL, OURS, is_folder, optimizer_key
+from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
 from lightning_pipeline.checkpoint.optimizers import bare, groups_of
-from lightning_pipeline.checkpoint.plain import load_file
+from lightning_pipeline.checkpoint.plain import open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.checkpoint.safe import is_plain
@@ -57,6 +60,9 @@ class Holdings:
         schedulers: The optimizer of each LR scheduler, by index.
         order: All parameter names of the module, tied ones once.
         parameters: All parameter names of the module.
+        owned: Names of parameters and buffers of which this rank has the true values.
+        extra: Names of the extra state of modules that this rank has.
+        load_extra: Gives modules their extra state, by name.
         position: This replica's random states and loaders; asked on one rank of a replica.
         topology: How the run is spread over ranks, for the manifest.
     """
@@ -67,8 +73,16 @@ class Holdings:
     schedulers: Sequence[int]
     order: Sequence[str]
     parameters: Collection[str]
+    owned: Collection[str]
+    extra: Collection[str]
+    load_extra: Callable[[Mapping[str, Any]], None]
     position: Callable[[], Any]
     topology: Mapping[str, Any]
+
+
+def _rest(dumped: Mapping[str, Any]) -> dict[str, Any]:
+    """What Lightning dumped beside model and optimizers."""
+    return {key: value for key, value in dumped.items() if key not in ("state_dict", "optimizer_states")}
 
 
 class Checkpoints:
@@ -91,8 +105,11 @@ class Checkpoints:
         self._ranks = Ranks(group, store, rank, options.timeout, name)
         self._rank, self._replica, _ = numbering.coordinates(rank)
         self._background = Background()
-        self.retention = Retention(self._background.later)
+        self._retention = Retention(self._background.later)
+        self._coming: set[Path] = set()
+        self._at_once = False
         self._warned: set[str] = set()
+        self._opened: Opened | None = None
 
     # Saving
 
@@ -109,21 +126,53 @@ class Checkpoints:
         """
         self._background.wait()
         part = self._part(path, dumped, held)
-        if not self._options.in_background:
+        if self._at_once or not self._options.in_background:
             write(part, path, self._ranks, self._options.integrity)
             return
+        self._coming = {path.absolute()}
         self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
 
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a save is complete when it returns, also with `async_save=True`."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def link(self, target: Path, link: Path) -> None:
+        """Make a link lead to a checkpoint, once the save in flight is complete."""
+        if self._coming:
+            self._coming.add(link.absolute())
+        if self._ranks.leads:
+            self._retention.link(target, link)
+
+    def remove(self, path: Path) -> None:
+        """Remove a checkpoint, once the save in flight is complete."""
+        self._coming.discard(path.absolute())
+        if self._ranks.leads:
+            self._retention.remove(path)
+
+    def is_coming(self, path: Path) -> bool:
+        """Whether the last save in the background gives a path its name, or has. The same on every rank."""
+        return path.absolute() in self._coming
+
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
-        tensors, aliases = without_ties(held.tensors)
-        if self._replica != 0:  # parameters are alike; of buffers those of the first replica count
+        given: Mapping[str, Any] = dumped.get("state_dict", held.tensors)
+        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held, given))
+        own.sort(key=lambda entry: (entry["replica"], entry["rank"]))
+        writers = writers_of([entry["added"] for entry in own if entry["replica"] == 0])
+        mine = {name: v for name, v in given.items() if writers.get(name, self._rank) == self._rank}
+        tensors, aliases = without_ties({k: v for k, v in mine.items() if isinstance(v, Tensor)})
+        if self._replica != 0:  # parameters are alike; of all else that of the first replica counts
             tensors = {name: tensor for name, tensor in tensors.items() if name in held.parameters}
-        state: dict[str, dict[str, Any]] = {"model": dict(tensors)}
+        state: dict[str, dict[str, Any]] = {MODEL: dict(tensors)}
         for index, flat in enumerate(dumped.get("optimizer_states", ())):
             if flat:
                 state[optimizer_key(index)] = dict(flat)
-        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held))
-        meta = self._meta(dumped, held, own) if self._ranks.leads else b""
+        whole = self._joined(path, dumped, own)
+        meta = self._meta(whole, held, own) if self._ranks.leads else b""
         about = {
             "step": int(dumped.get("global_step", 0)),
             "epoch": int(dumped.get("epoch", 0)),
@@ -131,7 +180,7 @@ class Checkpoints:
         }
         return Part(state, self._rank, aliases, meta, about)
 
-    def _told(self, dumped: Mapping[str, Any], held: Holdings) -> dict[str, Any]:
+    def _told(self, dumped: Mapping[str, Any], held: Holdings, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is no tensor and differs between ranks or replicas."""
         speaks = self._rank == self._numbering.last
         return {
@@ -142,17 +191,39 @@ class Checkpoints:
             if "optimizer_states" in dumped
             else [],
             "position": held.position() if speaks else None,
+            "added": added_to(given, held.tensors) if self._replica == 0 else {},
+            "owned": list(held.owned),
+            "digests": tensor_digests(_rest(dumped)),
         }
 
+    def _joined(
+        self, path: Path, dumped: Mapping[str, Any], told: Sequence[Mapping[str, Any]]
+    ) -> dict[str, Any]:
+        """What Lightning dumped, with what stages hold different parts of put together on the leader."""
+        first = [entry for entry in told if entry["replica"] == 0]
+        places = different([entry["digests"] for entry in first])
+        found: list[dict[str, Any]] = [_rest(dumped)]
+        if places:
+            owners = {name: entry["rank"] for entry in first for name in entry["owned"]}
+            own = (self._rank, at(found[0], places)) if self._replica == 0 else None
+
+            def join(parts: list[Any]) -> None:
+                found[0] = joined(found[0], dict(part for part in parts if part is not None), owners)
+
+            self._ranks.collect(f"saving {path}", lambda: own, join)
+        return found[0]
+
     def _meta(self, dumped: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]) -> bytes:
-        rest = {k: v for k, v in dumped.items() if k not in ("state_dict", "optimizer_states")}
-        first = sorted((entry for entry in told if entry["replica"] == 0), key=lambda entry: entry["rank"])
-        speaking = sorted((entry for entry in told if entry["position"]), key=lambda entry: entry["replica"])
+        rest = dict(dumped)
+        first = [entry for entry in told if entry["replica"] == 0]
+        speaking = [entry for entry in told if entry["position"]]
+        added = {name: entry for rank in first for name, entry in rank["added"].items()}
         rest[OURS] = {
             "ranks": [{key: entry[key] for key in ("lr_schedulers", "groups")} for entry in first],
             "replicas": [entry["position"] for entry in speaking],
             "order": list(held.order),
             "schedulers": list(held.schedulers),
+            "extra": {name: entry.value for name, entry in added.items() if not entry.is_tensor},
         }
         self._warn_of_objects(rest)
         return as_bytes(rest)
@@ -169,7 +240,9 @@ class Checkpoints:
 
     # Loading
 
-    def load(self, path: Path, held: Holdings, *, strict: bool, training: bool) -> tuple[dict[str, Any], Any]:
+    def load(
+        self, path: Path, held: Holdings, *, strict: bool, training: bool, edited: bool = False
+    ) -> tuple[dict[str, Any], Any]:
         """Fill this rank's tensors, and in training its optimizers.
 
         Args:
@@ -177,6 +250,8 @@ class Checkpoints:
             held: What to fill.
             strict: Whether every name must fit.
             training: Whether the run goes on with optimizers.
+            edited: Whether the user may edit the `state_dict` first; it is then in what is returned, whole,
+                and `apply` does the rest.
 
         Returns:
             What Lightning restores from, and where this replica stood in its data, if that was saved.
@@ -188,17 +263,38 @@ class Checkpoints:
         optimizers = [bare(optimizer) for optimizer in held.optimizers] if training else []
         target = Target(
             held.tensors, optimizers, held.names, strict=strict, trust=self._options.trust,
-            checksums=self._options.integrity != "off",
+            checksums=self._options.integrity != "off", extra=held.extra, load_extra=held.load_extra,
         )  # fmt: skip
-        if not self._ranks.leader(f"loading {path}", lambda: is_folder(path)):
-            return load_file(path, target, self._ranks, held.order), None
-        meta = load_folder(path, target, self._ranks)
+        folder = self._ranks.leader(f"loading {path}", lambda: is_folder(path))
+        if folder:
+            found = open_folder(path, target, self._ranks, editable=edited)
+        else:
+            found = open_file(path, target, self._ranks, held.order)
+        meta = dict(found.meta)
+        if edited:
+            meta["state_dict"] = found.states()
+            self._opened = found
+        else:
+            found.apply()
         own = meta.pop(OURS, {})
         if training and meta.get("lr_schedulers") and own.get("ranks"):
             groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
             meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
+
+    def apply(self, states: Mapping[str, Any] | None) -> None:
+        """Put what `load` opened into use, where that was left for later.
+
+        Args:
+            states: The `state_dict` that `load` gave, as the user left it.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed.
+        """
+        opened, self._opened = self._opened, None
+        if opened is not None:
+            opened.apply(states or {})
 
     # The end
 

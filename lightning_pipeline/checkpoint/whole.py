@@ -19,6 +19,8 @@ def save_whole(
     numbering: Numbering,
     optimizers: Sequence[Optimizer],
     names: Mapping[int, str],
+    schedulers: Sequence[int],
+    order: Sequence[str],
     stood: Mapping[str, Any] | None,
 ) -> None:
     """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
@@ -30,6 +32,8 @@ def save_whole(
         numbering: Of the run that ended.
         optimizers: With this rank's parameters.
         names: Of the parameters whose state this rank writes, by `id`.
+        schedulers: The optimizer of each LR scheduler, by index.
+        order: All parameter names of the module.
         stood: Where this replica stood in its data when the run ended.
 
     Raises:
@@ -42,9 +46,12 @@ def save_whole(
         store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
     options = Options(options.integrity, options.trust, False, options.timeout)
     checkpoints = Checkpoints(options, numbering, store)
-    order = list(dumped["state_dict"])
-    held = Holdings(state, optimizers, names, [], order, order, lambda: stood, {"ranks": numbering.num_ranks})
+    held = Holdings(
+        tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
+        parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
+        position=lambda: stood, topology={"ranks": numbering.num_ranks},
+    )  # fmt: skip
     try:
-        checkpoints.save(path, dumped, held)
+        checkpoints.save(path, {**dumped, "state_dict": state}, held)
     finally:
         checkpoints.close(failed=False)

@@ -28,6 +28,8 @@ class Situation:
         send: Seconds of one hop between ranks.
         activation_bytes: Held for one micro-batch from its forward to its backward, by stage.
         batch_size: Samples in a batch; `None` where that is not known.
+        schedule_share: Of the step's time; the rest is data, optimizer and hooks, which no change here makes
+            shorter.
     """
 
     plan: Plan
@@ -39,6 +41,7 @@ class Situation:
     send: float
     activation_bytes: tuple[float, ...]
     batch_size: int | None
+    schedule_share: float = 1.0
 
 
 class _Change(NamedTuple):
@@ -87,8 +90,9 @@ def _costs(situation: Situation, time: float = 1.0, memory: float = 1.0, backwar
     )
 
 
-def _saved(now: Simulation, then: Simulation) -> float:
-    return 1 - then.makespan / now.makespan
+def _saved(situation: Situation, now: Simulation, then: Simulation) -> float:
+    """The share of the step that goes from one schedule to the other."""
+    return situation.schedule_share * (1 - then.makespan / now.makespan)
 
 
 # ---- another schedule
@@ -107,7 +111,7 @@ def _other_schedules(situation: Situation, now: Simulation) -> Iterator[_Change]
         factor = split_factor(plan.splits_backward, other.splits_backward)
         then = simulate(other, _costs(situation, backward=factor))
         if max(then.peak_memory) <= max(now.peak_memory) + 1e-6:
-            saved = _saved(now, then)
+            saved = _saved(situation, now, then)
             yield _Change(
                 saved, f"schedule {name} instead of {current} would save {saved:.0%} in no more memory"
             )
@@ -131,7 +135,7 @@ def _other_numbers(situation: Situation, now: Simulation) -> Iterator[_Change]:
         if plan is None:
             continue
         then = simulate(plan, _costs(situation, time=size, memory=size))
-        saved, grown = _saved(now, then), (max(then.peak_memory) - max(now.peak_memory)) / _GIB
+        saved, grown = _saved(situation, now, then), (max(then.peak_memory) - max(now.peak_memory)) / _GIB
         more = f"{max(grown, 0.0):.1f} GiB more" if grown > -0.05 else f"{-grown:.1f} GiB less"
         yield _Change(
             saved,
@@ -181,7 +185,8 @@ def _move(situation: Situation, now: Simulation, boundary: int, bounds: tuple[in
     partition = situation.partition
     atom = min(partition.bounds[boundary], bounds[boundary])
     to, source = (boundary, boundary - 1) if bounds[boundary] == atom else (boundary - 1, boundary)
-    saved = _saved(now, simulate(situation.plan, _costs(_with_moved(situation, atom, source, to))))
+    then = simulate(situation.plan, _costs(_with_moved(situation, atom, source, to)))
+    saved = _saved(situation, now, then)
     units = partition.trace.units
     names = [repr(units[unit].name) for unit in partition.atoms[atom].units]
     firsts = [units[partition.atoms[bound].units[0]].name for bound in bounds[1:-1]]

@@ -9,6 +9,7 @@ from lightning_pipeline.planning.candidates import name_of, named_schedules
 from lightning_pipeline.planning.memory import RankMemory, memory_of
 from lightning_pipeline.planning.workload import Workload
 from lightning_pipeline.schedules import Auto, Plan, Schedule, Simulation, simulate
+from lightning_pipeline.schedules.schedule import training_plan
 
 SEARCHED = 600  # actions up to which the search of `Auto` takes a second or two
 
@@ -82,7 +83,7 @@ def predict(
     Raises:
         SplitError: The step cannot be cut.
         PartitionError: There are fewer units than ranks.
-        ScheduleError: The user's own does not serve these sizes.
+        ScheduleError: The user's own does not serve these sizes, or trains nothing.
     """
     found = []
     if own is not None:
@@ -130,7 +131,7 @@ def _plan(
     workload: Workload, schedule: Schedule, num_ranks: int, num_microbatches: int, assumptions: Assumptions
 ) -> Plan:
     if not isinstance(schedule, Auto) or schedule.costs is not None:
-        return schedule.plan(num_ranks, num_microbatches)
+        return training_plan(schedule, num_ranks, num_microbatches)
     # a run measures one stage per rank, then searches for a better order
     held = [float(stage.activation_bytes) for stage in workload.stages(num_ranks)]
     shares = [max(size / (max(held) or 1.0), 1e-3) for size in held]

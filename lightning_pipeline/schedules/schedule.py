@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 
 from lightning_pipeline.errors import ScheduleError
+from lightning_pipeline.schedules.action import BACKWARD, BACKWARD_INPUT
 from lightning_pipeline.schedules.plan import Plan
 
 
@@ -47,6 +48,26 @@ class Schedule(ABC):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
         return f"{type(self).__name__}({options})"
+
+
+def training_plan(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Plan:
+    """Work a rule out for training.
+
+    Args:
+        schedule: The rule.
+        num_ranks: Ranks of the pipeline.
+        num_microbatches: Micro-batches per batch.
+
+    Raises:
+        ScheduleError: The rule does not serve these sizes, or has no backwards.
+    """
+    plan = schedule.plan(num_ranks, num_microbatches)
+    if not any(action.kind in (BACKWARD, BACKWARD_INPUT) for actions in plan for action in actions):
+        raise ScheduleError(
+            f"{schedule!r} has no backwards, so that nothing would be trained: choose another schedule. "
+            "Validation, test and predict run forwards alone with every schedule"
+        )
+    return plan
 
 
 def require_sizes(num_ranks: int, num_microbatches: int) -> None:

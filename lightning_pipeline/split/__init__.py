@@ -9,6 +9,7 @@ from lightning_pipeline.split.foreseen import (
 from lightning_pipeline.split.late import late_values, put_late_values
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
+from lightning_pipeline.split.placeholder import is_placeholder, user_line
 from lightning_pipeline.split.residence import SharedParameter
 from lightning_pipeline.split.saved import Held, Peaks, SavedCount, storage_bytes
 from lightning_pipeline.split.structure import tensors_in
@@ -31,6 +32,7 @@ __all__ = [
     "Trace",
     "Unit",
     "find_units",
+    "is_placeholder",
     "late_values",
     "partition",
     "peak_activations",
@@ -41,4 +43,5 @@ __all__ = [
     "tensors_in",
     "text_table",
     "trace_step",
+    "user_line",
 ]

@@ -38,15 +38,16 @@ class Watcher(Protocol):
 
 
 class PlaceholderMode(FakeTensorMode):
-    """A fake-tensor mode whose operations pass through the current `watcher`."""
+    """A fake-tensor mode whose operations pass through the current `watcher`, or the `idle` one."""
 
     def __init__(self) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.watcher: Watcher | None = None
+        self.idle: Watcher | None = None
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation on a placeholder."""
-        watcher, kwargs = self.watcher, kwargs or {}
+        watcher, kwargs = self.watcher or self.idle, kwargs or {}
         if watcher is None:
             return super().dispatch(func, types, args, kwargs)
         base = super().dispatch
@@ -54,7 +55,8 @@ class PlaceholderMode(FakeTensorMode):
 
     def make(self, spec: TensorSpec) -> Tensor:
         """A fresh placeholder like `spec`; where that requires a gradient, it is no leaf of autograd."""
-        watcher, self.watcher = self.watcher, None
+        watchers = self.watcher, self.idle
+        self.watcher = self.idle = None
         try:
             with self, torch.inference_mode(False):
                 stride = spec.stride
@@ -70,7 +72,7 @@ class PlaceholderMode(FakeTensorMode):
                         made = alias(made.requires_grad_())
             return made
         finally:
-            self.watcher = watcher
+            self.watcher, self.idle = watchers
 
     def like(self, tensor: Tensor) -> Tensor:
         """A fresh placeholder in the place of a real tensor."""
@@ -144,7 +146,8 @@ def user_line(root: nn.Module | None = None) -> str:
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in _LIBRARIES:
-            owner = _module_name(root, frame.f_locals.get("self"))
+            first = frame.f_code.co_varnames[:1] if frame.f_code.co_argcount else ()
+            owner = _module_name(root, frame.f_locals.get(*first) if first else None)
             place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {frame.f_code.co_name}"
             return f"{place} ({owner})" if owner else place
         frame = frame.f_back

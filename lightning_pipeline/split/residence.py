@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.split.absent import AbsentTensors
 from lightning_pipeline.split.placeholder import PlaceholderMode
 from lightning_pipeline.split.structure import TensorSpec
 
@@ -49,7 +50,8 @@ class Residence:
         self, root: nn.Module, needed: dict[str, tuple[int, ...]], stages: set[int], mode: PlaceholderMode
     ) -> None:
         self.needed = needed
-        self._root, self._stages, self._mode = root, stages, mode
+        self._root, self._stages = root, stages
+        self._absent = AbsentTensors(root, mode, needed)
         self._dropped: list[_Dropped] = []
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in root.named_parameters()]
@@ -82,7 +84,7 @@ class Residence:
         spec = TensorSpec.of(tensor)
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         del registry[name]
-        vars(module)[name] = self._mode.make(spec)
+        vars(module)[name] = self._absent.make(full, spec)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.

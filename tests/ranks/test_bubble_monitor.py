@@ -13,10 +13,11 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import EarlyStopping
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeline.callbacks import BubbleMonitor, bubble
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor, bubble, memory, rankmemory, report
 from lightning_pipeline.callbacks.shares import CATEGORIES
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
@@ -24,6 +25,7 @@ from tests.ranks.sleeping import Did, Reads, SleepyNet, run_asleep, sleepy_train
 
 Ranks = Callable[[int], Pool]
 ZERO_BUBBLE = "ZBH1"
+GIB = 2**30
 
 
 def happened(per_rank: list[list[Did]]) -> tuple[float, list[float], list[float]]:
@@ -147,6 +149,13 @@ def test_a_delayed_message_is_waiting_on_the_stage_that_needs_it(ranks: Ranks) -
     assert abs(grew("bubble_fraction_simulated")) < 0.1
 
 
+def told() -> list[str]:
+    """What the monitors say on this rank from now on."""
+    texts: list[str] = []
+    bubble.rank_zero_info = memory.rank_zero_info = rank_zero_only(texts.append)  # type: ignore[assignment]
+    return texts
+
+
 class SlowData(Dataset[Any]):
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -182,19 +191,20 @@ class SlowHook(pl.Callback):
         time.sleep(0.02)
 
 
-def run_busy() -> list[dict[str, float]]:
-    reads = Reads()
+def run_busy() -> tuple[list[dict[str, float]], list[str]]:
+    reads, texts = Reads(), told()
     run = sleepy_trainer(
         2, 2, BubbleMonitor(every_n_steps=1), reads, SlowHook(), accumulate_grad_batches=2, max_epochs=2,
         val_check_interval=2,
     )  # fmt: skip
     run.fit(Busy([(0.002, 0.002)] * 2), DataLoader(SlowData(6), batch_size=8), loader(samples=16))
-    return reads.steps
+    return reads.steps, texts
 
 
 def test_data_optimizer_and_hooks_are_told_apart_and_validation_is_none_of_them(ranks: Ranks) -> None:
-    steps = ranks(2)(run_busy)[0]
+    steps, (table,) = ranks(2)(run_busy)[0]
     assert len(steps) == 12
+    assert "would save" not in table, "a tenth of the schedule is little of such a step"
     for name in ("stage_0", "stage_1"):
         seen = {key: [step[f"{name}/{key}_s"] for step in steps] for key in ("data", "optimizer", "other")}
         assert median(seen["data"]) == pytest.approx(8 * 0.005, rel=0.25)
@@ -206,27 +216,41 @@ def test_data_optimizer_and_hooks_are_told_apart_and_validation_is_none_of_them(
     assert max(step["step_time_s"] for step in steps[1:]) < 0.3, "a validation takes 0.3 s at least"
 
 
-def run_replicas() -> list[dict[str, float]]:
-    reads, module = Reads(), SleepyNet([(0.01, 0.01)] * 2)
+def run_replicas() -> tuple[list[dict[str, float]], list[str]]:
+    """Replicas that differ in time and memory."""
+    reads, module, texts = Reads(), SleepyNet([(0.01, 0.01)] * 2), told()
     run = sleepy_trainer(
-        2, 2, BubbleMonitor(every_n_steps=1), reads, pipeline={"data_parallel_size": 2}
+        2, 2, BubbleMonitor(every_n_steps=1), StageMemoryMonitor(), reads, pipeline={"data_parallel_size": 2}
     )  # fmt: skip
     for block in module.net:
         block.forward_seconds = 0.01 if run.strategy.replica_index == 0 else 0.03
-    run.fit(module, loader(samples=8 * 10))
-    return reads.steps
+
+    def peak_bytes(device: torch.device) -> int:
+        return GIB * (10 * run.strategy.replica_index + 1 + run.strategy.stage_index())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rankmemory, "peak_bytes", peak_bytes)
+        patch.setattr(report, "peak_bytes", peak_bytes)
+        run.fit(module, loader(samples=8 * 10))
+    return reads.steps, texts
 
 
-def test_replicas_log_the_same_their_mean(ranks: Ranks) -> None:
+def test_replicas_log_the_same_their_mean_in_time_and_most_in_memory(ranks: Ranks) -> None:
     results = ranks(4)(run_replicas)
-    assert all(steps == results[0] for steps in results)
-    assert 0.08 <= median(step["stage_0/forward_s"] for step in results[0][1:]) < 0.11, "4 times 10 and 30 ms"
+    steps, texts = results[0]
+    assert all(other == (steps, []) for other in results[1:]), "rank 0 alone speaks"
+    assert 0.08 <= median(step["stage_0/forward_s"] for step in steps[1:]) < 0.11, "4 times 10 and 30 ms"
+    assert [steps[-1][f"stage_{stage}/peak_memory_gib"] for stage in (0, 1)] == [11.0, 12.0]
+    memory_table, times = sorted(texts)
+    assert [line.split()[-4:-2] for line in times.splitlines()[4:6]] == [["11.0", "GiB"], ["12.0", "GiB"]]
+    assert [line.split()[-2:] for line in memory_table.splitlines()[3:5]] == [
+        ["11.0", "GiB"],
+        ["12.0", "GiB"],
+    ]
 
 
 def fit_in_a_special_run(options: dict[str, Any]) -> Any:
-    texts: list[str] = []
-    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
-    monitor = BubbleMonitor()
+    texts, monitor = told(), BubbleMonitor()
     run = trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options)
     run.fit(Regression(), loader(64), loader())
     return sorted(key for key in run.callback_metrics if key.startswith("pipeline/")), texts
@@ -242,14 +266,20 @@ def fit_in_a_special_run(options: dict[str, Any]) -> Any:
         {"max_epochs": 1, "log_every_n_steps": 100},
         {"max_epochs": 1, "limit_train_batches": 0, "limit_val_batches": 0},
     ],
-    ids=["barebones", "no logger", "one batch", "three batches", "never logged", "no batch"],
+    ids=["barebones", "no logger", "one batch", "three batches", "a short epoch", "no batch"],
 )
 def test_nothing_breaks_in_a_special_run(ranks: Ranks, options: dict[str, Any]) -> None:
     (keys, texts), other = ranks(2)(fit_in_a_special_run, options)
     assert (keys, []) == other
-    logs = options.get("log_every_n_steps", 1) == 1 and options.get("limit_train_batches") != 0
+    logs = not options.get("barebones") and options.get("limit_train_batches") != 0
     assert ("pipeline/bubble_fraction" in keys) == logs
     assert len(texts) == (options.get("limit_train_batches") != 0)
+    if options.get("fast_dev_run") is True:
+        assert texts[0].startswith("Pipeline: 1 step of ")
+        assert texts[0].endswith("\nThese are a fit's first steps, which are slow: they tell little")
+        assert "would save" not in texts[0]
+    else:
+        assert all("first steps" not in text for text in texts)
 
 
 class Steps(pl.Callback):
@@ -260,32 +290,36 @@ class Steps(pl.Callback):
         self.monitored.append(float(run.callback_metrics["pipeline/stage_1/forward_s"]))
 
 
-def fit_logged(folder: str) -> Any:
+def fit_logged(folder: str, every: int) -> Any:
     steps, logger = Steps(), CSVLogger(folder, name="log", version="0")
     stop = EarlyStopping("pipeline/bubble_fraction", mode="max", patience=0, min_delta=2.0)
     run = trainer(
-        {"stages": 2, "num_microbatches": 2}, logger=logger, log_every_n_steps=2, max_epochs=9,
-        callbacks=[BubbleMonitor(), steps, stop], accumulate_grad_batches=2,
+        {"stages": 2, "num_microbatches": 2}, logger=logger, log_every_n_steps=every, max_epochs=9,
+        callbacks=[stop, BubbleMonitor(), StageMemoryMonitor(), steps], accumulate_grad_batches=2,
     )  # fmt: skip
     run.fit(Regression(), loader(64))
     return steps.monitored, run.current_epoch, run.global_step
 
 
-def test_keys_reach_loggers_and_callbacks_that_monitor(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(2)(fit_logged, str(tmp_path))
+@pytest.mark.parametrize(("every", "rows"), [(2, [1, 3, 5, 7]), (50, [3, 7]), (0, [])])
+def test_keys_reach_loggers_where_lightning_logs_and_callbacks_in_every_epoch(
+    ranks: Ranks, tmp_path: Path, every: int, rows: list[int]
+) -> None:
+    results = ranks(2)(fit_logged, str(tmp_path), every)
     assert results[0] == results[1]
     assert results[0][1:] == (2, 8), "the bubble cannot grow by 2"
     with (tmp_path / "log" / "0" / "metrics.csv").open() as file:
         lines = list(csv.DictReader(file))
-    measured = [int(line["step"]) for line in lines if line["pipeline/bubble_fraction"]]
-    logged = [int(line["step"]) for line in lines if line["train_loss_step"]]
-    assert measured == [0, 1, 2, 3, 4, 5, 6, 7]
-    assert logged == [1, 3, 5, 7]
+
+    def steps_with(key: str) -> list[int]:
+        return [int(line["step"]) for line in lines if line.get(key)]
+
+    assert steps_with("pipeline/bubble_fraction") == steps_with("pipeline/stage_0/buffers_gib") == rows
+    assert steps_with("train_loss_step") == (rows if every == 2 else [])
 
 
 def fit_with_tables() -> list[str]:
-    texts: list[str] = []
-    bubble.rank_zero_info = texts.append  # type: ignore[assignment]
+    texts = told()
     run = trainer({"stages": 2}, callbacks=[BubbleMonitor(every_n_epochs=2)], max_epochs=4)
     run.fit(Regression(), loader())
     return texts
@@ -293,7 +327,7 @@ def fit_with_tables() -> list[str]:
 
 def test_tables_come_when_asked_for_and_say_what_to_know(ranks: Ranks) -> None:
     texts = ranks(2)(fit_with_tables)[0]
-    assert len(texts) == 3
+    assert [text.split(" of ")[0] for text in texts] == ["Pipeline: 4 steps", "Pipeline: 10 steps"]
     lines = texts[-1].splitlines()
     assert lines[0].startswith("Pipeline: 10 steps of ")
     assert " samples/s; of a step schedule " in lines[0]

@@ -81,6 +81,36 @@ def test_the_failure_of_the_last_save_is_raised(ranks: Ranks, tmp_path: Path) ->
     assert names_in(tmp_path) == []
 
 
+class RemovesLate(SavesLate):
+    def on_train_end(self) -> None:
+        self.trainer.save_checkpoint(f"{self.folder}/first.ckpt")
+        super().on_train_end()
+        self.trainer.strategy.remove_checkpoint(f"{self.folder}/first.ckpt")
+
+
+def fail_in_the_last_removal(folder: str) -> tuple[str, float]:
+    """Only global rank 0 removes."""
+    module = RemovesLate()
+    module.folder = folder
+
+    def fail(name: str) -> None:
+        slowly(name)
+        if name == "save.removal.during":
+            raise ValueError("nobody expects this")
+
+    started = time.monotonic()
+    with faults.injected(fail), pytest.raises(Exception) as caught:  # noqa: PT011
+        trainer(BACKGROUND, max_epochs=1).fit(module, loader())
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started
+
+
+def test_a_failure_of_one_rank_at_the_end_is_told_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
+    for text, seconds in ranks(2)(fail_in_the_last_removal, str(tmp_path)):
+        assert "nobody expects this" in text
+        assert seconds < 20
+    assert verify(tmp_path / "fitted.ckpt").step == 3
+
+
 class Terminated(Regression):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 1 and self.global_rank == 0:

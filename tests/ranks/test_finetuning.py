@@ -1,6 +1,7 @@
 """Lightning's finetuning callbacks give the weights and learning rates of one device."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import BackboneFinetuning
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import CheckpointError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, mlp, trainer, weights
 
@@ -31,11 +33,15 @@ class Tuned(Regression):
         return torch.optim.AdamW(trained, lr=0.01)
 
 
-def fit_tuned(pipeline: dict[str, Any] | None) -> tuple[dict[str, Tensor], list[float]]:
+def fit_tuned(
+    pipeline: dict[str, Any] | None, save: str | None = None, resume: str | None = None
+) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(1)
     module = Tuned()
     run = trainer(pipeline, max_epochs=4, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
-    run.fit(module, loader())
+    run.fit(module, loader(), ckpt_path=resume)
+    if save:
+        run.save_checkpoint(save)
     return weights(module), [group["lr"] for group in run.optimizers[0].param_groups]
 
 
@@ -46,3 +52,17 @@ def test_a_backbone_is_unfrozen_on_all_stages_alike(ranks: Ranks, stages: int) -
     for found, own_rates in ranks(stages)(fit_tuned, {"stages": stages}):
         assert_same((found, {}), (expected, {}))
         assert own_rates == pytest.approx(rates)
+
+
+def resume_tuned(path: str) -> str:
+    fit_tuned({"stages": 2}, save=path)
+    try:
+        fit_tuned({"stages": 2}, resume=path)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def test_a_resume_that_would_leave_out_the_backbones_group_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for text in ranks(2)(resume_tuned, str(tmp_path / "tuned.ckpt")):
+        assert "in no optimizer here: optimizer_0.backbone.0.bias, optimizer_0.backbone.0.weight" in text

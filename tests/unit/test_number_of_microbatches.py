@@ -3,7 +3,8 @@
 import lightning.pytorch  # noqa: F401  # registers the strategy, which imports what is tested here
 import pytest
 
-from lightning_pipeline.schedules import Interleaved1F1B, OneFOneB
+from lightning_pipeline.errors import ScheduleError
+from lightning_pipeline.schedules import ForwardOnly, Interleaved1F1B, OneFOneB
 from lightning_pipeline.step import Plans
 
 
@@ -29,3 +30,10 @@ def test_divides_the_batch_and_serves_the_schedule(
 
 def test_a_schedule_that_wants_multiples_gets_one() -> None:
     assert Plans(Interleaved1F1B(2), 4).choose_number(12) % 4 == 0
+
+
+def test_a_plan_without_backwards_is_for_evaluation_alone() -> None:
+    plans = Plans(ForwardOnly(), 2)
+    assert plans.plan(3, forward_only=True).num_microbatches == 3
+    with pytest.raises(ScheduleError, match=r"ForwardOnly\(.*\) has no backwards, so that nothing would be"):
+        plans.plan(3, forward_only=False)

@@ -44,6 +44,7 @@ def test_settings_are_read() -> None:
         ({"stages_per_rank": 2}, r"schedule='1F1B' holds 1 stage.* and cannot hold stages_per_rank=2"),
         ({"schedule": OneFOneB(), "stages_per_rank": 3}, r"contradicts OneFOneB\(\), which holds 1"),
         ({"schedule": "2F2B"}, r"no schedule '2F2B': known are .*1F1B.*GPipe"),
+        ({"schedule": "ForwardOnly"}, r"schedule='ForwardOnly' would train nothing: it has no backwards"),
         ({"schedule": 7}, r"schedule=7 is no schedule"),
         ({"partition": "equal"}, r"partition='equal' is unknown: use 'auto', .*, or a list"),
         ({"partition": ["a", "b"]}, r"partition names 2 first unit.* but 2 stages have 1"),

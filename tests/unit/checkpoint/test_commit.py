@@ -4,6 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipeline import faults
 from lightning_pipeline.checkpoint import commit
@@ -108,6 +110,30 @@ def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(tmp_path: Path) -
         folder.mkdir()
     assert commit.clean(tmp_path) == [dead]
     assert list(tmp_path.iterdir()) == [living]
+
+
+def test_no_look_up_of_lightning_finds_a_leftover(tmp_path: Path) -> None:
+    save(tmp_path / "hpc_ckpt_3.ckpt", 1)
+    for mark in ("partial", "old", "data"):
+        beside(tmp_path / "hpc_ckpt_4.ckpt", mark).mkdir()
+        beside(tmp_path / "last.ckpt", mark).mkdir()
+    saver = ModelCheckpoint(tmp_path)
+    run = Trainer(
+        default_root_dir=tmp_path, accelerator="cpu", devices=1, logger=False, callbacks=[saver],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    saver.setup(run, LightningModule(), "validate")
+    connector = run._checkpoint_connector
+    assert connector._hpc_resume_path == str(tmp_path / "hpc_ckpt_3.ckpt")
+    assert connector.hpc_save_path(tmp_path) == str(tmp_path / "hpc_ckpt_4.ckpt")
+    assert saver._find_last_checkpoints(run) == set()
+
+
+def test_leftovers_of_earlier_versions_are_known(tmp_path: Path) -> None:
+    new = beside(tmp_path / "a.ckpt", "partial")
+    old = new.with_name(f"a.ckpt.{new.name}")
+    old.mkdir()
+    assert commit.clean(tmp_path) == [old]
 
 
 def test_remote_paths_are_refused() -> None:

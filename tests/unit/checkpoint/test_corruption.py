@@ -6,10 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from lightning_pipeline.checkpoint.consolidate import verify
 from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
 from tests.checkpoint_parts import alone, load, part_of, same, save, stage, values
+
+PAGE = 4096
 
 
 @pytest.fixture
@@ -102,3 +105,27 @@ def test_another_data_type_is_a_misfit(tmp_path: Path) -> None:
     write(part, tmp_path / "a.ckpt", alone(), "sha256")
     with pytest.raises(CheckpointError, match=r"wrong dtype: layer0.bias \(torch.float64 stored"):
         load(tmp_path / "a.ckpt", 2)[2]()
+
+
+def test_a_zeroed_page_is_found_in_every_file(tmp_path: Path) -> None:
+    from lightning_pipeline.checkpoint.save import as_bytes, write
+
+    part = part_of(1)
+    part.state["model"]["large"] = torch.randn(64, 64)
+    part.meta = as_bytes({"noise": torch.randn(64, 64)})
+    folder = tmp_path / "a.ckpt"
+    write(part, folder, alone(), "sha256")
+    pages = 0
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for start in range(0, len(whole), PAGE):
+            zeroed = bytearray(whole)
+            zeroed[start : start + PAGE] = bytes(len(whole[start : start + PAGE]))
+            if zeroed == whole:
+                continue  # padding
+            path.write_bytes(zeroed)
+            refused(folder, path.name)
+            pages += 1
+        path.write_bytes(whole)
+    assert pages >= 10
+    verify(folder)

@@ -86,8 +86,8 @@ def test_a_file_that_cannot_be_mapped_is_read(folder: Path, monkeypatch: pytest.
 class OldKernel(MappedFile):
     """A map that cannot be populated."""
 
-    def __init__(self, file: IO[bytes]) -> None:
-        super().__init__(file)
+    def __init__(self, file: IO[bytes], *, editable: bool = False) -> None:
+        super().__init__(file, editable=editable)
         self._memory = Unpopulated(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 

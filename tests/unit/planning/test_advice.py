@@ -110,6 +110,13 @@ def test_nothing_is_advised_where_nothing_pays_five_percent() -> None:
     assert advise(situation(OneFOneB(), ["layers.3"], 6, 64, batch_size=64)) is None
 
 
+def test_savings_are_told_and_judged_as_shares_of_the_step() -> None:
+    whole = situation(OneFOneB(), ["layers.2"], 6, 32)
+    half, tenth = (dataclasses.replace(whole, schedule_share=share) for share in (0.5, 0.1))
+    assert "would save 12%" in str(advise(half)), "24 % of the schedule"
+    assert advise(tenth) is None
+
+
 def test_nothing_is_advised_for_one_rank() -> None:
     assert advise(situation(OneFOneB(), [], 4, 4, batch_size=8)) is None
 

@@ -212,3 +212,8 @@ def test_the_report_has_tables_picture_and_grounds() -> None:
 def test_assumptions_that_cannot_be_are_refused_together() -> None:
     with pytest.raises(ConfigurationError, match=r"flops=0 must be above 0; latency=-1 must not be below 0"):
         Assumptions(flops=0, latency=-1)
+
+
+def test_a_schedule_that_trains_nothing_is_no_winner() -> None:
+    with pytest.raises(ScheduleError, match="has no backwards"):
+        predict(workload(Chain(4)), 2, 4, Assumptions(), own=get_schedule("ForwardOnly"))

@@ -1,0 +1,137 @@
+"""What hooks log is that of one device on every rank, or refused with key and line."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import PipelineError, SplitError
+from lightning_pipeline.pipeline import Pipeline
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
+
+Ranks = Callable[[int], Pool]
+PIPELINE = {"stages": 2, "num_microbatches": 4}
+
+
+class LogsWeights(Regression):
+    """Weights and gradients of the first and the last layer, which are on different stages."""
+
+    def on_after_backward(self) -> None:
+        for number in (0, 6):
+            gradient = self.net[number].weight.grad
+            if gradient is not None:
+                self.log(f"g{number}", gradient.norm(), on_step=True, on_epoch=True)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log_dict({"w0": self.net[0].weight.norm(), "w6": self.net[6].weight.norm()})
+        self.log("batch", float(self.global_step), on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        for name, parameter in self.named_parameters():
+            self.log(f"norm/{name}", parameter.detach().norm())
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.log("during_validation", self.net[0].weight.norm() + len(args[1][0]))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("at_its_end", self.net[0].bias.sum())
+
+
+class GradientsByLayer(pl.Callback):
+    def on_after_backward(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        for name, part in module.named_modules():
+            if isinstance(part, nn.Linear) and part.weight.grad is not None:
+                module.log(f"grad/{name}", part.weight.grad.norm())
+                self.log(f"mine/{name}", part.weight.grad.norm(), on_step=False, on_epoch=True)
+
+
+class WeightNorm(Regression):
+    def on_train_epoch_end(self) -> None:
+        self.log("norm", torch.stack([p.detach().norm() for p in self.parameters()]).norm())
+
+
+class CountsParameters(Regression):
+    def on_train_epoch_start(self) -> None:
+        self.log("size", float(sum(p.numel() for p in self.parameters())))
+
+
+class Mixes(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("ratio", self.net[0].weight.norm() / self.net[6].weight.norm())
+
+
+class OwnPerRank(Regression):
+    """A value that differs between ranks by nature."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.log("rank", float(self.trainer.global_rank), rank_zero_only=True)
+
+
+def fit_with_callback(pipeline: dict[str, Any] | None) -> Any:
+    return fit(pipeline, LogsWeights, callbacks=[GradientsByLayer()])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_what_one_stage_alone_has_is_logged_on_every_rank(ranks: Ranks, stages: int) -> None:
+    expected = fit_with_callback(None)
+    assert {"g0_epoch", "w0", "w6", "norm/net.0.weight", "during_validation", "mine/net.0"} <= set(
+        expected[1]
+    )
+    for found in ranks(stages)(fit_with_callback, {"stages": stages, "num_microbatches": 4}):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [
+        (WeightNorm, r"self.log\('norm', ...\) in on_train_epoch_end got different values"),
+        (CountsParameters, r"self.log\('size', ...\) in on_train_epoch_start got different values"),
+        (Mixes, r"self.log\('ratio', ...\) in on_train_batch_end got a value that needs weights of several"),
+    ],
+)
+def test_a_value_that_ranks_disagree_about_is_refused(ranks: Ranks, cls: Any, text: str) -> None:
+    outcomes = ranks(2).outcomes(fit, PIPELINE, cls)
+    assert not any(outcome.ok or outcome.hung for outcome in outcomes)
+    assert any(isinstance(outcome.error, SplitError) for outcome in outcomes)
+    for outcome in outcomes:
+        with pytest.raises(
+            PipelineError, match=rf"(?s){text}.*test_hook_logs.py:\d+ in on_train_.*{cls.__name__}"
+        ):
+            raise outcome.error
+
+
+def test_a_value_of_each_ranks_own_may_be_logged_by_rank_zero(ranks: Ranks) -> None:
+    expected = fit(None, OwnPerRank)
+    assert_same(ranks(2)(fit, PIPELINE, OwnPerRank)[0], expected)
+
+
+def gathers(cls: type[Regression]) -> int:
+    """How often the ranks gathered between the start of the second epoch and the end of the third."""
+    calls: list[int] = []
+    gather = Pipeline.gather
+
+    class Counts(pl.Callback):
+        def on_train_batch_start(self, run: pl.Trainer, *args: Any) -> None:
+            calls.append(0)
+
+    def counted(self: Pipeline, value: Any) -> list[Any]:
+        calls.append(1)
+        return gather(self, value)
+
+    Pipeline.gather = counted  # type: ignore[method-assign]
+    try:
+        run = trainer(PIPELINE, max_epochs=1, callbacks=[Counts()])
+        run.fit(cls(), loader(samples=80))
+    finally:
+        Pipeline.gather = gather  # type: ignore[method-assign]
+    starts = [index for index, call in enumerate(calls) if not call]
+    return sum(calls[starts[4] : starts[8]])
+
+
+def test_a_batch_without_logs_in_hooks_needs_no_further_collective(ranks: Ranks) -> None:
+    assert ranks(2)(gathers, Regression) == [0, 0]
+    assert ranks(2)(gathers, LogsWeights) == [4, 4]

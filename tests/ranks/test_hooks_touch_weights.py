@@ -1,0 +1,89 @@
+"""Hooks that touch single weights: equal to one device, or refused with module, stage and line."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import PlaceholderError
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, fit
+
+Ranks = Callable[[int], Pool]
+
+
+class AveragesByLayer(Regression):
+    """A teacher whose layers follow the student's, which are on other stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def loss(self, batch: Any) -> Any:
+        with torch.no_grad():
+            target = self.teacher(batch[0])
+        return super().loss(batch) + nn.functional.mse_loss(self.net(batch[0]), target)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for student, teacher in zip(self.net, self.teacher, strict=True):
+            if isinstance(student, nn.Linear):
+                with torch.no_grad():
+                    teacher.weight.lerp_(student.weight, 0.1)
+
+
+class CopiesALayer(Regression):
+    def on_train_epoch_end(self) -> None:
+        with torch.no_grad():
+            self.net[4].weight.copy_(self.net[2].weight)
+
+
+class FillsABuffer(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(6, dtype=torch.float64))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.mean.copy_(self.net[0].weight.detach().mean(0))
+
+
+class ReadsANumber(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        if self.net[0].weight.norm() > 1e9:
+            raise AssertionError
+
+
+class ChangesTogether(Regression):
+    def on_train_epoch_end(self) -> None:
+        torch._foreach_mul_([self.net[0].weight.data, self.net[6].weight.data], 0.5)
+
+
+class ChangesEach(Regression):
+    """Right on the stage that has the weight, without effect elsewhere."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        with torch.no_grad():
+            for layer in (self.net[0], self.net[6]):
+                layer.weight.clamp_(-0.1, 0.1)
+                layer.weight.div_(layer.weight.norm())
+
+
+@pytest.mark.parametrize("cls", [AveragesByLayer, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether])
+def test_a_value_of_another_stage_in_a_hook_is_refused(ranks: Ranks, cls: type[Regression]) -> None:
+    outcomes = ranks(2).outcomes(fit, {"stages": 2, "num_microbatches": 4}, cls)
+    errors = [outcome.error for outcome in outcomes if isinstance(outcome.error, PlaceholderError)]
+    assert not any(outcome.ok or outcome.hung for outcome in outcomes)
+    assert errors
+    for error in errors:
+        assert "net." in str(error)
+        assert "(stage " in str(error)
+        assert "test_hooks_touch_weights.py" in str(error)
+        assert cls.__name__ in str(error)
+
+
+def test_a_hook_that_changes_each_weight_by_itself_gives_that_of_one_device(ranks: Ranks) -> None:
+    expected = fit(None, ChangesEach)
+    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, ChangesEach):
+        assert_same(found, expected)

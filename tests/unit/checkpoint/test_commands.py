@@ -1,0 +1,66 @@
+"""`lightning-pipeline checkpoint inspect` and `verify`: what they print, and that they run nothing."""
+
+import pickle
+import runpy
+from pathlib import Path
+
+import pytest
+
+from lightning_pipeline.__main__ import main
+from tests.checkpoint_parts import save
+from tests.unit.checkpoint.test_hostile import Evil, seal
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    path = tmp_path / "a.ckpt"
+    save(path, 7)
+    return path
+
+
+def test_inspect_prints_what_is_inside(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["checkpoint", "inspect", str(folder)])
+    printed = capsys.readouterr().out
+    assert printed.startswith("step 7, epoch 1, 3 files, 0.0 MiB\nsaved by: ")
+    assert "from: ranks 1\n" in printed
+    assert "model: 2 tensors, 72 elements (float32)\n" in printed
+    assert "  layer0.bias: float32 [8]\n  layer0.weight: float32 [8, 8]\n" in printed
+    assert "optimizer_0: 6 tensors" in printed
+
+
+@pytest.mark.parametrize(("integrity", "checked"), [
+    ("sha256", "sizes and sha256"), ("crc32", "sizes and crc32"), ("off", "sizes"),
+])  # fmt: skip
+def test_verify_says_what_it_checked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], integrity: str, checked: str
+) -> None:
+    save(tmp_path / "a.ckpt", 1, integrity=integrity)
+    main(["checkpoint", "verify", str(tmp_path / "a.ckpt")])
+    assert capsys.readouterr().out == f"{tmp_path / 'a.ckpt'} is whole: {checked} of 3 files are right\n"
+
+
+def run_module(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
+    monkeypatch.setattr("sys.argv", ["lightning_pipeline", *arguments])
+    runpy.run_module("lightning_pipeline", run_name="__main__", alter_sys=True)
+
+
+def test_python_m_does_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_module(monkeypatch, "checkpoint", "verify", str(folder))
+    assert "is whole: sizes and sha256 of 3 files are right" in capsys.readouterr().out
+    run_module(monkeypatch, "checkpoint", "consolidate", str(folder), str(folder.with_name("out.ckpt")))
+    assert folder.with_name("out.ckpt").is_file()
+    (folder / "__0_0.distcp").unlink()
+    with pytest.raises(SystemExit, match=r"CheckpointCorruptError: .*__0_0\.distcp"):
+        run_module(monkeypatch, "checkpoint", "verify", str(folder))
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_nothing_is_unpickled(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    for name in (".metadata", "meta.pt", "__0_0.distcp"):
+        (folder / name).write_bytes(pickle.dumps(Evil(folder.parent / "ran")))
+    seal(folder)
+    main(["checkpoint", command, str(folder)])
+    assert capsys.readouterr().out
+    assert not (folder.parent / "ran").exists()
