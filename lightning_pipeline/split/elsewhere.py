@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import PlaceholderError
+from lightning_pipeline.split.placeholder import user_line
 
 
 class ElsewhereError(PlaceholderError):
@@ -18,7 +19,8 @@ class ElsewhereError(PlaceholderError):
 def _refuse(what: str) -> NoReturn:
     raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
-        "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
+        "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank "
+        f"[at {user_line()}]"
     )
 
 
@@ -108,7 +110,7 @@ class Unmerged(Elsewhere):
         raise PlaceholderError(
             f"{self._what} is set by {self._step}, which runs once for each micro-batch, and the values "
             "cannot be merged to what one device would have: append them to a list, use self.log, or "
-            "override `merge_outputs(outputs, sizes)` on the LightningModule"
+            f"override `merge_outputs(outputs, sizes)` on the LightningModule [at {user_line()}]"
         )
 
 

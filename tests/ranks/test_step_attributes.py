@@ -128,3 +128,73 @@ class Sometimes(Regression):
 def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="attribute 'odd' of the LightningModule is set by training_step"):
         ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Sometimes)
+
+
+class Confusion(Regression):
+    """Buffers that the end of a step fills, of which one is set anew, and the trace stops at `bincount`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.zeros(3, 3, dtype=torch.long))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("latest", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.latest = loss.detach()
+        self.total += (loss * len(batch[0])).detach()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pairs = 3 * self.net(batch[0]).argmax(1) + batch[1].argmax(1)
+        self.matrix += torch.bincount(pairs, minlength=9).view(3, 3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"latest": self.latest, "total": self.total})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("accuracy", self.matrix.trace() / self.matrix.sum())
+        self.matrix.zero_()
+
+
+def test_buffers_that_the_end_of_a_step_writes_are_on_every_rank(ranks: Ranks) -> None:
+    expected = logs_of(None, Confusion)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 1}, Confusion):
+        assert found == pytest.approx(expected, rel=1e-9)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 4}, Confusion):
+        assert found["accuracy"] == pytest.approx(expected["accuracy"])
+        assert found["total"] == pytest.approx(expected["total"])
+
+
+class Extras(Regression):
+    """Reads another entry of what the step returned."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        out = self.net(batch[0])
+        return {"loss": nn.functional.mse_loss(out, batch[1]), "out": out.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.history.append(float(outputs["out"].mean()))
+
+
+def test_an_entry_that_is_on_the_last_stage_names_itself_elsewhere(ranks: Ranks) -> None:
+    text = r"entry 'out' of what training_step returned is filled .* \[at test_step_attributes.py:"
+    with pytest.raises(RankFailure, match=text):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Extras)
+
+
+class SetLater(Regression):
+    """The step reads what a hook sets."""
+
+    def on_train_start(self) -> None:
+        self.shift = torch.ones(6, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] - self.shift, batch[1]), batch_idx)
+
+
+def test_an_attribute_that_a_later_hook_sets_is_named_with_the_mend(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailure, match=r"no attribute 'shift'.*before on_fit_start.*set in __init__, setup"
+    ):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, SetLater)
