@@ -177,7 +177,7 @@ class Pipeline:
         reports = ReportChannel(self._from_last, self._device)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
-            self.groups.replica,
+            self.groups.replica, self._from_last,
         )  # fmt: skip
         self._runner.num_microbatches, self._runner.at_least = number, self._at_least
         self.memory = watch_memory(

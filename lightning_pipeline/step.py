@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
@@ -18,7 +19,8 @@ from lightning_pipeline.runtime.merge import merge_outputs
 from lightning_pipeline.runtime.microbatch import batch_size_of, split_batch
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
 from lightning_pipeline.schedules.schedule import training_plan
-from lightning_pipeline.split import SplitModel
+from lightning_pipeline.sharing import Outlet
+from lightning_pipeline.split import SplitModel, late_values, put_late_values
 
 _MICROBATCHES_PER_RANK = 4  # with equal stages the bubble is then at most a fifth
 
@@ -150,6 +152,7 @@ class StepRunner:
         recorder: Where the last stage's `self.log` goes.
         metrics: Those of the module.
         replica: Of this rank.
+        from_last: From the last stage's rank to the others.
     """
 
     def __init__(
@@ -162,10 +165,12 @@ class StepRunner:
         recorder: LogRecorder,
         metrics: SharedMetrics,
         replica: int,
+        from_last: Outlet,
     ) -> None:
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
-        self._replica = replica
+        self._replica, self._from_last = replica, from_last
+        self._warned: set[str] = set()
         self.num_microbatches = 1
         self.at_least = 1
         self.last_plan: Plan | None = None
@@ -182,7 +187,7 @@ class StepRunner:
 
         Returns:
             `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
-            what else the step returned.
+            what else the step returned, and elsewhere in its place what raises when it is used.
         """
         parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
         total = sum(parts.sizes)
@@ -190,7 +195,7 @@ class StepRunner:
         report, output = self._run("training_step", parts, weights, key)
         loss = loss_of(report)
         assert loss is not None, "a training step reports a loss"
-        extras = {k: v for k, v in output.items() if k != "loss"} if isinstance(output, Mapping) else {}
+        extras = _extras(output) or self._split.extras_elsewhere("training_step")
         return {"loss": loss, **extras}
 
     def evaluate(self, step: str, args: Sequence[Any], key: tuple[int, ...]) -> Any:
@@ -210,8 +215,7 @@ class StepRunner:
     def _run(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
     ) -> tuple[Report, Any]:
-        lists = StepLists(self._module, step)
-        losses, outputs = self._run_plan(step, parts, weights, key)
+        losses, outputs, lists = self._run_plan(step, parts, weights, key)
         if self.reordering is not None and weights is not None:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
@@ -230,7 +234,7 @@ class StepRunner:
 
     def _run_plan(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
-    ) -> tuple[list[Tensor | None], list[Any]]:
+    ) -> tuple[list[Tensor | None], list[Any], StepLists]:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = weights is None
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
@@ -243,12 +247,25 @@ class StepRunner:
                     step, microbatches, weights=weights, key=key, replica=self._replica,
                     split_backward=plan.splits_backward,
                 )  # fmt: skip
+                lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
             self._split.failed()
             raise
-        return result.losses, result.outputs
+        self._warn_once(step, len(parts.args))
+        return result.losses, result.outputs, lists
+
+    def _warn_once(self, step: str, num_microbatches: int) -> None:
+        names = self._split.doubtful(step)
+        if names and num_microbatches > 1 and step not in self._warned:
+            self._warned.add(step)
+            rank_zero_warn(
+                f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
+                f"{num_microbatches} micro-batches. A sum over samples is that of one device; a sum or "
+                "moving average of means, an extreme, or a count of steps is not: use self.log or a "
+                "torchmetrics object, or update it in on_train_batch_end"
+            )
 
     def _finish(
         self,
@@ -261,11 +278,21 @@ class StepRunner:
         training: bool,
     ) -> tuple[Report, Any]:
         report, output = None, None
-        lists.merge(parts.sizes, self._merge)
+        kept = self._split.kept
+        lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
         if self._split.has_last_stage:
             report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
             output = self._merged(step, outputs, parts.sizes)
-        return self._reports.share(step, report), output
+        report = self._reports.share(step, report)
+        self._share_late_states(self._split.late_states(step))
+        return report, output
+
+    def _share_late_states(self, names: list[str]) -> None:
+        """Hooks on every rank read what the end of the step has just written, such as a confusion matrix."""
+        if names and self._from_last.group is not None:
+            values = self._from_last.share(lambda: late_values(self._module, names))
+            if not self._from_last.is_source:
+                put_late_values(self._module, names, values)
 
     def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
         if step == "training_step":  # its loss is averaged apart

@@ -6,6 +6,7 @@ from lightning_pipeline.split.foreseen import (
     peak_activations,
     stage_activations,
 )
+from lightning_pipeline.split.late import late_values, put_late_values
 from lightning_pipeline.split.model import SplitModel, StepResult
 from lightning_pipeline.split.partition import Partition, partition
 from lightning_pipeline.split.placeholder import is_placeholder, named_function, user_line
@@ -32,9 +33,11 @@ __all__ = [
     "Unit",
     "find_units",
     "is_placeholder",
+    "late_values",
     "named_function",
     "partition",
     "peak_activations",
+    "put_late_values",
     "size_text",
     "stage_activations",
     "storage_bytes",

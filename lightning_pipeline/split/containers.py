@@ -55,7 +55,7 @@ def filled_by(value: Any) -> Container | tuple[Any, ...] | None:
 
 def items_of(container: Container | tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
     """Keys, or positions, and what is there."""
-    return container.items() if isinstance(container, dict) else enumerate(container)
+    return dict.items(container) if isinstance(container, dict) else enumerate(container)
 
 
 def refill(container: Any, saved: Any) -> None:

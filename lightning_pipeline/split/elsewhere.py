@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import PlaceholderError
+from lightning_pipeline.split.placeholder import user_line
 
 
 class ElsewhereError(PlaceholderError):
@@ -18,13 +19,14 @@ class ElsewhereError(PlaceholderError):
 def _refuse(what: str) -> NoReturn:
     raise ElsewhereError(
         f"{what} is filled by the end of the step, which runs on the last stage only: read it there "
-        "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank"
+        "(`self.trainer.is_global_zero` is true on it), or use self.log, whose values are on every rank "
+        f"[at {user_line()}]"
     )
 
 
 def _reader(name: str) -> Callable[..., Any]:
     def read(self: Any, *args: Any, **kwargs: Any) -> Any:
-        _refuse(self._what)
+        self._refused()
 
     read.__name__ = name
     return read
@@ -81,17 +83,35 @@ class Elsewhere:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
-        return _refuse(self._what)
+        return self._refused()
+
+    def _refused(self) -> NoReturn:
+        _refuse(self._what)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, _GUARDS)]
-        return _refuse(found[0]._what if found else "a value")
+        return found[0]._refused() if found else _refuse("a value")
 
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class Unmerged(Elsewhere):
+    """Raises on any use of what the micro-batches of a batch set, and which has no value for the batch."""
+
+    def __init__(self, what: str, step: str) -> None:
+        super().__init__(what)
+        object.__setattr__(self, "_step", step)
+
+    def _refused(self) -> NoReturn:
+        raise PlaceholderError(
+            f"{self._what} is set by {self._step}, which runs once for each micro-batch, and the values "
+            "cannot be merged to what one device would have: append them to a list, use self.log, or "
+            f"override `merge_outputs(outputs, sizes)` on the LightningModule [at {user_line()}]"
+        )
 
 
 for _name in (*_READS, "__float__", "__int__", "__sub__", "__truediv__", "__radd__", "__rmul__", "__call__"):
@@ -108,6 +128,9 @@ class ElsewhereList(list[Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
+    def _refused(self) -> NoReturn:
+        _refuse(self._what)
+
     __hash__ = None
 
 
@@ -121,6 +144,9 @@ class ElsewhereDeque(deque[Any]):
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
 
+    def _refused(self) -> NoReturn:
+        _refuse(self._what)
+
     __hash__ = None
 
 
@@ -133,6 +159,9 @@ class ElsewhereDict(dict[Any, Any]):
 
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
+
+    def _refused(self) -> NoReturn:
+        _refuse(self._what)
 
     __hash__ = None
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_pipeline.split.tracer import Tracer
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_MIXING = ("aten::mul_", "aten::div_", "aten::lerp_", "aten::clamp_", "aten::maximum_")
 
 
 class Glue:
@@ -34,6 +35,7 @@ class Glue:
         self._tracer = tracer
         self.unknown_line = ""
         self.written_states: dict[str, Tensor] = {}
+        self.overwritten: list[str] = []  # those that are scaled or mixed, which is no adding up
         self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[tuple[int, str]] = []
@@ -65,7 +67,7 @@ class Glue:
         written = list(written_tensors(func, args, kwargs))
         if poisoned:
             args, kwargs = self.without_poison((args, kwargs))
-        self._note_states(written, faked)
+        self._note_states(written, faked, func._schema.name in _MIXING)
         if func._schema.name in SCALAR_READS:
             if faked:
                 return self._scalar(func, operands)
@@ -107,7 +109,7 @@ class Glue:
         if empty and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
 
-    def _note_states(self, written: list[Tensor], faked: bool) -> None:
+    def _note_states(self, written: list[Tensor], faked: bool, mixed: bool) -> None:
         for tensor in written:
             name = self._tracer.states.get(storage_key(tensor))
             if name is None:
@@ -115,6 +117,8 @@ class Glue:
             if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
                 self._restores.append((tensor, tensor.detach().clone()))
             self._seen_states.add(name)
+            if mixed and name not in self.overwritten:
+                self.overwritten.append(name)
             if faked or self._tracer.trace.calls:  # before any unit, every stage does the same
                 self.written_states.setdefault(name, tensor)
 

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.microbatch import signature_of
-from lightning_pipeline.split.elsewhere import AttributeGuards
+from lightning_pipeline.split.elsewhere import AttributeGuards, Elsewhere
 from lightning_pipeline.split.guards import IdleRunner, ParameterGuard
 from lightning_pipeline.split.isolation import Isolation
+from lightning_pipeline.split.kept import Kept
 from lightning_pipeline.split.liveness import Liveness, backward_edges, stages_of_states
 from lightning_pipeline.split.partition import Partition
 from lightning_pipeline.split.patches import UnitPatches
@@ -56,6 +57,7 @@ class SplitModel:
 
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
+        kept: What the attributes of the module went through in a batch; None where nothing is to be merged.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
     """
@@ -83,6 +85,7 @@ class SplitModel:
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
+        self.kept: Kept | None = None
         self._microbatch = 0
         self.signatures: list[Hashable] = []
         self.counts_next = False
@@ -172,6 +175,21 @@ class SplitModel:
         """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
         return list(self._known[step][0].attributes) if step in self._known else []
 
+    def extras_elsewhere(self, step: str) -> dict[Any, Any]:
+        """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
+        if self.has_last_stage:
+            return {}
+        keys = [key for key in self._known[step][0].returned if key != "loss"]
+        return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
+
+    def late_states(self, step: str) -> list[str]:
+        """Buffers and plain tensors outside the units that the end of a step writes, on the last stage."""
+        return self._known[step][0].late_states if self.num_stages > 1 else []
+
+    def doubtful(self, step: str) -> list[str]:
+        """Names of what a step works out from its last value, where micro-batches may make a difference."""
+        return list(self._known[step][0].doubtful)
+
     def guard_hooks(self, active: bool) -> None:
         """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
         self._parameters.active = active
@@ -239,6 +257,8 @@ class SplitModel:
         self._open.callback(seeds.close)
         self._open.enter_context(self._parameters.on())
         self._silence_or_record(self._open)
+        several = len(microbatches) > 1 and bool(trace.assigned or trace.entries or trace.counters)
+        self.kept = self._programs[max(self._programs)].kept = Kept(self.root, trace) if several else None
         for program in self._programs.values():
             program.begin(self._step)
 

@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.runtime.stage import Values
 from lightning_pipeline.split.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.split.deferred import Deferral, WeightQueue
+from lightning_pipeline.split.kept import Kept
 from lightning_pipeline.split.liveness import Liveness, ValueKey
 from lightning_pipeline.split.patches import UnitPatches
 from lightning_pipeline.split.placeholder import PlaceholderMode
@@ -93,6 +94,7 @@ class StageProgram:
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.kept: Kept | None = None  # on the stage of a rank that sets attributes last
         self.current: _Saved | None = None  # whose backward is running
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
@@ -145,8 +147,12 @@ class StageProgram:
         if self.is_last:
             step.on_microbatch(microbatch)
         queue = WeightQueue() if step.split_backward else None
+        if self.kept is not None:
+            self.kept.before()
         with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
             done = self._replay(microbatch, step, incoming)
+        if self.kept is not None:
+            self.kept.after()
         if self.is_last:
             self._finish(microbatch, step, done)
         elif step.weights is not None and done.outgoing is not None:

@@ -69,12 +69,18 @@ class Trace:
         attributes: Attributes that the step sets or fills after its first unit ran, each as what holds it, a
             module or a plain object of one, and its name.
         early_attributes: Those that it sets before, which every stage does.
+        assigned: Of these attributes those whose old value plays no part in the new one.
+        entries: Dictionaries whose entries are set like that: holder, name, and which keys; None: all.
+        counters: Numbers that a step changes by what is the same every time, such as `self.steps += 1`.
+        doubtful: Names of what is worked out from its last value otherwise, once for each micro-batch.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
+        late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
         host_random: Whether a unit draws from numpy's or Python's random state.
         result: What the returned value depends on, a part of `tail`.
+        returned: Keys of the dictionary that the step returns.
         sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
         handed: Number of the memory behind each value (call, leaf).
     """
@@ -89,12 +95,18 @@ class Trace:
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     attributes: list[tuple[Any, str]] = field(default_factory=list)
     early_attributes: list[tuple[Any, str]] = field(default_factory=list)
+    assigned: list[tuple[Any, str]] = field(default_factory=list)
+    entries: list[tuple[Any, str, frozenset[Any] | None]] = field(default_factory=list)
+    counters: list[tuple[Any, str]] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
     written_states: list[str] = field(default_factory=list)
+    late_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
     writes_batch: bool = False
     host_random: bool = False
     result: set[Tag] = field(default_factory=set)
+    returned: list[Any] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     handed: dict[tuple[int, int], int] = field(default_factory=dict)
 

@@ -52,6 +52,7 @@ class Tracer:
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
         self.inside: Call | None = None
+        self.ended_early = False  # so that what the rest of the step writes was not seen
         self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
         self._depth = 0  # of operations inside operations
@@ -113,6 +114,7 @@ class Tracer:
             self._call_step(function, args, kwargs)
         self.attributes.stop()
         self.attributes.note()
+        self.attributes.note_late_states()
         self._check_written_states()
         self._close_regions()
         self.glue.check_hooks()
@@ -127,6 +129,7 @@ class Tracer:
             self._end_early(error)
         else:
             self.tail_read(result)
+            self.trace.returned = list(result) if isinstance(result, dict) else []
             self.trace.result |= self.tags.union(tensors_in(result)) | self.keeping.take_waiting()
             if self.glue.unknown_line:
                 self._everything_alive()
@@ -137,9 +140,9 @@ class Tracer:
         if missing:
             raise SplitError(
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
-                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. Between units only "
-                "shapes are known while the module is traced, not values"
+                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
             ) from error
+        self.ended_early = True
         self._everything_alive()
 
     def _everything_alive(self) -> None:
@@ -324,6 +327,16 @@ def _containers(value: Any) -> list[Any]:
 
 def _contents(container: Any) -> tuple[int, ...]:
     return tuple(id(item) for item in (container.values() if isinstance(container, dict) else container))
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
+        return (
+            "The step is traced right after setup() and configure_model(), before on_fit_start, "
+            "on_train_start and every hook after them: what the step reads must be set in __init__, setup or "
+            "configure_model"
+        )
+    return "Between units only shapes are known while the module is traced, not values"
 
 
 def _error_line(error: BaseException) -> str:

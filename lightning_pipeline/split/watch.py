@@ -70,10 +70,17 @@ class AttributeSnapshot:
 
 
 class ReadWatch:
-    """Tells when code outside the units reads a watched attribute. Works by a subclass put in place."""
+    """Tells when code outside the units reads a watched attribute. Works by a subclass put in place.
 
-    def __init__(self, on_read: Callable[[nn.Module, str], None]) -> None:
-        self._on_read = on_read
+    Args:
+        on_read: Called with the module and the name.
+        on_write: The same, when any attribute is set.
+    """
+
+    def __init__(
+        self, on_read: Callable[[nn.Module, str], None], on_write: Callable[[nn.Module, str], None]
+    ) -> None:
+        self._on_read, self._on_write = on_read, on_write
         self._classes: dict[int, tuple[nn.Module, type]] = {}  # by id: a metric's hash reads its attributes
 
     def watch(self, module: nn.Module, names: set[str] | None = None) -> None:
@@ -85,7 +92,7 @@ class ReadWatch:
             return
         cls = type(module)
         self._classes[id(module)] = (module, cls)
-        on_read, ids = self._on_read, self._classes
+        on_read, on_write, ids = self._on_read, self._on_write, self._classes
 
         def read(self: nn.Module, name: str) -> Any:
             if name not in _IGNORED and id(self) in ids:
@@ -94,9 +101,13 @@ class ReadWatch:
                     on_read(self, name)
             return cls.__getattribute__(self, name)
 
-        module.__class__ = type(
-            cls.__name__, (cls,), {"__getattribute__": read, "_watched": names, "__module__": cls.__module__}
-        )
+        def write(self: nn.Module, name: str, value: Any) -> None:
+            if id(self) in ids:
+                on_write(self, name)
+            cls.__setattr__(self, name, value)
+
+        own = {"__getattribute__": read, "__setattr__": write, "_watched": names}
+        module.__class__ = type(cls.__name__, (cls,), {**own, "__module__": cls.__module__})
 
     def stop(self) -> None:
         """Give every module its own class back."""

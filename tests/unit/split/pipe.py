@@ -16,6 +16,8 @@ from lightning_pipeline.split import SplitModel, find_units, partition, trace_st
 class Module(nn.Module):
     """What the split needs of a LightningModule: `log`, and the user's steps."""
 
+    once_per_batch: tuple[str, ...] = ()  # counters, which on one device advance once per batch
+
     def __init__(self) -> None:
         super().__init__()
         self.logged: list[tuple[str, Any]] = []
@@ -53,8 +55,13 @@ def alone(
     with torch.set_grad_enabled(training):
         for _ in range(steps):
             microbatches, weights = split_arguments(batch, num_microbatches)
+            counters = {
+                name: copy.deepcopy(getattr(module, name)) for name in getattr(module, "once_per_batch", ())
+            }
             for index, ((args, kwargs), weight) in enumerate(zip(microbatches, weights, strict=True)):
                 module.logged = []
+                for name, value in counters.items():
+                    setattr(module, name, copy.deepcopy(value))
                 result = getattr(module, step)(*_copied(args), **kwargs)
                 outcome.logged.extend((index, name, value) for name, value in module.logged)
                 loss = result["loss"] if isinstance(result, dict) and training else result

@@ -150,7 +150,9 @@ class Annealed(Net):
 
 
 class AnnealedFirst(Net):
-    """Updated before the model: each stage does it."""
+    """Updated before the model: each stage does it, once per batch."""
+
+    once_per_batch = ("tau",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,6 +288,8 @@ class Queue(Net):
 
 
 class BufferFromBatch(Net):
+    once_per_batch = ("steps",)
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))

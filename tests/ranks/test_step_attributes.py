@@ -1,0 +1,200 @@
+"""What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
+
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pool, RankFailure
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+
+
+class Keeps(Regression):
+    """Sets attributes anew, by name and by key; fills lists, deques and an object; counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.first: tuple[Tensor, Tensor] | None = None
+        self.by_batch: dict[int, Tensor] = {}
+        self.recent: deque[Tensor] = deque(maxlen=5)
+        self.values: deque[float] = deque(maxlen=5)
+        self.store = SimpleNamespace(losses=[])
+        self.steps = self.seen = 0
+        self.weight = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.batch = batch
+        self.steps += 1
+        self.seen += len(batch[0])
+        self.features: list[Tensor] = []
+        out = self.net(batch[0])
+        self.features.append(out.detach())
+        loss = nn.functional.mse_loss(out, self.batch[1]) + min(1.0, self.steps / 4) * out.pow(2).mean()
+        self.last = loss.detach()
+        self.recent.append(self.last)
+        self.values.append(loss.item())
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.net(batch[0])
+        if batch_idx == 0:
+            self.first = (batch[0], out)
+        self.by_batch[batch_idx] = nn.functional.mse_loss(out, batch[1])
+        self.store.losses.append(float(self.by_batch[batch_idx]))
+
+    def on_train_epoch_end(self) -> None:
+        last, recent = self.last, torch.stack(list(self.recent))
+        self.log_dict({"last": last, "recent": recent.mean(), "held": float(len(recent))})
+        self.log_dict({"values": sum(self.values) / len(self.values), "feature": self.features[0].mean()})
+        self.log_dict({"rows": float(len(self.batch[0])), "features": float(len(self.features))})
+        self.log_dict({"steps": float(self.steps), "seen": float(self.seen)})
+
+    def on_validation_epoch_end(self) -> None:
+        assert self.first is not None
+        self.log("first", self.first[1].mean() + len(self.first[0]))
+        self.log("by_batch", torch.stack(list(self.by_batch.values())).mean())
+        self.log("stored", sum(self.store.losses) / len(self.store.losses))
+        self.log("number_stored", float(len(self.store.losses)))
+        self.by_batch.clear()
+        self.store.losses = []
+
+
+def logs_of(pipeline: dict[str, Any] | None, cls: type[Regression] = Keeps) -> dict[str, float]:
+    run = trainer(pipeline)
+    run.fit(cls(), loader(24), loader(24, seed=4))
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize(("stages", "num_microbatches"), [(2, 4), (2, 1), (3, 2)])
+def test_what_a_step_keeps_is_that_of_one_device(ranks: Ranks, stages: int, num_microbatches: int) -> None:
+    expected = logs_of(None)
+    assert len(expected) == 14
+    for found in ranks(stages)(logs_of, {"stages": stages, "num_microbatches": num_microbatches}):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Averages(Regression):
+    """The average of a run of batches: neither the sum nor the count alone is that of one device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.number = 0.0, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.sum += loss.item(); self.number += 1  # fmt: skip  # noqa: E702
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("average", self.sum / self.number)
+        self.sum, self.number = 0.0, 0
+
+
+def test_a_sum_and_a_count_that_are_divided_stay_right_and_are_warned_of(ranks: Ranks) -> None:
+    expected = logs_of(None, Averages)["average"]
+    found = ranks(2)(warned_logs_of, {"stages": 2, "num_microbatches": 4}, Averages)
+    for average, _ in found:
+        assert average == pytest.approx(expected)
+    assert "training_step works out 'sum', 'number' from the value before" in found[0][1]
+
+
+def warned_logs_of(pipeline: dict[str, Any], cls: type[Regression]) -> tuple[float, str]:
+    with pytest.warns() as caught:
+        logs = logs_of(pipeline, cls)
+    return logs["average"], " ".join(str(warning.message) for warning in caught)
+
+
+class Sometimes(Regression):
+    """What only some micro-batches set has no value for the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.odd = batch[0][:1]
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.trainer.is_global_zero:
+            self.log("odd", self.odd.mean())
+
+
+def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="attribute 'odd' of the LightningModule is set by training_step"):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Sometimes)
+
+
+class Confusion(Regression):
+    """Buffers that the end of a step fills, of which one is set anew, and the trace stops at `bincount`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.zeros(3, 3, dtype=torch.long))
+        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("latest", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.latest = loss.detach()
+        self.total += (loss * len(batch[0])).detach()
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pairs = 3 * self.net(batch[0]).argmax(1) + batch[1].argmax(1)
+        self.matrix += torch.bincount(pairs, minlength=9).view(3, 3)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"latest": self.latest, "total": self.total})
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("accuracy", self.matrix.trace() / self.matrix.sum())
+        self.matrix.zero_()
+
+
+def test_buffers_that_the_end_of_a_step_writes_are_on_every_rank(ranks: Ranks) -> None:
+    expected = logs_of(None, Confusion)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 1}, Confusion):
+        assert found == pytest.approx(expected, rel=1e-9)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 4}, Confusion):
+        assert found["accuracy"] == pytest.approx(expected["accuracy"])
+        assert found["total"] == pytest.approx(expected["total"])
+
+
+class Extras(Regression):
+    """Reads another entry of what the step returned."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+        out = self.net(batch[0])
+        return {"loss": nn.functional.mse_loss(out, batch[1]), "out": out.detach()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.history.append(float(outputs["out"].mean()))
+
+
+def test_an_entry_that_is_on_the_last_stage_names_itself_elsewhere(ranks: Ranks) -> None:
+    text = r"entry 'out' of what training_step returned is filled .* \[at test_step_attributes.py:"
+    with pytest.raises(RankFailure, match=text):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Extras)
+
+
+class SetLater(Regression):
+    """The step reads what a hook sets."""
+
+    def on_train_start(self) -> None:
+        self.shift = torch.ones(6, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] - self.shift, batch[1]), batch_idx)
+
+
+def test_an_attribute_that_a_later_hook_sets_is_named_with_the_mend(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailure, match=r"no attribute 'shift'.*before on_fit_start.*set in __init__, setup"
+    ):
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, SetLater)
