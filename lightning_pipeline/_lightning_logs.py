@@ -3,9 +3,9 @@
 Checked against lightning 2.6.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 
@@ -74,3 +74,28 @@ def logging_at(module: LightningModule, place: LogPlace, *, reset: bool) -> Iter
         module._current_fx_name, connector._current_fx, index = before
         if results is not None:
             results.dataloader_idx = index
+
+
+def before_loader_results(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call something when an evaluation is done with a loader, before its logs are summed up. Since 2.0.
+
+    Returns:
+        Undoes it.
+    """
+    loops: list[Any] = [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop]
+
+    def wrap(original: Callable[[], None]) -> Callable[[], None]:
+        def store() -> None:
+            call()
+            original()
+
+        return store
+
+    for loop in loops:
+        loop._store_dataloader_outputs = wrap(loop._store_dataloader_outputs)
+
+    def undo() -> None:
+        for loop in loops:
+            vars(loop).pop("_store_dataloader_outputs", None)
+
+    return undo

@@ -21,6 +21,12 @@ from lightning_pipeline.logging import SIGNATURE, options_of
 from lightning_pipeline.split import is_placeholder, user_line
 
 _ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
+_EVALUATED = (
+    "on_validation_batch_end",
+    "on_validation_batch_start",
+    "on_test_batch_end",
+    "on_test_batch_start",
+)
 _TOLERANCE = 1e-6  # of float32, which ranks may add up in different orders
 
 Key = tuple[str, str, int]  # hook, name, how many times before
@@ -64,6 +70,7 @@ class HookLogs:
         self._seen: Counter[tuple[str, str]] = Counter()
         self._log = self._module.log
         self._callbacks = [c for c in trainer.callbacks if "log" in vars(c)]  # type: ignore[attr-defined]
+        self._undo = _lightning_logs.before_loader_results(trainer, self.settle)
         self._install()
 
     def _install(self) -> None:
@@ -78,6 +85,7 @@ class HookLogs:
 
     def restore(self) -> None:
         """Give module and callbacks their own methods back."""
+        self._undo()
         own = vars(self._module)
         own.pop("log", None)
         for callback in self._callbacks:
@@ -133,6 +141,8 @@ class HookLogs:
         hooks = {hook for (hook, _, _), call in own.items() if call.value is not None}
         for key in dict.fromkeys(key for part in parts for key in part):
             real = [part[key] for part in parts if key in part and part[key].value is not None]
+            if real and any(key not in part or part[key].value is None for part in parts):
+                _refuse_on_step(key, real[0])
             if real and (key not in own or own[key].value is None):
                 self._repeat(key[1], real[0], reset=key[0] not in hooks)
                 hooks.add(key[0])
@@ -174,6 +184,15 @@ def _check(key: Key, calls: list[_Call | None]) -> None:
             "stages only: put the parts together with self.trainer.strategy.gather_from_pipeline, or log one "
             "key per parameter. A value that is each rank's own, such as a time: self.log(..., "
             f"rank_zero_only=True) logs that of rank 0 [at {made[0].line}]"
+        )
+
+
+def _refuse_on_step(key: Key, call: _Call) -> None:
+    """Lightning has handed the value of an evaluated batch to loggers when the ranks compare theirs."""
+    if key[0] in _EVALUATED and call.options.get("on_step"):
+        raise SplitError(
+            f"self.log({key[1]!r}, ..., on_step=True) in {key[0]} was called with a value that one stage "
+            f"alone has: leave on_step out, or log it in the step [at {call.line}]"
         )
 
 

@@ -39,8 +39,9 @@ class AbsentTensors:
             name: In the whole module.
             spec: Of the tensor.
         """
-        made = self._mode.make(spec)
+        made = self._mode.make(spec._replace(requires_grad=False))
         if spec.requires_grad:
+            made.requires_grad_()  # a leaf, as the parameter is
             made.grad = self._mode.make(spec._replace(requires_grad=False))
             _mark(made.grad, {name})
         _mark(made, {name})

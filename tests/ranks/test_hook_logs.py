@@ -11,7 +11,7 @@ from torch import nn
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.pipeline import Pipeline
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 PIPELINE = {"stages": 2, "num_microbatches": 4}
@@ -64,6 +64,30 @@ class Mixes(Regression):
         self.log("ratio", self.net[0].weight.norm() / self.net[6].weight.norm())
 
 
+class TwoLoaders(Regression):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        super().validation_step(batch, batch_idx)
+
+    def on_validation_batch_end(
+        self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.log("first", self.net[0].weight.sum() + batch_idx)
+        self.log("last", self.net[6].weight.sum() + batch_idx)
+
+
+class EachBatch(Regression):
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.log("last", self.net[6].weight.sum(), on_step=True)
+
+
+class Freezes(Regression):
+    """Layers of every stage are frozen one by one."""
+
+    def on_train_epoch_start(self) -> None:
+        for number in (0, 6):
+            self.net[number].weight.requires_grad_(self.current_epoch > 0)
+
+
 class OwnPerRank(Regression):
     """A value that differs between ranks by nature."""
 
@@ -90,6 +114,7 @@ def test_what_one_stage_alone_has_is_logged_on_every_rank(ranks: Ranks, stages: 
     [
         (WeightNorm, r"self.log\('norm', ...\) in on_train_epoch_end got different values"),
         (CountsParameters, r"self.log\('size', ...\) in on_train_epoch_start got different values"),
+        (EachBatch, r"self.log\('last', ..., on_step=True\) in on_validation_batch_end was called with"),
         (Mixes, r"self.log\('ratio', ...\) in on_train_batch_end got a value that needs weights of several"),
     ],
 )
@@ -98,10 +123,27 @@ def test_a_value_that_ranks_disagree_about_is_refused(ranks: Ranks, cls: Any, te
     assert not any(outcome.ok or outcome.hung for outcome in outcomes)
     assert any(isinstance(outcome.error, SplitError) for outcome in outcomes)
     for outcome in outcomes:
-        with pytest.raises(
-            PipelineError, match=rf"(?s){text}.*test_hook_logs.py:\d+ in on_train_.*{cls.__name__}"
-        ):
+        with pytest.raises(PipelineError, match=rf"(?s){text}.*test_hook_logs.py:\d+ in on_.*{cls.__name__}"):
             raise outcome.error
+
+
+def fit_two(pipeline: dict[str, Any] | None) -> Any:
+    module, run = TwoLoaders(), trainer(pipeline)
+    run.fit(module, loader(), [loader(seed=4), loader(seed=5)])
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_each_loader_of_an_evaluation_has_its_own_values(ranks: Ranks) -> None:
+    expected = fit_two(None)
+    assert {"first/dataloader_idx_0", "last/dataloader_idx_1"} <= set(expected[1])
+    for found in ranks(2)(fit_two, PIPELINE):
+        assert_same(found, expected)
+
+
+def test_layers_of_other_stages_can_be_frozen(ranks: Ranks) -> None:
+    expected = fit(None, Freezes)
+    for found in ranks(2)(fit, PIPELINE, Freezes):
+        assert_same(found, expected)
 
 
 def test_a_value_of_each_ranks_own_may_be_logged_by_rank_zero(ranks: Ranks) -> None:
