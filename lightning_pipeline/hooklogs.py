@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -68,6 +69,7 @@ class HookLogs:
         self._gather, self._batch_ended = gather, batch_ended
         self._calls: dict[Key, _Call] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
+        self._warned: set[tuple[str, str]] = set()
         self._log = self._module.log
         self._callbacks = [c for c in trainer.callbacks if "log" in vars(c)]  # type: ignore[attr-defined]
         self._undo = _lightning_logs.before_loader_results(trainer, self.settle)
@@ -136,8 +138,12 @@ class HookLogs:
         self._seen.clear()
         _to_numbers([call for call in own.values() if isinstance(call.value, Tensor)])
         parts: list[dict[Key, _Call]] = self._gather(own)
+        monitored = _monitored(self._module.trainer)
         for key in dict.fromkeys(key for part in parts for key in part):
-            _check(key, [part.get(key) for part in parts])
+            text = _check(key, [part.get(key) for part in parts], monitored=key[1] in monitored)
+            if text is not None and key[:2] not in self._warned:
+                self._warned.add(key[:2])
+                rank_zero_warn(text)
         hooks = {hook for (hook, _, _), call in own.items() if call.value is not None}
         for key in dict.fromkeys(key for part in parts for key in part):
             real = [part[key] for part in parts if key in part and part[key].value is not None]
@@ -153,6 +159,13 @@ class HookLogs:
             self._log(name, value, **call.options)
 
 
+def _monitored(trainer: Trainer) -> set[Any]:
+    """Keys that decide about training: ranks must agree on them."""
+    configs = getattr(trainer, "lr_scheduler_configs", ())
+    callbacks = getattr(trainer, "callbacks", ())
+    return {config.monitor for config in configs} | {getattr(one, "monitor", None) for one in callbacks}
+
+
 def _to_numbers(calls: list[_Call]) -> None:
     """Bring values to the host, all of a device at once."""
     for device in {call.value.device for call in calls}:
@@ -162,7 +175,8 @@ def _to_numbers(calls: list[_Call]) -> None:
             call.value = value
 
 
-def _check(key: Key, calls: list[_Call | None]) -> None:
+def _check(key: Key, calls: list[_Call | None], *, monitored: bool) -> str | None:
+    """Refuse values that differ; say so where they are plain numbers, as times are, that decide nothing."""
     hook, name, _ = key
     made = [call for call in calls if call is not None]
     real = [float(call.value) for call in made if call.value is not None]
@@ -174,17 +188,22 @@ def _check(key: Key, calls: list[_Call | None]) -> None:
             f"[at {made[0].line}]"
         )
     if real and not all(_alike(value, real[0]) for value in real):
+        told = {call.dtype for call in made if call.value is not None}
         values = ", ".join(
             f"{call.value:g} on pipeline rank {rank}"
             for rank, call in enumerate(calls)
             if call is not None and call.value is not None
         )
-        raise SplitError(
+        text = (
             f"{where} got different values: {values}. In a hook each rank sees the parameters of its own "
             "stages only: put the parts together with self.trainer.strategy.gather_from_pipeline, or log one "
             "key per parameter. A value that is each rank's own, such as a time: self.log(..., "
             f"rank_zero_only=True) logs that of rank 0 [at {made[0].line}]"
         )
+        if told == {None} and not monitored:
+            return text
+        raise SplitError(text)
+    return None
 
 
 def _refuse_on_step(key: Key, call: _Call) -> None:

@@ -1,5 +1,6 @@
 """What hooks log is that of one device on every rank, or refused with key and line."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,13 @@ class CountsParameters(Regression):
         self.log("size", float(sum(p.numel() for p in self.parameters())))
 
 
+class Monitored(CountsParameters):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "size"}}
+
+
 class Mixes(Regression):
     def on_train_batch_end(self, *args: Any) -> None:
         self.log("ratio", self.net[0].weight.norm() / self.net[6].weight.norm())
@@ -113,7 +121,7 @@ def test_what_one_stage_alone_has_is_logged_on_every_rank(ranks: Ranks, stages: 
     ("cls", "text"),
     [
         (WeightNorm, r"self.log\('norm', ...\) in on_train_epoch_end got different values"),
-        (CountsParameters, r"self.log\('size', ...\) in on_train_epoch_start got different values"),
+        (Monitored, r"self.log\('size', ...\) in on_train_epoch_start got different values"),
         (EachBatch, r"self.log\('last', ..., on_step=True\) in on_validation_batch_end was called with"),
         (Mixes, r"self.log\('ratio', ...\) in on_train_batch_end got a value that needs weights of several"),
     ],
@@ -125,6 +133,21 @@ def test_a_value_that_ranks_disagree_about_is_refused(ranks: Ranks, cls: Any, te
     for outcome in outcomes:
         with pytest.raises(PipelineError, match=rf"(?s){text}.*test_hook_logs.py:\d+ in on_.*{cls.__name__}"):
             raise outcome.error
+
+
+def warnings_of(cls: type[Regression]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(PIPELINE, cls)
+    return [str(one.message) for one in caught if "got different values" in str(one.message)]
+
+
+def test_numbers_that_decide_nothing_may_differ_and_one_warning_says_so(ranks: Ranks) -> None:
+    texts = [text for found in ranks(2)(warnings_of, CountsParameters) for text in found]
+    assert len(texts) == 1
+    assert "99 on pipeline rank" in texts[0]
+    assert "rank_zero_only=True" in texts[0]
+    assert "test_hook_logs.py" in texts[0]
 
 
 def fit_two(pipeline: dict[str, Any] | None) -> Any:
