@@ -1,7 +1,7 @@
 """`configure_optimizers` on one stage: the groups that it makes for the whole module, with this stage's part.
 
 The hook sees the parameters of its own stages. What it makes of their number or order, such as one learning
-rate per layer, it would make wrong. So it is called again, on trial, with the other parameters in their
+rate per layer, it would make wrong. So it is called before, on trial, with the other parameters in their
 places as names and shapes. Where that gives this stage's parameters another group, other options, or more
 groups for schedulers to count, the optimizers of the trial are the ones that train.
 """
@@ -76,9 +76,9 @@ def configure(
     """
     kept = list(parameters)
     own = {id(parameter) for parameter in kept}
-    made, failure = _attempt(module)
+    trial, trial_failure = (None, None) if whole is None else _on_trial(module, whole)
+    made, failure = _attempt(module)  # the last, so that what it leaves in the module's objects stays
     if whole is not None:
-        trial, trial_failure = _on_trial(module, whole)
         if trial is not None and (made is None or not _alike(made.groups(own), trial.groups(own))):
             _replace_attributes(module, made, trial)
             made = trial

@@ -1,4 +1,4 @@
-"""Loops over an optimizer's parameters in hooks around a step: they see one stage's, so they raise."""
+"""Norms over an optimizer's groups in hooks around a step: they are those of one stage, so they raise."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -21,11 +21,18 @@ _ALLOWED = (
     "torch.optim.",
 )
 
+# What puts a number together from several parameters, or decides by one of them, uses a name of these.
+_REDUCES = frozenset(
+    {"all", "any", "cat", "count_nonzero", "dot", "get_total_norm", "isfinite", "isinf", "isnan", "matrix_norm",
+     "max", "mean", "min", "norm", "numel", "pow", "square", "stack", "std", "sum", "var", "vector_norm"}
+)  # fmt: skip
+
 
 class GroupGuard:
-    """Guards `group["params"]` of optimizers as `ParameterGuard` does `parameters()` of the module.
+    """Guards `group["params"]` of optimizers, where a norm over them would be one stage's.
 
-    A norm over them would be one stage's. Optimizers go over their own groups undisturbed.
+    Optimizers go over their own groups undisturbed, and so does code that changes or copies each gradient by
+    itself: a function that names nothing which puts several numbers together.
 
     Args:
         root: The LightningModule.
@@ -54,15 +61,16 @@ class GroupGuard:
             frame: That asks for parameters.
 
         Raises:
-            SplitError: In a hook around a step, outside of an optimizer.
+            SplitError: In a hook around a step, outside of an optimizer, by code that puts numbers together.
         """
         if not self._active() or f"{frame.f_globals.get('__name__', '')}.".startswith(_ALLOWED):
             return
-        if _in_optimizer(frame) or _only_clips(named_function(frame).f_code):
+        code = named_function(frame).f_code
+        if _in_optimizer(frame) or _only_clips(code) or _REDUCES.isdisjoint(_names(code)):
             return
         raise SplitError(
             'group["params"] of an optimizer lists this stage\'s parameters only, and is used inside a step '
-            "or a hook around it. For clipping use Trainer(gradient_clip_val=...) or "
+            "or a hook around it, for a norm or the like. For clipping use Trainer(gradient_clip_val=...) or "
             "clip_grad_norm_(self.parameters(), ...), for norms Lightning's grad_norm(self, ...), which are "
             "the whole model's; for what is done to each parameter by itself, "
             "self.trainer.strategy.own_parameters() [at "

@@ -149,6 +149,15 @@ class UsesOwnOptimizer(Regression):
         return OwnOptimizer(self.parameters())
 
 
+class ChangesEach(Regression):
+    """Each gradient by itself, by way of the optimizer's groups."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.clamp_(-0.01, 0.01)
+
+
 class SmallHead(Regression):
     """float64; on one stage nothing is trained, so that it has no gradient to take the dtype of."""
 
@@ -175,7 +184,7 @@ def test_a_loop_over_an_optimizers_groups_in_a_hook_raises(ranks: Ranks, cls: ty
             raise outcome.error or AssertionError("nothing was raised")
 
 
-@pytest.mark.parametrize("cls", [UsesOwnOptimizer, SmallHead])
+@pytest.mark.parametrize("cls", [UsesOwnOptimizer, ChangesEach, SmallHead])
 def test_optimizers_of_the_user_and_norms_keep_their_digits(ranks: Ranks, cls: type[Regression]) -> None:
     seen, weights = fit_class(cls, None)
     for found_seen, found in ranks(2)(fit_class, cls, 2):
