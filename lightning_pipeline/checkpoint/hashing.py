@@ -14,7 +14,8 @@ from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.mapped import MappedFile
 from lightning_pipeline.checkpoint.pace import Pace
 
-_BLOCK = 4 << 20
+_BLOCK = 4 << 20  # read at a time
+_WRITTEN = 16 << 20  # written and hashed at a time: each turn may wait for the interpreter's lock
 _FAULT_AFTER = 256  # bytes of a shard after which the point `during` comes
 
 
@@ -104,9 +105,9 @@ class HashingStream(io.RawIOBase):
     @override
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
-        for start in range(0, view.nbytes, _BLOCK):
+        for start in range(0, view.nbytes, _WRITTEN):
             with self._pace:
-                self._write_block(view[start : start + _BLOCK])
+                self._write_block(view[start : start + _WRITTEN])
         return view.nbytes
 
     def _write_block(self, block: memoryview) -> None:

@@ -5,15 +5,17 @@ import time
 from types import TracebackType
 
 _LEAST = 0.002  # seconds of work after which a rest is worth its switch of threads
-_LONGEST = 0.5  # seconds of a rest: a disk that hangs is not training
+_LONGEST = 1.0  # seconds of a rest: a disk that hangs is not training
+_REST = 3.0  # times what was worked
 
 
 class Pace:
-    """Rests as long as was worked, so that training has the memory and the disk for at least half the time.
+    """Rests three times as long as was worked, so that training has memory, disk and interpreter to itself.
 
     A thread of low priority leaves training the cores, but not what they share: while four ranks on two
-    cores wrote and hashed without rests, their step took up to 1.5 times as long. Work that training slows
-    down counts as work, so that writing gives way the more the busier the machine is.
+    cores wrote and hashed without rests, their step took up to 1.5 times as long, with rests as long as the
+    work up to 1.4. Work that training slows down counts as work, so that writing gives way the more the
+    busier the machine is.
 
     Example:
         >>> pace = Pace()
@@ -37,5 +39,5 @@ class Pace:
     ) -> None:
         self._worked += time.perf_counter() - self._began
         if self._worked >= _LEAST and error is None:
-            self._hurry.wait(min(self._worked, _LONGEST))
+            self._hurry.wait(min(_REST * self._worked, _LONGEST))
             self._worked = 0.0

@@ -63,8 +63,12 @@ def paced(pace: Pace, turns: int, seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-def test_work_rests_as_long_as_it_worked() -> None:
-    assert paced(Pace(), 10, 0.01) >= 2 * 10 * 0.01
+def test_work_rests_three_times_as_long_as_it_worked() -> None:
+    assert paced(Pace(), 5, 0.01) >= 4 * 5 * 0.01
+
+
+def test_work_that_hangs_does_not_double_the_wait() -> None:
+    assert paced(Pace(), 1, 1.5) < 1.5 + 1.4
 
 
 def test_work_that_is_waited_for_does_not_rest() -> None:
@@ -72,7 +76,7 @@ def test_work_that_is_waited_for_does_not_rest() -> None:
 
     def work(pace: Pace) -> None:
         with pace:
-            time.sleep(0.1)  # and rests for as long, were it not waited for
+            time.sleep(0.1)  # and rests for longer, were it not waited for
         seconds.append(paced(pace, 10, 0.02))
 
     background.start(work)
