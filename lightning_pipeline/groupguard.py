@@ -23,8 +23,9 @@ _ALLOWED = (
 
 # What puts a number together from several parameters, or decides by one of them, uses a name of these.
 _REDUCES = frozenset({
-    "all", "any", "cat", "count_nonzero", "dot", "get_total_norm", "isfinite", "isinf", "isnan", "matrix_norm",
-    "max", "mean", "min", "norm", "numel", "pow", "square", "stack", "std", "sum", "var", "vector_norm",
+    "all", "any", "cat", "count_nonzero", "dot", "get_total_norm", "isfinite", "isinf", "isnan",
+    "matrix_norm", "max", "mean", "min", "norm", "numel", "pow", "square", "stack", "std", "sum", "var",
+    "vector_norm",
 })  # fmt: skip
 
 
