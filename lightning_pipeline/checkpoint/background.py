@@ -1,5 +1,6 @@
 """Writes a checkpoint while training goes on: at most one at a time, and no failure is lost."""
 
+import math
 import os
 import sys
 import threading
@@ -19,9 +20,14 @@ def _step_back() -> None:
 
 
 class Background:
-    """One piece of work in a thread of its own."""
+    """One piece of work in a thread of its own.
 
-    def __init__(self) -> None:
+    Args:
+        rests_for: Seconds from the start of a piece of work in which it may rest.
+    """
+
+    def __init__(self, rests_for: float = math.inf) -> None:
+        self._rests_for = rests_for
         self._thread: threading.Thread | None = None
         self._pace = Pace()
         self._error: BaseException | None = None
@@ -39,7 +45,7 @@ class Background:
             BaseException: What the work before raised.
         """
         self.wait()
-        self._busy, self._pace = True, Pace()
+        self._busy, self._pace = True, Pace(self._rests_for)
         self._thread = threading.Thread(target=self._run, args=(work,), name="checkpoint", daemon=True)
         self._thread.start()
 

@@ -1,5 +1,6 @@
 """How fast a checkpoint is written beside training."""
 
+import math
 import threading
 import time
 from types import TracebackType
@@ -17,14 +18,17 @@ class Pace:
     work up to 1.4. Work that training slows down counts as work, so that writing gives way the more the
     busier the machine is.
 
+    Args:
+        seconds: After which there are no more rests, so that a large save does not run into its timeout.
+
     Example:
         >>> pace = Pace()
         >>> with pace:
         ...     total = sum(range(10))
     """
 
-    def __init__(self) -> None:
-        self._hurry = threading.Event()
+    def __init__(self, seconds: float = math.inf) -> None:
+        self._hurry, self._until = threading.Event(), time.perf_counter() + seconds
         self._began = self._worked = 0.0
 
     def hurry(self) -> None:
@@ -37,7 +41,8 @@ class Pace:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._worked += time.perf_counter() - self._began
-        if self._worked >= _LEAST and error is None:
+        ended = time.perf_counter()
+        self._worked += ended - self._began
+        if self._worked >= _LEAST and ended < self._until and error is None:
             self._hurry.wait(min(_REST * self._worked, _LONGEST))
             self._worked = 0.0

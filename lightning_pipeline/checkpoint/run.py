@@ -104,7 +104,7 @@ class Checkpoints:
         name = f"checkpoint/{secrets.token_hex(4)}" if alone else "checkpoint"
         self._ranks = Ranks(group, store, rank, options.timeout, name)
         self._rank, self._replica, _ = numbering.coordinates(rank)
-        self._background = Background()
+        self._background = Background(options.timeout.total_seconds() / 4)  # the rest is for full speed
         self._retention = Retention(self._background.later)
         self._coming: set[Path] = set()
         self._at_once = False

@@ -99,7 +99,7 @@ def fail_in_the_last_removal(folder: str) -> tuple[str, float]:
             raise ValueError("nobody expects this")
 
     started = time.monotonic()
-    with faults.injected(fail), pytest.raises(Exception) as caught:  # noqa: PT011
+    with faults.injected(fail), pytest.raises(Exception) as caught:  # noqa: PT011  # the caller compares
         trainer(BACKGROUND, max_epochs=1).fit(module, loader())
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started
 

@@ -90,7 +90,7 @@ class Averages(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.sum += loss.item(); self.number += 1  # fmt: skip  # noqa: E702
+        self.sum += loss.item(); self.number += 1  # fmt: skip  # noqa: E702  # two statements in a line are the case
         return loss
 
     def on_train_epoch_end(self) -> None:

@@ -71,6 +71,15 @@ def test_work_that_hangs_does_not_double_the_wait() -> None:
     assert paced(Pace(), 1, 1.5) < 1.5 + 1.4
 
 
+def test_rests_take_a_part_of_the_timeout_only() -> None:
+    background, seconds = Background(rests_for=0.1), []
+    background.start(lambda pace: seconds.append(paced(pace, 20, 0.02)))
+    thread = background._thread
+    assert thread is not None
+    thread.join(10)  # `wait` would end the rests
+    assert 20 * 0.02 <= seconds[0] < 2 * 20 * 0.02  # four times with all rests
+
+
 def test_work_that_is_waited_for_does_not_rest() -> None:
     background, seconds = Background(), []
 

@@ -267,7 +267,7 @@ class Broken(Late):
     """Asks its Trainer while it is configured."""
 
     def configure_model(self) -> None:
-        self.trainer.max_epochs  # noqa: B018
+        self.trainer.max_epochs  # noqa: B018  # asking is what fails
 
 
 def test_a_configure_model_that_needs_a_trainer_is_named() -> None:
