@@ -18,10 +18,10 @@ from jsonargparse import auto_cli
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from lightning_pipeline.runtime.executor import Executor
-from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.executor.executor import Executor
+from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.wire.stage import Values
 
 
 class Sleep(torch.autograd.Function):

@@ -24,7 +24,7 @@ from gpt import GPT, StandardLibrary
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
-from lightning_pipeline.planning.predict import Prediction
+from lightning_pipeline.forecast.predict import Prediction
 
 WARM_UP = 10
 SIZES = {"layers": 6, "width": 96}

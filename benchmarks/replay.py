@@ -18,8 +18,11 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.split import SplitModel, find_units, partition, trace_step
+from lightning_pipeline.model.cut.partitioning import partition
+from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace.units import find_units
+from lightning_pipeline.wire.stage import Values
 
 Batch = dict[str, Tensor]
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
-from lightning_pipeline.runtime.executor import Executor
-from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.executor.executor import Executor
+from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import Auto, Costs, Plan, get_schedule, simulate
+from lightning_pipeline.wire.stage import Values
 
 NAMES = (
     "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "ZBH1", "ZBH2", "InterleavedZeroBubble", "ZBV", "VHalf",

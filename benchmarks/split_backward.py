@@ -12,7 +12,7 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
-from lightning_pipeline.split.deferred import Deferral, WeightQueue
+from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 
 
 def fused(layer: nn.Module, x: Tensor) -> float:

@@ -6,9 +6,8 @@ from typing import Any
 
 import jsonargparse
 
-from lightning_pipeline.checkpoint.commands import consolidate, inspect, verify_folder
+from lightning_pipeline.commands import consolidate, inspect, plan, verify_folder
 from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.plan_command import plan
 
 COMMANDS: dict[str, Any] = {
     "checkpoint": {

@@ -18,18 +18,11 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.answers import Answers
-from lightning_pipeline.checkpoint.hooks import CheckpointHooks
-from lightning_pipeline.checks import check_run
-from lightning_pipeline.configured import configure
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.forecasting import Prospect
-from lightning_pipeline.layout import fit_to_devices
-from lightning_pipeline.optimizers import called_once
-from lightning_pipeline.pipeline import Pipeline
-from lightning_pipeline.planning.assumptions import Assumptions
-from lightning_pipeline.planning.forecast import Forecast
-from lightning_pipeline.precision import with_global_norm
+from lightning_pipeline.forecast import Assumptions, Forecast
+from lightning_pipeline.hooks import called_once, configure, with_global_norm
+from lightning_pipeline.ranks import fit_to_devices
+from lightning_pipeline.run import Answers, CheckpointHooks, Pipeline, Prospect, check_run
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
 

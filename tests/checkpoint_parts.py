@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.contents.optimizers import flat_state, groups_of, names_by_identity
+from lightning_pipeline.checkpoint.folder.pace import Pace
 from lightning_pipeline.checkpoint.load import Target, load_folder
-from lightning_pipeline.checkpoint.optimizers import flat_state, groups_of, names_by_identity
-from lightning_pipeline.checkpoint.pace import Pace
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.checkpoint.save import Part, as_bytes, without_ties, write
+from lightning_pipeline.checkpoint.save import Part, without_ties, write
 
 ABOUT = {"step": 7, "epoch": 1, "topology": {"ranks": 1}}
 

@@ -11,11 +11,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measurement import Measurement
-from lightning_pipeline.callbacks.measures import run_of, stage_names
-from lightning_pipeline.callbacks.meter import Meter
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
-from lightning_pipeline.callbacks.report import Report
+from lightning_pipeline.measure import Measurement, Meter, Report, run_of, stage_names
 
 _WARM_UP = 2  # the first steps pay for caches and allocations; they are not in the table
 _UNLOGGED = 50  # batches between two comparisons where nothing is logged

@@ -7,10 +7,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measures import PipelineRun, run_of, stage_names
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
-from lightning_pipeline.callbacks.rankmemory import RankMemory, StageMemory, numbers_in, with_numbers
-from lightning_pipeline.split import Held, size_text, text_table
+from lightning_pipeline.measure import (
+    PipelineRun,
+    RankMemory,
+    StageMemory,
+    numbers_in,
+    run_of,
+    stage_names,
+    with_numbers,
+)
+from lightning_pipeline.model.cut import size_text, text_table
+from lightning_pipeline.model.tensors import Held
 
 _GIB = 2.0**30
 _UNCOUNTED = 49  # batches at least between two in which activations are counted, unless asked for

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 import torch
 from lightning.pytorch import Trainer
 
-from lightning_pipeline.callbacks.measures import PipelineRun
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.measure import PipelineRun
 
 
 class Publisher:

@@ -10,13 +10,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_pipeline.callbacks.measured import Comparison
-from lightning_pipeline.callbacks.measures import run_of
 from lightning_pipeline.callbacks.publishing import count_problem, refuse
-from lightning_pipeline.callbacks.steps import RankStep, gather_step
-from lightning_pipeline.callbacks.trace import trace
+from lightning_pipeline.measure import Comparison, RankStep, gather_step, run_of, trace
 from lightning_pipeline.schedules import Plan
-from lightning_pipeline.schedules.picture import Picture, has_plot, require_plot
+from lightning_pipeline.schedules.drawing import Picture, has_plot, require_plot
 
 _TENTH = 9  # counted from 0: caches are warm then, and a short fit gets there
 

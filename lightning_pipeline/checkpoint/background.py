@@ -9,7 +9,7 @@ from contextlib import suppress
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipeline.checkpoint.pace import Pace
+from lightning_pipeline.checkpoint.folder import Pace
 
 
 def _step_back() -> None:

@@ -10,13 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.checkpoint.grouping import whole_groups
-from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
-from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
-from lightning_pipeline.checkpoint.optimizers import to_numbered
-from lightning_pipeline.checkpoint.reader import Reader
-from lightning_pipeline.checkpoint.safe import load_object
-from lightning_pipeline.checkpoint.schedulers import schedulers_for
+from lightning_pipeline.checkpoint.contents import schedulers_for, to_numbered, whole_groups
+from lightning_pipeline.checkpoint.folder import (
+    META,
+    METADATA,
+    MODEL,
+    OURS,
+    Manifest,
+    Reader,
+    load_object,
+    optimizer_key,
+    read_manifest,
+    stamp_file,
+    verify_file,
+)
 from lightning_pipeline.errors import CheckpointError
 
 _SAFETENSORS = {

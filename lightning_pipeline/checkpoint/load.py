@@ -9,13 +9,21 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.checkpoint.fitting import Misfits, StateEntries, compare
-from lightning_pipeline.checkpoint.layout import META, METADATA, MODEL, OURS, optimizer_key
-from lightning_pipeline.checkpoint.manifest import Manifest, read_manifest, stamp_file, verify_file
-from lightning_pipeline.checkpoint.optimizers import fill, names_of
+from lightning_pipeline.checkpoint.contents import Misfits, StateEntries, compare, fill, names_of
+from lightning_pipeline.checkpoint.folder import (
+    META,
+    METADATA,
+    MODEL,
+    OURS,
+    Manifest,
+    Reader,
+    load_object,
+    optimizer_key,
+    read_manifest,
+    stamp_file,
+    verify_file,
+)
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.checkpoint.reader import Reader
-from lightning_pipeline.checkpoint.safe import load_object
 from lightning_pipeline.errors import CheckpointCorruptError
 
 

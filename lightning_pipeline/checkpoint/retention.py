@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from lightning_pipeline.checkpoint.commit import discard, point_link, sync_folder
+from lightning_pipeline.checkpoint.folder import discard, point_link, sync_folder
 
 
 class Retention:

@@ -14,19 +14,26 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.checkpoint.added import added_to, writers_of
 from lightning_pipeline.checkpoint.background import Background
-from lightning_pipeline.checkpoint.differing import at, different, joined, tensor_digests
-from lightning_pipeline.checkpoint.layout import MODEL, OURS, is_folder, optimizer_key
+from lightning_pipeline.checkpoint.contents import (
+    added_to,
+    as_bytes,
+    at,
+    bare,
+    different,
+    groups_of,
+    joined,
+    schedulers_for,
+    tensor_digests,
+    writers_of,
+)
+from lightning_pipeline.checkpoint.folder import MODEL, OURS, is_folder, is_plain, optimizer_key
 from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
-from lightning_pipeline.checkpoint.optimizers import bare, groups_of
-from lightning_pipeline.checkpoint.plain import open_file
+from lightning_pipeline.checkpoint.plain_file import open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
-from lightning_pipeline.checkpoint.safe import is_plain
-from lightning_pipeline.checkpoint.save import Part, as_bytes, without_ties, write
-from lightning_pipeline.checkpoint.schedulers import schedulers_for
-from lightning_pipeline.runtime.groups import Numbering
+from lightning_pipeline.checkpoint.save import Part, without_ties, write
+from lightning_pipeline.ranks import Numbering
 from lightning_pipeline.settings import Settings
 
 _GRACE_SECONDS = 20.0

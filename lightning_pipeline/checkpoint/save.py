@@ -1,6 +1,5 @@
 """Writes a checkpoint: each rank its part, the leader the rest, and the commit."""
 
-import io
 import os
 import platform
 import shutil
@@ -16,15 +15,25 @@ from torch import Tensor
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata
 
-from lightning_pipeline import faults
-from lightning_pipeline.checkpoint.commit import clean, publish
-from lightning_pipeline.checkpoint.hashing import HashingStream
-from lightning_pipeline.checkpoint.layout import MANIFEST, META, METADATA, MODEL, beside
-from lightning_pipeline.checkpoint.manifest import Manifest, write_manifest
-from lightning_pipeline.checkpoint.optimizers import on_host
-from lightning_pipeline.checkpoint.pace import Pace
+from lightning_pipeline.checkpoint.contents import on_host
+from lightning_pipeline.checkpoint.folder import (
+    MANIFEST,
+    META,
+    METADATA,
+    MODEL,
+    HashingStream,
+    Manifest,
+    Pace,
+    Writer,
+    beside,
+    check_owners,
+    clean,
+    described,
+    faults,
+    publish,
+    write_manifest,
+)
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.checkpoint.writer import Writer, check_owners, described
 from lightning_pipeline.errors import CheckpointWriteError
 
 
@@ -68,13 +77,6 @@ def without_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
         else:
             aliases[f"{MODEL}.{name}"] = f"{MODEL}.{known}"
     return kept, aliases
-
-
-def as_bytes(meta: Mapping[str, Any]) -> bytes:
-    """What `meta.pt` will hold."""
-    buffer = io.BytesIO()
-    torch.save(dict(meta), buffer)
-    return buffer.getvalue()
 
 
 def write(part: Part, path: Path, ranks: Ranks, integrity: str, pace: Pace | None = None) -> None:

@@ -4,10 +4,9 @@ import argparse
 from pathlib import Path
 from typing import NamedTuple
 
-from lightning_pipeline.schedules.costs import Costs
-from lightning_pipeline.schedules.panels import draw_svg
+from lightning_pipeline.schedules.drawing import draw_svg
+from lightning_pipeline.schedules.plans import Costs, Simulation, simulate
 from lightning_pipeline.schedules.registry import get_schedule
-from lightning_pipeline.schedules.simulate import Simulation, simulate
 
 _RANKS, _MICROBATCHES = 4, 8
 _COSTS = Costs(1, 1, 1)

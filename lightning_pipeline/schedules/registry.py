@@ -5,19 +5,24 @@ from collections.abc import Callable
 from typing import cast
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
-from lightning_pipeline.schedules.auto import Auto
-from lightning_pipeline.schedules.dualpipe_v import DualPipeV
-from lightning_pipeline.schedules.forward_only import ForwardOnly
-from lightning_pipeline.schedules.from_table import FromTable
-from lightning_pipeline.schedules.from_torch import FromTorch
-from lightning_pipeline.schedules.gpipe import GPipe
-from lightning_pipeline.schedules.interleaved import Interleaved1F1B, InterleavedZeroBubble
-from lightning_pipeline.schedules.looped_bfs import LoopedBFS
-from lightning_pipeline.schedules.one_f_one_b import OneFOneB
-from lightning_pipeline.schedules.schedule import Schedule
-from lightning_pipeline.schedules.v_shape import VHalf, VMin
-from lightning_pipeline.schedules.zbv import ZBV
-from lightning_pipeline.schedules.zero_bubble import ZBH1, ZBH2
+from lightning_pipeline.schedules.plans import Schedule
+from lightning_pipeline.schedules.rules import (
+    ZBH1,
+    ZBH2,
+    ZBV,
+    DualPipeV,
+    ForwardOnly,
+    FromTable,
+    FromTorch,
+    GPipe,
+    Interleaved1F1B,
+    InterleavedZeroBubble,
+    LoopedBFS,
+    OneFOneB,
+    VHalf,
+    VMin,
+)
+from lightning_pipeline.schedules.search import Auto
 
 _SCHEDULES: dict[str, type[Schedule]] = {
     "1F1B": OneFOneB,

@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
-from lightning_pipeline.runtime.clock import StreamClock
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.recording.clock import StreamClock
+from lightning_pipeline.recording.timeline import Timeline
 from lightning_pipeline.schedules import Action
 
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, bubble, memory
-from lightning_pipeline.split.deferred import WeightQueue
-from lightning_pipeline.split.program import StageProgram
+from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.model.replay.weight_gradients import WeightQueue
 from tests.naps import Nap
 from tests.ranks.lightning_cases import FEATURES, loader
 

@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor, rankmemory, report
-from lightning_pipeline.callbacks.shares import CATEGORIES
+from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
+from lightning_pipeline.measure import memory as rankmemory
+from lightning_pipeline.measure import report
+from lightning_pipeline.measure.shares import CATEGORIES
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, loader
 from tests.ranks.sleeping import Did, Reads, SleepyNet, run_asleep, sleepy_trainer, told

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import trainer
 from tests.ranks.lightning_cases import Regression, loader

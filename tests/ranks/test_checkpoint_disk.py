@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from lightning_pipeline.checkpoint.consolidate import verify
-from lightning_pipeline.checkpoint.save import Part, as_bytes, write
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.save import Part, write
 from lightning_pipeline.errors import CheckpointWriteError
 from tests.checkpoint_parts import ABOUT, save, together
 from tests.pool import Pool

@@ -11,8 +11,8 @@ import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import names_in
 from tests.ranks.lightning_cases import Regression, loader, trainer

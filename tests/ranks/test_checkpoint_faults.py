@@ -11,10 +11,10 @@ from unittest import mock
 import pytest
 import torch.distributed as dist
 
-from lightning_pipeline import faults
 from lightning_pipeline.checkpoint import ranks as together_module
-from lightning_pipeline.checkpoint.commit import clean
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
+from lightning_pipeline.checkpoint.folder.commit import clean
 from lightning_pipeline.errors import CheckpointWriteError
 from tests.checkpoint_parts import load, same, save, stage, together, values
 from tests.pool import Pool

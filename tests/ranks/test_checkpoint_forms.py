@@ -10,8 +10,8 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
-from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import names_in
 from tests.ranks.lightning_cases import Regression, loader, trainer

@@ -12,9 +12,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
-from lightning_pipeline import PipelineStrategy, faults
+from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.__main__ import main
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError, ConfigurationError
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import (

@@ -13,8 +13,8 @@ import torch
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import Tensor
 
-from lightning_pipeline import faults
 from lightning_pipeline.checkpoint.consolidate import verify
+from lightning_pipeline.checkpoint.folder import faults
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import names_in
 from tests.ranks.lightning_cases import Regression, fit, loader, trainer, weights

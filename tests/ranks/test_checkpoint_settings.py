@@ -10,7 +10,7 @@ import pytest
 from lightning.pytorch import Callback, LightningDataModule
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeline.checkpoint.manifest import read_manifest
+from lightning_pipeline.checkpoint.folder.manifest import read_manifest
 from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer

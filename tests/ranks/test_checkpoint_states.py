@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
 
 from lightning_pipeline.checkpoint.consolidate import to_file
-from lightning_pipeline.checkpoint.differing import at, different, joined, tensor_digests
-from lightning_pipeline.checkpoint.reader import Reader
+from lightning_pipeline.checkpoint.contents.rank_differences import at, different, joined, tensor_digests
+from lightning_pipeline.checkpoint.folder.reader import Reader
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import state_of
 from tests.ranks.lightning_cases import Regression, loader, trainer

@@ -7,10 +7,10 @@ import lightning.pytorch as pl
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
-from lightning_pipeline.callbacks.measures import run_of
-from lightning_pipeline.callbacks.steps import RankStep, gather_step
-from lightning_pipeline.runtime import clock
-from lightning_pipeline.runtime.alignment import GroupWire, Offset, align
+from lightning_pipeline.measure.pipeline_run import run_of
+from lightning_pipeline.measure.steps import RankStep, gather_step
+from lightning_pipeline.ranks.alignment import GroupWire, Offset, align
+from lightning_pipeline.recording import clock
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.split import is_placeholder
+from lightning_pipeline.model.tensors.placeholder import is_placeholder
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 

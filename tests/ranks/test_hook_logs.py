@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import PipelineError, SplitError
-from lightning_pipeline.pipeline import Pipeline
+from lightning_pipeline.run.run import Pipeline
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.split.program import StageProgram
+from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.runtime.microbatch import split_batch
+from lightning_pipeline.data.microbatch import split_batch
 from tests.pool import Pool
 from tests.unit.split.models import module_and_batch
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.callbacks import StageMemoryMonitor
-from lightning_pipeline.outofmemory import is_out_of_memory
+from lightning_pipeline.run.out_of_memory import is_out_of_memory
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.errors import StageFailedError, StageTimeoutError
-from lightning_pipeline.runtime.executor import Executor
-from lightning_pipeline.runtime.gradients import average_gradients
-from lightning_pipeline.runtime.groups import Groups
-from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.executor.executor import Executor
+from lightning_pipeline.ranks.gradients import average_gradients
+from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
 from tests.ranks.toy import Toy
 

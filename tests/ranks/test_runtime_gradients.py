@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from lightning_pipeline.runtime.executor import Executor
-from lightning_pipeline.runtime.gradients import average_gradients, sum_gradients
-from lightning_pipeline.runtime.groups import Groups
+from lightning_pipeline.executor.executor import Executor
+from lightning_pipeline.ranks.gradients import average_gradients, sum_gradients
+from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import get_schedule
 from tests.pool import Pool
 from tests.ranks.toy import Toy, by_hand

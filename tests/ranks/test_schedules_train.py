@@ -83,7 +83,7 @@ def module_for(name: str) -> KeepsGradients:
 
 
 def expected_gradients(name: str, microbatches: int) -> dict[str, Tensor]:
-    from lightning_pipeline.runtime.microbatch import split_batch
+    from lightning_pipeline.data.microbatch import split_batch
 
     module = module_for(name).train()
     for part, size in split_batch(batch_for(name), microbatches):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.wire.stage import Values
 
 
 class Toy:

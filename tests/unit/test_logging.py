@@ -7,8 +7,8 @@ from torch import nn
 from torchmetrics import MeanMetric
 
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.gradients import SetAside
-from lightning_pipeline.logging import LogRecorder
+from lightning_pipeline.hooks.gradients import SetAside
+from lightning_pipeline.hooks.step_logs import LogRecorder
 
 
 class Module(pl.LightningModule):

@@ -30,7 +30,7 @@ PUBLIC = {
         "StageTimeoutError",
         "UnsafeCheckpointError",
     ],
-    "lightning_pipeline.planning": [
+    "lightning_pipeline.forecast": [
         "Assumptions",
         "Forecast",
     ],

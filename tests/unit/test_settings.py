@@ -9,7 +9,7 @@ import pytorch_lightning
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.errors import ConfigurationError, PipelineError
-from lightning_pipeline.layout import fit_to_devices
+from lightning_pipeline.ranks.mesh import fit_to_devices
 from lightning_pipeline.schedules import GPipe, OneFOneB
 from lightning_pipeline.settings import Settings, read_settings
 

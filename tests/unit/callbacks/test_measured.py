@@ -2,11 +2,11 @@
 
 import pytest
 
-from lightning_pipeline.callbacks.measured import Comparison
 from lightning_pipeline.callbacks.timeline import PipelineTimeline
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.measure.timelines import Comparison
 from lightning_pipeline.schedules import Costs, get_schedule, simulate
-from lightning_pipeline.schedules.picture import Words
+from lightning_pipeline.schedules.drawing.picture import Words
 from tests.unit.callbacks.recorded import recorded
 
 

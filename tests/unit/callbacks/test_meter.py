@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeline.callbacks.meter import Meter
-from lightning_pipeline.callbacks.shares import FIELDS
-from lightning_pipeline.runtime.alignment import Offset
-from lightning_pipeline.runtime.clock import StreamClock
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.measure.meter import Meter
+from lightning_pipeline.measure.shares import FIELDS
+from lightning_pipeline.ranks.alignment import Offset
+from lightning_pipeline.recording.clock import StreamClock
+from lightning_pipeline.recording.timeline import Timeline
 from lightning_pipeline.schedules import Plan
 from tests.unit.runtime.test_clock import Stream
 

@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeline.callbacks.meter import tokens_of
-from lightning_pipeline.callbacks.report import hop_seconds
-from lightning_pipeline.callbacks.steps import RankStep
-from lightning_pipeline.runtime.timeline import Event
+from lightning_pipeline.measure.meter import tokens_of
+from lightning_pipeline.measure.report import hop_seconds
+from lightning_pipeline.measure.steps import RankStep
+from lightning_pipeline.recording.timeline import Event
 from lightning_pipeline.schedules import Action, Plan
 
 MS = 1_000_000

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeline.callbacks.measurement import Measurement, Prediction, mean_of
-from lightning_pipeline.callbacks.shares import CATEGORIES, Around, Shares, row, share_out
-from lightning_pipeline.runtime.timeline import Recording
+from lightning_pipeline.measure.measurement import Measurement, Prediction, mean_of
+from lightning_pipeline.measure.shares import CATEGORIES, Around, Shares, row, share_out
+from lightning_pipeline.recording.timeline import Recording
 from lightning_pipeline.schedules import Action, Costs, Plan, get_schedule, simulate
 
 S = 1_000_000_000

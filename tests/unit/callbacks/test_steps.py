@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from lightning_pipeline.callbacks.steps import gather_step
-from lightning_pipeline.runtime.alignment import Offset
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.measure.steps import gather_step
+from lightning_pipeline.ranks.alignment import Offset
+from lightning_pipeline.recording.timeline import Timeline
 from lightning_pipeline.schedules import Action
 
 

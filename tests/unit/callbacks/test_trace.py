@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeline.callbacks.trace import trace
+from lightning_pipeline.measure.perfetto import trace
 from lightning_pipeline.schedules import Plan, get_schedule
 from tests.trace_processor import look
 from tests.unit.callbacks.recorded import recorded

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipeline.checkpoint.background import Background
 from lightning_pipeline.checkpoint.consolidate import verify
-from lightning_pipeline.checkpoint.pace import Pace
+from lightning_pipeline.checkpoint.folder.pace import Pace
 from lightning_pipeline.checkpoint.retention import Retention
 from tests.checkpoint_parts import save
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_pipeline.checkpoint.grouping import groups_of_file, whole_groups
-from lightning_pipeline.checkpoint.optimizers import (
+from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_groups
+from lightning_pipeline.checkpoint.contents.optimizers import (
     flat_state,
     from_numbered,
     groups_of,
@@ -16,7 +16,7 @@ from lightning_pipeline.checkpoint.optimizers import (
     names_by_identity,
     to_numbered,
 )
-from lightning_pipeline.checkpoint.schedulers import schedulers_for
+from lightning_pipeline.checkpoint.contents.schedulers import schedulers_for
 
 ORDER = ["0.weight", "0.bias", "1.weight", "1.bias"]
 

@@ -7,10 +7,9 @@ import pytest
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_pipeline import faults
-from lightning_pipeline.checkpoint import commit
 from lightning_pipeline.checkpoint.consolidate import verify
-from lightning_pipeline.checkpoint.layout import beside, local_path
+from lightning_pipeline.checkpoint.folder import commit, faults
+from lightning_pipeline.checkpoint.folder.names import beside, local_path
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 from tests.checkpoint_parts import save

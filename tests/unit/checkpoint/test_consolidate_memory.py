@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from lightning_pipeline.__main__ import main
-from lightning_pipeline.checkpoint import mapped
-from lightning_pipeline.checkpoint.optimizers import flat_state, groups_of, names_by_identity
-from lightning_pipeline.checkpoint.reader import Reader
-from lightning_pipeline.checkpoint.save import Part, as_bytes, write
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.contents.optimizers import flat_state, groups_of, names_by_identity
+from lightning_pipeline.checkpoint.folder import mapped
+from lightning_pipeline.checkpoint.folder.reader import Reader
+from lightning_pipeline.checkpoint.save import Part, write
 from tests.checkpoint_parts import ABOUT, alone, anonymous, save
 
 LAYERS, WIDTH = 16, 768

@@ -108,7 +108,8 @@ def test_another_data_type_is_a_misfit(tmp_path: Path) -> None:
 
 
 def test_a_zeroed_page_is_found_in_every_file(tmp_path: Path) -> None:
-    from lightning_pipeline.checkpoint.save import as_bytes, write
+    from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+    from lightning_pipeline.checkpoint.save import write
 
     part = part_of(1)
     part.state["model"]["large"] = torch.randn(64, 64)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.checkpoint.optimizers import fill, flat_state, names_by_identity, to_numbered
+from lightning_pipeline.checkpoint.contents.optimizers import fill, flat_state, names_by_identity, to_numbered
 from lightning_pipeline.checkpoint.save import write
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 from tests.checkpoint_parts import alone, load, part_of, same, stage, values

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
-from lightning_pipeline.checkpoint import manifest as manifests
-from lightning_pipeline.checkpoint.hashing import checksum_of
-from lightning_pipeline.checkpoint.safe import read_metadata
-from lightning_pipeline.checkpoint.save import as_bytes
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.folder import manifest as manifests
+from lightning_pipeline.checkpoint.folder.hashing import checksum_of
+from lightning_pipeline.checkpoint.folder.safe import read_metadata
 from lightning_pipeline.errors import UnsafeCheckpointError
 from tests.checkpoint_parts import load, save
 

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.checkpoint import load as loading
-from lightning_pipeline.checkpoint import mapped
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.folder import mapped
+from lightning_pipeline.checkpoint.folder.mapped import MappedFile
+from lightning_pipeline.checkpoint.folder.reader import Reader
 from lightning_pipeline.checkpoint.load import Target, load_folder
-from lightning_pipeline.checkpoint.mapped import MappedFile
-from lightning_pipeline.checkpoint.reader import Reader
-from lightning_pipeline.checkpoint.save import Part, as_bytes, write
+from lightning_pipeline.checkpoint.save import Part, write
 from lightning_pipeline.errors import CheckpointCorruptError
 from tests.checkpoint_parts import ABOUT, alone, anonymous, load, same, save, values
 
@@ -99,7 +100,7 @@ class Unpopulated(mmap.mmap):
 def test_without_populating_the_bytes_are_read_once_before_use(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_pipeline.checkpoint.reader.MappedFile", OldKernel)
+    monkeypatch.setattr("lightning_pipeline.checkpoint.folder.reader.MappedFile", OldKernel)
     assert_right(read(folder))
 
 
@@ -119,7 +120,7 @@ class Failing:
 def test_a_failing_disk_is_an_error_that_names_the_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("lightning_pipeline.checkpoint.reader.MappedFile", FailingDisk)
+    monkeypatch.setattr("lightning_pipeline.checkpoint.folder.reader.MappedFile", FailingDisk)
     with pytest.raises(CheckpointCorruptError, match=r"__0_0\.distcp cannot be read: .*Input/output error"):
         read(folder)
 

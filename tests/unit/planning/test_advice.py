@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import ScheduleError
-from lightning_pipeline.planning.advice import Situation, advise
+from lightning_pipeline.measure.advice import Situation, advise
+from lightning_pipeline.model.cut.partitioning import Partition, partition
+from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.schedules import Auto, GPipe, OneFOneB, Plan, Schedule, get_schedule
-from lightning_pipeline.split import Partition, find_units, partition, trace_step
 from tests.unit.split.pipe import Module
 
 GIB = 2.0**30

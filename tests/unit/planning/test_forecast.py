@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError, ScheduleError
-from lightning_pipeline.planning.assumptions import Assumptions
-from lightning_pipeline.planning.forecast import Forecast, forecast
-from lightning_pipeline.planning.memory import alone
-from lightning_pipeline.planning.predict import Prediction, predict
-from lightning_pipeline.planning.texts import number_text, operations_text, seconds_text
-from lightning_pipeline.planning.workload import Workload
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.memory import alone
+from lightning_pipeline.forecast.outcome import Forecast, forecast
+from lightning_pipeline.forecast.predict import Prediction, predict
+from lightning_pipeline.forecast.texts import number_text, operations_text, seconds_text
+from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.schedules import GPipe, Plan, Schedule, get_schedule
 from tests.unit.split.pipe import Module
 

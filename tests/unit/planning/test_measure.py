@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.planning.assumptions import Assumptions
-from lightning_pipeline.planning.measure import MeasuredWorkload
-from lightning_pipeline.planning.predict import predict
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.predict import predict
+from lightning_pipeline.forecast.unit_times import MeasuredWorkload
 from tests.naps import Nap
 from tests.unit.split.pipe import Module
 

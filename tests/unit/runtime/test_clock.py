@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from lightning_pipeline.runtime import clock
-from lightning_pipeline.runtime.alignment import Offset, align
-from lightning_pipeline.runtime.clock import StreamClock
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.ranks.alignment import Offset, align
+from lightning_pipeline.recording import clock
+from lightning_pipeline.recording.clock import StreamClock
+from lightning_pipeline.recording.timeline import Timeline
 from lightning_pipeline.schedules import Action
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_pipeline.runtime.groups import Numbering, neighbours
+from lightning_pipeline.ranks.groups import Numbering, neighbours
 from lightning_pipeline.schedules import Plan, get_schedule
 
 V_SHAPED = Plan.parse("0F0 5F0\n1F0 4F0\n2F0 3F0")

@@ -12,9 +12,9 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from lightning_pipeline.data.merge import merge_outputs
+from lightning_pipeline.data.microbatch import batch_size_of, signature_of, split_batch
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.runtime.merge import merge_outputs
-from lightning_pipeline.runtime.microbatch import batch_size_of, signature_of, split_batch
 
 Pair = namedtuple("Pair", "inputs targets")
 

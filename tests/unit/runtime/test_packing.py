@@ -5,16 +5,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import MessageError
-from lightning_pipeline.runtime.agreement import Agreement, Agreements
-from lightning_pipeline.runtime.header import (
-    Header,
-    header_bytes,
-    read_header,
-    read_missing,
-    write_header,
-)
-from lightning_pipeline.runtime.packing import ALIGNMENT, Layout, Parcel, specs_of
-from lightning_pipeline.runtime.stage import Values
+from lightning_pipeline.wire.agreement import Agreement, Agreements
+from lightning_pipeline.wire.header import Header, header_bytes, read_header, read_missing, write_header
+from lightning_pipeline.wire.packing import ALIGNMENT, Layout, Parcel, specs_of
+from lightning_pipeline.wire.stage import Values
 
 CASES = {
     "contiguous": torch.randn(3, 4),

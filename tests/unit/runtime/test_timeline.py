@@ -2,7 +2,7 @@
 
 import time
 
-from lightning_pipeline.runtime.timeline import Timeline
+from lightning_pipeline.recording.timeline import Timeline
 from lightning_pipeline.schedules import Action
 
 ACTIONS = [Action(0, "F", 0), Action(0, "B", 0), Action(0, "F", 1)]

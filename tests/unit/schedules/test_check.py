@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.schedules import OneFOneB, Plan, check, communicate
-from lightning_pipeline.schedules.check import rendezvous
+from lightning_pipeline.schedules.plans.check import rendezvous
 
 
 @pytest.mark.parametrize(

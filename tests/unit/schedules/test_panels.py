@@ -11,8 +11,8 @@ import pytest
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.schedules import Costs, Plan, draw_svg, get_schedule, simulate
-from lightning_pipeline.schedules.panels import Panel, arrange
-from lightning_pipeline.schedules.picture import Box, Picture, Words, words_fit
+from lightning_pipeline.schedules.drawing.panels import Panel, arrange
+from lightning_pipeline.schedules.drawing.picture import Box, Picture, Words, words_fit
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [(2, 4), (4, 8), (8, 32)]

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.runtime.microbatch import split_batch
-from lightning_pipeline.runtime.stage import Values
-from lightning_pipeline.split import SplitModel, find_units, partition, trace_step
+from lightning_pipeline.data.microbatch import split_batch
+from lightning_pipeline.model.cut.partitioning import partition
+from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace.units import find_units
+from lightning_pipeline.wire.stage import Values
 
 
 class Module(nn.Module):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.split.deferred import Deferral, WeightQueue
+from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 
 
 class Twice(nn.Module):

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeline.split.elsewhere import Elsewhere, ElsewhereDict, ElsewhereError, ElsewhereList
+from lightning_pipeline.model.state.elsewhere import Elsewhere, ElsewhereDict, ElsewhereError, ElsewhereList
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.split import Trace, find_units, partition, trace_step
+from lightning_pipeline.model.cut.partitioning import partition
+from lightning_pipeline.model.trace.record import Trace, trace_step
+from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.models import module_and_batch
 from tests.unit.split.pipe import Module
 

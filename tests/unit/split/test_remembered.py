@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeline.split.placeholder import PlaceholderMode
-from lightning_pipeline.split.remembered import Remembered
-from lightning_pipeline.split.structure import TensorSpec
+from lightning_pipeline.model.tensors.cache import Remembered
+from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
+from lightning_pipeline.model.tensors.structure import TensorSpec
 from tests.unit.split.nets import Net, assert_works, batch_of
 
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from lightning_pipeline.split import find_units
+from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 

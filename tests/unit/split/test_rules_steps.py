@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 from torchmetrics import MeanMetric, MeanSquaredError, MetricCollection
 
+from lightning_pipeline.data.microbatch import split_batch
 from lightning_pipeline.errors import PipelineError, PlaceholderError, SplitError
-from lightning_pipeline.runtime.microbatch import split_batch
 from tests.unit.split.nets import WIDTH, Net, assert_works, batch_of, seeded
 from tests.unit.split.pipe import Outcome, _collect, _run_batch, alone, assert_same, piped, split_arguments
 

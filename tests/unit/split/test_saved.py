@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lightning_pipeline.split import Held, SplitModel, stage_activations
-from lightning_pipeline.split.saved import SavedCount, counting_hooks, storage_bytes
+from lightning_pipeline.model.cut.activations import stage_activations
+from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.tensors.saved import Held, SavedCount, counting_hooks, storage_bytes
 from tests.unit.split import pipe
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
@@ -179,7 +180,7 @@ def test_blocks_hold_what_a_count_by_hand_says(
 def test_a_split_backward_keeps_inputs_and_gradients_of_layers_until_the_weight_half(
     monkeypatch: pytest.MonkeyPatch, held: list[dict[int, Held]]
 ) -> None:
-    from lightning_pipeline.split.program import StageProgram
+    from lightning_pipeline.model.replay.stage import StageProgram
 
     kept: dict[int, int] = {}
     weight = StageProgram.backward_weight

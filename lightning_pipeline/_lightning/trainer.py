@@ -1,0 +1,364 @@
+"""Every private name of Lightning that this package uses, one function or line each: why, and since when.
+
+An upgrade of Lightning means reading this file. Checked against lightning 2.6.
+"""
+
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+# Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
+from lightning.fabric.utilities.distributed import (
+    _all_gather_ddp_if_available,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+
+# Moves an optimizer's state to the device of the stage. Since 1.9.
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.warnings import PossibleUserWarning
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+# Calls configure_optimizers and reads what it returns, as a strategy does. Since 2.0.
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+
+# Re-runs the script once per device. Since 1.6.
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+# Which arguments a step takes. Since 2.0.
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+__all__ = [
+    "around_epoch_start",
+    "backend_of",
+    "before_fetch",
+    "brings_checkpoint_io",
+    "callbacks_with",
+    "claim_cpu",
+    "combined_loader_of",
+    "configured_to_log_graph",
+    "count_as_existing",
+    "evaluation_loop",
+    "gather_over",
+    "init_optimizers",
+    "is_interrupted",
+    "is_overridden",
+    "join_group",
+    "link_through",
+    "load_loader_states",
+    "loader_ran_ahead",
+    "loader_states",
+    "loader_states_to_load",
+    "make_launcher",
+    "moves_batches_itself",
+    "on_requeue",
+    "on_sigterm",
+    "optimizers_to_device",
+    "prepared_batch",
+    "reduce_over",
+    "set_device_mesh",
+    "set_rank_zero",
+    "set_received_sigterm",
+    "silence_sync_dist_advice",
+    "syncs_batch_norm",
+    "takes",
+    "time_based_validation",
+]
+
+
+def callbacks_with(hook: str, trainer: Trainer) -> list[Callback]:
+    """The user's callbacks with a hook of their own. `trainer.callbacks` is set by a connector. Since 1.0."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    return [
+        callback
+        for callback in callbacks
+        if getattr(type(callback), hook) is not getattr(Callback, hook)
+        and not type(callback).__module__.startswith(f"{__package__}.")
+    ]
+
+
+def is_interrupted(trainer: Trainer | None) -> bool:
+    """Whether an exception is ending the run. `LightningModule.trainer` raises without one. Since 1.5."""
+    return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
+    """The launcher of Lightning's own multi-process strategies. It has no public name. Since 1.6."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
+    """Join the default process group unless this process is in it already. Since 1.9."""
+    _init_dist_connection(environment, backend, timeout=timeout)
+
+
+def backend_of(device: torch.device) -> str:
+    """The backend that Lightning would choose for a device. Since 2.0."""
+    return _get_default_process_group_backend_for_device(device)
+
+
+def reduce_over(value: torch.Tensor, group: Any, reduce_op: Any) -> torch.Tensor:
+    """Reduce with Lightning's reading of `reduce_op` ("mean", "avg", `ReduceOp`). Since 1.9."""
+    return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
+
+
+def gather_over(value: torch.Tensor, group: Any, sync_grads: bool) -> torch.Tensor:
+    """Gather, with gradients on demand, as `LightningModule.all_gather` does. Since 1.9."""
+    return _all_gather_ddp_if_available(value, group=group, sync_grads=sync_grads)
+
+
+def set_rank_zero(global_rank: int) -> None:
+    """What `rank_zero_only` and `rank_zero_info` go by; Lightning's strategies set it likewise. Since 1.6."""
+    for guard in (rank_zero_only, fabric_rank_zero_only):
+        vars(guard)["rank"] = global_rank
+
+
+def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]:
+    """Call `told` when SIGTERM arrives, in place of Lightning's broadcasts; returns what undoes it.
+
+    Lightning broadcasts in the handler, and again before every batch, where it ignores every exception.
+    Since 2.6. To be deleted when a strategy may bring its own handling.
+    """
+    connector: Any = trainer._signal_connector
+    loop: Any = trainer.fit_loop.epoch_loop
+    names = ((connector, "_sigterm_notifier_fn"), (loop, "_broadcast_sigterm_tensor"))
+    for owner, name in names:
+        assert callable(getattr(owner, name, None)), (
+            f"Lightning has no {type(owner).__name__}.{name} any more"
+        )
+
+    def notified(signum: int, frame: Any) -> None:
+        launcher: Any = trainer.strategy.launcher
+        if launcher is not None and not connector.received_sigterm:
+            launcher.kill(signum)
+        told()
+
+    connector._sigterm_notifier_fn = notified
+    loop._broadcast_sigterm_tensor = lambda: None
+
+    def undo() -> None:
+        for owner, name in names:
+            vars(owner).pop(name, None)
+
+    return undo
+
+
+def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Call `told` when SLURM's signal to save and to requeue arrives, in place of Lightning's doing so.
+
+    Lightning saves in the handler, where each rank is somewhere else in a step. Since 1.6. To be deleted when
+    a strategy may bring its own handling.
+
+    Returns:
+        What saves and requeues; and what undoes this.
+    """
+    connector: Any = trainer._signal_connector
+    requeue = type(connector)._slurm_sigusr_handler_fn
+    connector._slurm_sigusr_handler_fn = lambda signum, frame: told()
+
+    def undo() -> None:
+        vars(connector).pop("_slurm_sigusr_handler_fn", None)
+
+    return lambda: requeue(connector, _requeue_signal(trainer), None), undo
+
+
+def _requeue_signal(trainer: Trainer) -> Any:
+    return getattr(trainer.strategy.cluster_environment, "requeue_signal", None)  # type: ignore[attr-defined]
+
+
+def set_received_sigterm(trainer: Trainer) -> None:
+    """The loops end at the next batch's end when this is set. Since 1.6."""
+    trainer._signal_connector.received_sigterm = True
+
+
+def evaluation_loop(trainer: Trainer) -> Any:
+    """The loop whose batches are being evaluated; validation inside `fit` has its own. Since 2.0."""
+    if trainer.state.fn == TrainerFn.FITTING:
+        return trainer.fit_loop.epoch_loop.val_loop
+    if trainer.state.fn == TrainerFn.VALIDATING:
+        return trainer.validate_loop
+    return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
+
+
+def silence_sync_dist_advice() -> None:
+    """With one replica there is nothing to sync, but Lightning sees a group and advises it. Since 1.6."""
+    warnings.filterwarnings(
+        "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", PossibleUserWarning
+    )
+
+
+def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move the optimizers' state. Since 1.9."""
+    _optimizers_to_device(optimizers, device)
+
+
+def init_optimizers(module: LightningModule) -> tuple[list[torch.optim.Optimizer], list[Any]]:
+    """Call `configure_optimizers`, and check what it returns. Since 2.0."""
+    optimizers, schedulers = _init_optimizers_and_lr_schedulers(module)
+    return optimizers, list(schedulers)
+
+
+def takes(function: Any, parameter: str, *, explicit: bool = False, min_args: int | None = None) -> bool:
+    """Whether a hook or step takes a parameter, decided as Lightning's loops decide it. Since 2.0."""
+    return bool(is_param_in_hook_signature(function, parameter, explicit=explicit, min_args=min_args))
+
+
+def set_device_mesh(module: LightningModule, mesh: Any) -> None:
+    """What `LightningModule.device_mesh` returns has no setter. Since 2.3."""
+    module._device_mesh = mesh
+
+
+def combined_loader_of(loop: Any) -> CombinedLoader | None:
+    """The processed loaders of a loop: `loop.setup_data()` is public, what it makes is not. Since 2.0."""
+    loader = loop._combined_loader
+    assert loader is None or isinstance(loader, CombinedLoader)
+    return loader
+
+
+def around_epoch_start(
+    trainer: Trainer, before: Callable[[Any, int, bool], None], after: Callable[[int], None]
+) -> Callable[[], None]:
+    """Call in before and after the loop over an epoch's batches gets its iterator; returns what undoes it.
+
+    `before` gets the fetcher, the number of batches already seen, and whether the loop makes a new iterator;
+    `after` that number. Lightning resumes in the middle of an epoch with the loader's first batch. Since 2.0.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop.on_run_start
+
+    def on_run_start(fetcher: Any) -> None:
+        seen = loop.batch_progress.current.ready
+        resuming = bool(getattr(trainer.fit_loop, "is_resuming", False)) or bool(loop.restarting)
+        before(fetcher, seen, trainer.current_epoch > 0 and not resuming)
+        original(fetcher)
+        after(seen)
+
+    given: Any = loop
+    given.on_run_start = on_run_start
+    return lambda: vars(loop).pop("on_run_start", None) and None
+
+
+def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call something each time the training loop turns to its loader; gives the undoing. Since 2.0.
+
+    What a loop spends on loading can be told by no public hook: those around it are its batches' own.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    original = loop._on_before_fetch
+
+    def on_before_fetch() -> None:
+        call()
+        original()
+
+    loop._on_before_fetch = on_before_fetch  # type: ignore[method-assign]
+
+    def undo() -> None:
+        loop._on_before_fetch = original  # type: ignore[method-assign]
+
+    return undo
+
+
+def loader_states(loop: Any) -> list[Any]:
+    """States of the loaders that have `state_dict`. Since 2.0."""
+    combined = loop._combined_loader
+    return list(combined._state_dicts()) if combined is not None else []
+
+
+def loader_states_to_load(loop: Any) -> list[Any]:
+    """What a checkpoint's loop state brought for the loaders. Since 2.0."""
+    return list(loop._combined_loader_states_to_load or [])
+
+
+def load_loader_states(loop: Any, states: list[Any]) -> None:
+    """Give the loaders their states. Since 2.0."""
+    loop._combined_loader._load_state_dicts(states)
+    loop._combined_loader_states_to_load = []
+
+
+def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], None]:
+    """Let `ModelCheckpoint(save_last="link")` link through us; it removes the old link first. Since 2.2."""
+    given: Any = callback
+    given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
+    return lambda: vars(callback).pop("_link_checkpoint", None) and None
+
+
+def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> None:
+    """Let the version counter of `ModelCheckpoint` see what has no name on disk yet. Since 2.3.
+
+    Args:
+        callback: Of the run that begins.
+        coming: Whether a path will be a checkpoint; must say the same on every rank.
+    """
+    exists = type(callback).file_exists  # not what a run before has put on the instance
+
+    def file_exists(filepath: Any, trainer: Trainer) -> bool:
+        return exists(callback, filepath, trainer) or coming(filepath)
+
+    callback.file_exists = file_exists  # type: ignore[method-assign]
+
+
+def loader_ran_ahead(loop: Any) -> list[Any]:
+    """What the loop fetched ahead in `setup_data`: (batch, index, loader). Since 2.0."""
+    fetcher = loop._data_fetcher
+    return list(getattr(fetcher, "batches", []) or [])
+
+
+def prepared_batch(trainer: Trainer, batch: Any) -> Any:
+    """A batch as the loops prepare it before the strategy moves it to the device. Since 1.6."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0)
+
+
+def moves_batches_itself(module: LightningModule) -> bool:
+    """Whether the user's code runs while a batch moves, such as random augmentation. Since 2.0."""
+    hooks = ("transfer_batch_to_device", "on_after_batch_transfer")
+    datamodule = getattr(module.trainer, "datamodule", None)
+    found = [is_overridden(hook, module) for hook in hooks]
+    return any(found) or (datamodule is not None and any(is_overridden(hook, datamodule) for hook in hooks))
+
+
+def time_based_validation(trainer: Trainer) -> Any:
+    """`Trainer(val_check_interval=<time>)`: each rank reads its own clock. Since 2.6."""
+    return getattr(trainer, "_val_check_time_interval", None)
+
+
+def syncs_batch_norm(strategy: Any) -> bool:
+    """`Trainer(sync_batchnorm=True)` reaches a strategy as a plugin that it must apply itself. Since 1.9."""
+    return getattr(strategy, "_layer_sync", None) is not None
+
+
+def brings_checkpoint_io(strategy: Any) -> bool:
+    """A plugin of the user for one-file checkpoints; the public getter would make one. Since 1.6."""
+    return type(getattr(strategy, "_checkpoint_io", None)) not in (type(None), TorchCheckpointIO)
+
+
+def configured_to_log_graph(logger: Any) -> bool:
+    """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
+    return bool(getattr(logger, "_log_graph", False))
+
+
+def claim_cpu(module: LightningModule) -> None:
+    """Let a module that was built on the meta device say that it is on the CPU. Since 2.0."""
+    for part in module.modules():
+        device = vars(part).get("_device")
+        if isinstance(device, torch.device) and device.type == "meta":
+            vars(part)["_device"] = torch.device("cpu")

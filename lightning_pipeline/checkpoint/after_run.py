@@ -1,0 +1,57 @@
+"""Saves after a run has ended, when every rank holds the whole module and no group is left."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.optim import Optimizer
+
+from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, Options
+from lightning_pipeline.ranks import Numbering
+
+
+def save_whole(
+    path: Path,
+    dumped: Mapping[str, Any],
+    options: Options,
+    numbering: Numbering,
+    optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+    schedulers: Sequence[int],
+    order: Sequence[str],
+    stood: Mapping[str, Any] | None,
+) -> None:
+    """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
+
+    Args:
+        path: The folder.
+        dumped: What Lightning dumped, with the whole `state_dict`.
+        options: Of the strategy; it is written before this returns.
+        numbering: Of the run that ended.
+        optimizers: With this rank's parameters.
+        names: Of the parameters whose state this rank writes, by `id`.
+        schedulers: The optimizer of each LR scheduler, by index.
+        order: All parameter names of the module.
+        stood: Where this replica stood in its data when the run ended.
+
+    Raises:
+        CheckpointWriteError: It was not written.
+    """
+    joined = dist.is_initialized()
+    state = dict(dumped["state_dict"]) if not joined or dist.get_rank() == 0 else {}
+    store = None
+    if joined and dist.group.WORLD is not None:
+        store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
+    options = Options(options.integrity, options.trust, False, options.timeout)
+    checkpoints = Checkpoints(options, numbering, store)
+    held = Holdings(
+        tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
+        parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
+        position=lambda: stood, topology={"ranks": numbering.num_ranks},
+    )  # fmt: skip
+    try:
+        checkpoints.save(path, {**dumped, "state_dict": state}, held)
+    finally:
+        checkpoints.close(failed=False)

@@ -1,0 +1,66 @@
+"""What stands in a checkpoint: optimizer state, groups, schedulers, extra state, rank differences."""
+
+from lightning_pipeline.checkpoint.contents.added import added_to, writers_of
+from lightning_pipeline.checkpoint.contents.extra_state import (
+    EXTRA,
+    Owns,
+    as_told,
+    extra_names,
+    extra_states,
+    load_extra_states,
+    owned_by,
+)
+from lightning_pipeline.checkpoint.contents.fitting import Misfits, StateEntries, compare
+from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_groups
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.contents.optimizers import (
+    bare,
+    fill,
+    flat_state,
+    from_numbered,
+    groups_of,
+    misplaced,
+    names_by_identity,
+    names_of,
+    on_host,
+    options_of,
+    shapes_of,
+    to_numbered,
+)
+from lightning_pipeline.checkpoint.contents.rank_differences import at, different, joined, tensor_digests
+from lightning_pipeline.checkpoint.contents.schedulers import schedulers_for
+
+__all__ = [
+    "EXTRA",
+    "Misfits",
+    "Owns",
+    "StateEntries",
+    "added_to",
+    "as_bytes",
+    "as_told",
+    "at",
+    "bare",
+    "compare",
+    "different",
+    "extra_names",
+    "extra_states",
+    "fill",
+    "flat_state",
+    "from_numbered",
+    "groups_of",
+    "groups_of_file",
+    "joined",
+    "load_extra_states",
+    "misplaced",
+    "names_by_identity",
+    "names_of",
+    "on_host",
+    "options_of",
+    "owned_by",
+    "schedulers_for",
+    "shapes_of",
+    "tensor_digests",
+    "to_numbered",
+    "whole_groups",
+    "writers_of",
+]

@@ -1,0 +1,79 @@
+"""Entries of a state_dict that are no parameter or buffer of one stage: each is stored once."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.errors import CheckpointWriteError
+
+
+@dataclass(frozen=True)
+class Added:
+    """One entry on one rank.
+
+    Attributes:
+        digest: The same where the value is.
+        is_tensor: Whether it is stored as one.
+        value: Of an entry that is no tensor.
+    """
+
+    digest: str
+    is_tensor: bool
+    value: Any
+
+
+def added_to(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Added]:
+    """What a rank would store beside the parameters and buffers that it owns.
+
+    Args:
+        given: Its `state_dict`, after `on_save_checkpoint`.
+        own: Its parameters and buffers.
+    """
+    return {
+        name: Added(digest(value), isinstance(value, Tensor), None if isinstance(value, Tensor) else value)
+        for name, value in given.items()
+        if name not in own or not isinstance(value, Tensor)
+    }
+
+
+def digest(value: Any) -> str:
+    """A checksum of a value that may hold tensors; the same on every device."""
+    return hashlib.sha256(as_bytes({"value": on_host(value)})).hexdigest()
+
+
+def on_host(value: Any) -> Any:
+    """A value with copies of its tensors in host memory, in dicts, lists and tuples."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, Mapping):
+        return {key: on_host(item) for key, item in value.items()}
+    return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value
+
+
+def writers_of(by_rank: Sequence[Mapping[str, Added]]) -> dict[str, int]:
+    """The rank that stores each entry: the first one.
+
+    Args:
+        by_rank: By pipeline rank.
+
+    Raises:
+        CheckpointWriteError: Ranks have different values under one name.
+    """
+    first: dict[str, int] = {}
+    differ: dict[str, tuple[int, int]] = {}
+    for rank, entries in enumerate(by_rank):
+        for name, entry in entries.items():
+            known = first.setdefault(name, rank)
+            if by_rank[known][name].digest != entry.digest:
+                differ[name] = (known, rank)
+    if differ:
+        shown = ", ".join(f"{name} (pipeline ranks {a} and {b})" for name, (a, b) in list(differ.items())[:8])
+        raise CheckpointWriteError(
+            f"{len(differ)} name(s) were added to checkpoint['state_dict'] with different values: {shown}. "
+            "on_save_checkpoint sees its own stage's part: add the same value on all, or other names"
+        )
+    return first

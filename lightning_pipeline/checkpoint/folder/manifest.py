@@ -1,0 +1,182 @@
+"""The manifest: plain JSON that says what a checkpoint holds, written last: without it there is none."""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from lightning_pipeline.checkpoint.folder import faults
+from lightning_pipeline.checkpoint.folder.hashing import checksum_of
+from lightning_pipeline.checkpoint.folder.mapped import stamp
+from lightning_pipeline.checkpoint.folder.names import FORMAT_VERSION, MANIFEST
+from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
+from lightning_pipeline.settings import INTEGRITY
+
+_AGAIN = "use another checkpoint; `lightning-pipeline checkpoint verify` says which are whole"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint holds.
+
+    Attributes:
+        step: Optimizer steps taken.
+        epoch: When it was saved.
+        integrity: Kind of the checksums.
+        files: Size in bytes and checksum of each file, by its name in the folder.
+        tensors: Data type and shape of each tensor, by key.
+        objects: Keys of values that are no tensors.
+        topology: How the run that saved it was spread over ranks.
+        versions: Of this package and the libraries.
+        format_version: Of this layout.
+    """
+
+    step: int
+    epoch: int
+    integrity: str
+    files: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, Any] = field(default_factory=dict)
+    objects: list[str] = field(default_factory=list)
+    topology: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+    format_version: int = FORMAT_VERSION
+
+
+def to_bytes(manifest: Manifest) -> bytes:
+    """The file's content: the fields, and a checksum over them."""
+    content = asdict(manifest)
+    content["checksum"] = hashlib.sha256(_text(content)).hexdigest()
+    return _text(content)
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=1, sort_keys=True) + "\n").encode()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Write it under a temporary name, sync it, and give it its name: the commit mark."""
+    faults.point("save.manifest.before")
+    temporary, content = folder / f"{MANIFEST}.tmp", to_bytes(manifest)
+    with temporary.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        faults.point("save.manifest.during")
+        file.write(content[len(content) // 2 :])
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read and check the manifest of a checkpoint.
+
+    Raises:
+        CheckpointCorruptError: There is none, it was changed, or it is of a newer format.
+    """
+    path = folder / MANIFEST
+    if not folder.exists():
+        raise CheckpointCorruptError(f"checkpoint {folder} does not exist")
+    if folder.is_file():
+        raise CheckpointCorruptError(
+            f"{folder} is one file, as one device writes it, not a checkpoint folder: `ckpt_path=` takes it"
+        )
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        raise CheckpointCorruptError(
+            f"checkpoint {folder} has no {MANIFEST}: its save was not finished, or it was written by another "
+            f"program; {_AGAIN}"
+        ) from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}") from error
+    return parse_manifest(path, content)
+
+
+def parse_manifest(path: Path, content: bytes) -> Manifest:
+    """Check the content of a manifest.
+
+    Args:
+        path: For messages.
+        content: Of the file.
+
+    Raises:
+        CheckpointCorruptError: It was changed, or it is of a newer format.
+    """
+    try:
+        found = json.loads(content)
+        version = found["format_version"]
+        checksum = found.pop("checksum")
+        whole = checksum == hashlib.sha256(_text(found)).hexdigest()
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointCorruptError(f"checkpoint file {path} is damaged ({error!r}); {_AGAIN}") from None
+    if not whole or content != _text({**found, "checksum": checksum}):
+        raise CheckpointCorruptError(f"checkpoint file {path} is damaged: its checksum is wrong; {_AGAIN}")
+    if version != FORMAT_VERSION or found["integrity"] not in INTEGRITY:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} has format {version}, and this version of lightning_pipeline reads "
+            f"format {FORMAT_VERSION}: use the version that wrote it, {found.get('versions')}"
+        )
+    known = {entry.name for entry in fields(Manifest)}
+    return Manifest(**{key: value for key, value in found.items() if key in known})
+
+
+def safe_file(folder: Path, name: str) -> Path:
+    """The file of a name in a checkpoint.
+
+    Raises:
+        UnsafeCheckpointError: The name leads out of the folder, or is a link.
+    """
+    path = folder / name
+    if not name or Path(name).name != name or name in (".", "..") or path.is_symlink():
+        raise UnsafeCheckpointError(
+            f"checkpoint {folder} names the file {name!r}, which is a link or lies outside the folder: it "
+            "was not opened. Do not use this checkpoint unless you know who made it"
+        )
+    return path
+
+
+def stamp_file(folder: Path, name: str, manifest: Manifest) -> tuple[int, int]:
+    """Compare a file's size with the manifest.
+
+    Returns:
+        Its size in bytes and the time of its last change in nanoseconds.
+
+    Raises:
+        CheckpointCorruptError: It is missing, or its size differs. Names the file.
+        UnsafeCheckpointError: It lies outside the folder.
+    """
+    path, expected = safe_file(folder, name), manifest.files[name]["size"]
+    try:
+        found = stamp(path)
+    except FileNotFoundError:
+        raise CheckpointCorruptError(f"checkpoint file {path} is missing; {_AGAIN}") from None
+    except OSError as error:
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
+    if found[0] != expected:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} has {found[0]} bytes instead of {expected}; {_AGAIN}"
+        )
+    return found
+
+
+def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
+    """Compare a file's size and checksum with the manifest.
+
+    Raises:
+        CheckpointCorruptError: It is missing, or its size or checksum differs. Names the file.
+        UnsafeCheckpointError: It lies outside the folder.
+    """
+    stamp_file(folder, name, manifest)
+    path, expected = folder / name, manifest.files[name]["checksum"]
+    try:
+        found = checksum_of(path, manifest.integrity)
+    except OSError as error:
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
+    if found != expected:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} was changed after it was written: its {manifest.integrity} is "
+            f"{found}, not {expected}; {_AGAIN}"
+        )

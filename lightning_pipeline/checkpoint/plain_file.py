@@ -1,0 +1,129 @@
+"""Fills a pipeline run from a one-file checkpoint, such as a run on one device or with DDP writes."""
+
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline.checkpoint.contents import (
+    Misfits,
+    StateEntries,
+    bare,
+    compare,
+    from_numbered,
+    groups_of,
+    groups_of_file,
+    misplaced,
+    names_of,
+    options_of,
+    shapes_of,
+)
+from lightning_pipeline.checkpoint.folder import load_object
+from lightning_pipeline.checkpoint.load import Opened, Staged, Target, apply
+from lightning_pipeline.checkpoint.ranks import Ranks
+from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
+
+
+def open_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) -> Opened:
+    """Open a file, to fill this rank from it. Every rank calls this.
+
+    Tensors stay in the file until they are copied, so that no rank holds the whole model.
+
+    Args:
+        path: Of the file, the same on every rank.
+        target: What to fill. Data types may differ, as on one device.
+        ranks: Of the load.
+        order: All parameter names of the module.
+
+    Raises:
+        CheckpointCorruptError: It cannot be read.
+        UnsafeCheckpointError: It would run code.
+        CheckpointError: It does not fit the module.
+    """
+    what = f"loading {path}"
+    checkpoint = ranks.everyone_local(what, lambda: _read(path, target))
+    states = checkpoint.pop("state_dict")
+    optimizer_states = checkpoint.pop("optimizer_states", None)
+
+    def finish(edited: Mapping[str, Any] | None) -> None:
+        given = states if edited is None else edited
+        ranks.collect(what, lambda: _compared(given, target),
+                      lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
+        groups = ranks.everyone(what, lambda: [_told(bare(o), target.names) for o in target.optimizers])
+        staged = ranks.everyone_local(
+            what, lambda: _stage(path, optimizer_states, given, target, groups, order)
+        )
+        ranks.everyone_local(what, lambda: apply(staged, target))
+
+    return Opened(checkpoint, lambda: dict(states), finish)
+
+
+def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """What the others must know of an optimizer: its groups, and its parameters' shapes."""
+    return groups_of(optimizer, names), shapes_of(optimizer, names)
+
+
+def _read(path: Path, target: Target) -> dict[str, Any]:
+    found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
+    if not isinstance(found, dict) or "state_dict" not in found:
+        raise CheckpointCorruptError(f"checkpoint file {path} has no state_dict: Lightning did not write it")
+    return found
+
+
+def _compared(states: Mapping[str, Any], target: Target) -> Misfits:
+    misfits = compare(StateEntries(states), target.tensors, [], target.names)
+    misfits.stored.update(states)
+    misfits.expected.update(target.extra)
+    misfits.dtypes.clear()
+    return misfits
+
+
+def _stage(
+    path: Path,
+    states: Sequence[Any] | None,
+    given: Mapping[str, Any],
+    target: Target,
+    groups: Sequence[Sequence[Any]],
+    order: Sequence[str],
+) -> Staged:
+    own = {name: given[name] for name in target.tensors if name in given}
+    optimizers: list[dict[str, Any]] = []
+    if states is None and target.optimizers:
+        raise CheckpointError(
+            f"checkpoint file {path} has weights only, and fit(ckpt_path=...) goes on with an optimizer's "
+            "state: load the weights into the module with load_from_checkpoint, and fit without ckpt_path"
+        )
+    states = states or []
+    stored: list[Sequence[Any]] = [
+        [{"options": options_of(group)} for group in state["param_groups"]] for state in states
+    ]
+    for index, optimizer in enumerate(target.optimizers):
+        try:
+            shapes = {name: shape for rank in groups for name, shape in rank[index][1].items()}
+            fits = partial(misplaced, bare(optimizer), shapes)
+            whole = groups_of_file(states[index], [rank[index][0] for rank in groups], order, fits)
+            flat = from_numbered(states[index], whole)
+        except (ValueError, IndexError, KeyError) as error:
+            raise CheckpointError(
+                f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
+            ) from error
+        optimizers.append(_own(flat, set(names_of(bare(optimizer), target.names))))
+    return Staged(own, optimizers, stored, _extra_of(given, target))
+
+
+def _extra_of(states: Mapping[str, Any], target: Target) -> dict[str, Any]:
+    """Extra state of modules, as copies: modules keep what they are given, and the file is mapped."""
+    own = {name: states[name] for name in target.extra if name in states}
+    return {
+        name: value.clone() if isinstance(value, Tensor) else deepcopy(value) for name, value in own.items()
+    }
+
+
+def _own(flat: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    """The entries of this rank's parameters, as copies: the file is mapped into memory."""
+    own = {k: value for k, value in flat.items() if k.split(".", 1)[1].rpartition(".")[0] in names}
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in own.items()}

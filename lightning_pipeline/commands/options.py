@@ -1,0 +1,80 @@
+"""The options of `lightning-pipeline plan` that cannot work are refused, before any work and all at once."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import Namespace
+
+from lightning_pipeline.forecast import tried_schedules
+from lightning_pipeline.settings import Problems
+
+_ABOVE_0 = (("memory", "GiB"), ("tflops", "TFLOP/s"), ("link", "GB/s"))
+_NOT_BELOW_0 = (("latency", "microseconds"), ("optimizer_copies", "numbers per parameter"))
+_OF_A_SWEEP = ("sweep_stages", "sweep_microbatches", "sweep_schedules", "csv")
+
+
+def check_options(given: Namespace) -> None:
+    """Refuse options that contradict each other, numbers that mean nothing, and files that cannot be written.
+
+    Raises:
+        ConfigurationError: Naming all of them.
+    """
+    problems = Problems()
+    problems += _numbers(given)
+    problems += _not_used(given)
+    for name in ("sweep_stages", "sweep_microbatches"):
+        problems += _counts(name, given[name])
+    problems += _schedules(given.sweep_schedules)
+    for name in ("svg", "csv"):
+        problems += _file(name, given[name])
+    problems.refuse("these options cannot work")
+
+
+def _numbers(given: Namespace) -> list[str]:
+    found = []
+    for name, unit in _ABOVE_0:
+        if given[name] is not None and not given[name] > 0:
+            found.append(f"--{name} {given[name]:g} must be above 0 {unit}")
+    for name, unit in _NOT_BELOW_0:
+        if given[name] is not None and not given[name] >= 0:
+            found.append(f"--{name} {given[name]:g} must not be below 0 {unit}")
+    if given.stages is not None and given.stages < 1:
+        found.append(f"--stages {given.stages} must be at least 1")
+    if given.stages_per_rank < 1:
+        found.append(f"--stages_per_rank {given.stages_per_rank} must be at least 1")
+    number = given.num_microbatches
+    if number != "auto" and not (isinstance(number, int) and number >= 1):
+        found.append(f"--num_microbatches {number} must be a whole number of at least 1, or auto")
+    return found
+
+
+def _not_used(given: Namespace) -> list[str]:
+    if given.sweep:
+        return [] if given.svg is None else ["--svg has no picture in a --sweep: leave one of them out"]
+    return [f"--{name} needs --sweep" for name in _OF_A_SWEEP if given[name] is not None]
+
+
+def _counts(name: str, values: Sequence[int] | None) -> list[str]:
+    if values is None or (values and min(values) >= 1):
+        return []
+    return [f"--{name} {list(values)} must be whole numbers of at least 1"]
+
+
+def _schedules(names: Sequence[str] | None) -> list[str]:
+    if names is None:
+        return []
+    known = tried_schedules()
+    unknown = [name for name in names if name.lower() not in [one.lower() for one in known]]
+    if names and not unknown:
+        return []
+    return [f"--sweep_schedules {unknown} cannot be swept over: known are {', '.join(known)}"]
+
+
+def _file(name: str, path: Any) -> list[str]:
+    if path is None:
+        return []
+    if Path(path).is_dir():
+        return [f"--{name} {path} is a folder: name a file in it"]
+    folder = Path(path).absolute().parent
+    return [] if folder.is_dir() else [f"--{name} {path} cannot be written: there is no folder {folder}"]

@@ -1,0 +1,245 @@
+"""`lightning-pipeline plan`: what a run would need and how fast it would be, without running it."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
+from lightning.pytorch import LightningDataModule, LightningModule
+
+from lightning_pipeline.commands.batch_spec import made_up_batch
+from lightning_pipeline.commands.config import defaults_from
+from lightning_pipeline.commands.inputs import first_batch, made_data, made_module
+from lightning_pipeline.commands.options import check_options
+from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
+from lightning_pipeline.forecast import Assumptions, Workload, sweep
+from lightning_pipeline.run import PRECISIONS, Prospect
+from lightning_pipeline.schedules import Schedule, get_schedule
+from lightning_pipeline.settings import Settings, read_settings
+
+_GIB = 2.0**30
+_DEFAULTS = Assumptions()
+_DESCRIPTION = """\
+Predict the cut, the memory of each stage, and step and bubble of every schedule, best first, for a
+LightningModule that is neither trained nor given weights. Its batch comes from a LightningDataModule
+(--data), from shapes (--batch), or from the module's own train_dataloader.
+
+  lightning-pipeline plan --model my.GPT --model.layers 32 --batch 64,2049:int64 --stages 8 --memory 80
+  lightning-pipeline plan --config config.yaml              of a LightningCLI: model, data, trainer.strategy
+  lightning-pipeline plan --config config.yaml --sweep --csv sweep.csv
+"""
+
+
+class _Help(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Keeps the lines of the description, and adds types and defaults."""
+
+
+def plan(arguments: Sequence[str] | None = None) -> None:
+    """Predict memory, step and bubble of a run without starting it.
+
+    Args:
+        arguments: Default: the process's own, after `plan`.
+
+    Raises:
+        PipelineError: What was asked for cannot be.
+    """
+    arguments = list(sys.argv[2:] if arguments is None else arguments)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python script.py` has it; an installed command has not
+    parser = _parser()
+    parser.set_defaults(_from_config(arguments))
+    given = parser.parse_args(arguments)
+    check_options(given)
+    prospect = _prospect(parser, given)
+    try:
+        print(_sweep(given, prospect) if given.sweep else _forecast(given, prospect))
+    except PartitionError:
+        raise
+    except SplitError as error:
+        if given.batch is None:
+            raise
+        raise SplitError(
+            f"{error}\nOr a shape or type in --batch {given.batch} is not what training_step takes: ids are "
+            "whole numbers, such as 16,65:int64, and without a type numbers are float32"
+        ) from error
+
+
+def _from_config(arguments: list[str]) -> dict[str, Any]:
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("--config", "--model", "--data"):
+        first.add_argument(name)
+    known, _ = first.parse_known_args(arguments)
+    return {} if known.config is None else defaults_from(known.config, known.model, known.data)
+
+
+def _parser() -> ArgumentParser:
+    parser = ArgumentParser(
+        prog="lightning-pipeline plan",
+        description=_DESCRIPTION,
+        formatter_class=_Help,
+    )
+    parser.add_argument("--config", help="LightningCLI config to take model, data and trainer.strategy from.")
+    for base, name, what in (
+        (LightningModule, "model", "The module: class path; its arguments follow as --model.NAME VALUE."),
+        (LightningDataModule, "data", "Where the first batch comes from: class path and arguments."),
+    ):
+        parser.add_subclass_arguments(base, name, as_group=False, fail_untyped=False, help=what)
+    parser.add_argument(
+        "--batch", type=dict | list | str,
+        help="The batch by shapes, e.g. 64,2049:int64 or '{input_ids: \"64,2048:int64\"}'.",
+    )  # fmt: skip
+    _add_pipeline(parser)
+    _add_machine(parser)
+    _add_output(parser)
+    return parser
+
+
+def _add_pipeline(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("the pipeline, as of PipelineStrategy")
+    group.add_argument("--stages", type=int, help="Ranks to spread the model over.")
+    group.add_argument("--num_microbatches", type=int | str, default="auto", help="Parts of a batch.")
+    group.add_argument("--schedule", type=dict | str, help="The one to show. Default: the best.")
+    group.add_argument("--stages_per_rank", type=int, default=1, help="Stages per rank of --schedule.")
+    group.add_argument("--partition", type=list[str] | str, default="auto", help="Where to cut.")
+    group.add_argument("--units", type=list[str], help="Name patterns of modules to keep whole.")
+    group.add_argument("--precision", default="32-true", help=f"One of {', '.join(PRECISIONS)}.")
+
+
+def _add_machine(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("the machine")
+    group.add_argument("--memory", type=float, help="GiB of a device. Default: no limit.")
+    group.add_argument(
+        "--tflops", type=float, default=_DEFAULTS.flops / 1e12, help="TFLOP/s that a device achieves."
+    )
+    group.add_argument(
+        "--link", type=float, help="GB/s between neighbouring ranks. Default: 25; --measure measures it."
+    )
+    group.add_argument(
+        "--latency", type=float, help="Microseconds of a message. Default: 20; --measure measures it."
+    )
+    group.add_argument(
+        "--optimizer_copies", type=float, default=_DEFAULTS.optimizer_copies,
+        help="Numbers kept per trained parameter: 2 for Adam, 1 for momentum, 0 for plain SGD.",
+    )  # fmt: skip
+    group.add_argument(
+        "--measure", action="store_true",
+        help="Build the model with weights and time each stage here, and messages between two processes.",
+    )  # fmt: skip
+
+
+def _add_output(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("output")
+    group.add_argument("--svg", help="File for the picture of the schedule shown.")
+    group.add_argument(
+        "--sweep", action="store_true", help="A table over stages, micro-batches and schedules instead."
+    )
+    group.add_argument("--sweep_stages", type=list[int], help="Default: half, once and twice --stages.")
+    group.add_argument(
+        "--sweep_microbatches", type=list[int], help="Default: those that divide the batch, up to 8 a rank."
+    )
+    group.add_argument("--sweep_schedules", type=list[str], help="Default: all.")
+    group.add_argument("--csv", help="File for the whole table of --sweep.")
+
+
+def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
+    if given.model is None:
+        raise ConfigurationError(
+            "no model: name its class with --model my_package.MyModule, or --config FILE"
+        )
+    name = _class_name(given.model)
+    module = made_module(lambda: _made(parser, given, "model"), name, weights=given.measure)
+    batch = _batch(parser, given, module)
+    return Prospect(module, batch, precision=given.precision, measure=given.measure)
+
+
+def _class_name(named: Any) -> str:
+    return str(named["class_path"]).rpartition(".")[2]
+
+
+def _made(parser: ArgumentParser, given: Namespace, name: str) -> Any:
+    make = getattr(parser, "instantiate", None) or parser.instantiate_classes  # the former since 4.49
+    alone: Any = Namespace
+    return make(alone(**{name: given[name]}))[name]
+
+
+def _batch(parser: ArgumentParser, given: Namespace, module: LightningModule) -> Any:
+    if given.batch is not None:
+        return made_up_batch(given.batch)
+    if given.data is None:
+        return first_batch(module)
+    return first_batch(made_data(lambda: _made(parser, given, "data"), _class_name(given.data)))
+
+
+def _settings(given: Namespace) -> Settings:
+    stages = given.stages
+    if stages is None and given.sweep_stages:
+        stages = max(given.sweep_stages)
+    if stages is None:
+        raise ConfigurationError("how many stages? --stages 8, or stages of PipelineStrategy in the --config")
+    return read_settings(
+        stages, given.num_microbatches, _schedule(given) or "1F1B", given.stages_per_rank,
+        given.partition, given.units, 1, "replicate", None, 300, 300, title="these options cannot work",
+    )  # fmt: skip
+
+
+def _schedule(given: Namespace) -> str | Schedule | None:
+    named: Any = given.schedule
+    if isinstance(named, dict):
+        return get_schedule(named["class_path"], **named.get("init_args", {}))
+    return None if named is None else str(named)
+
+
+def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
+    link = {}
+    if given.link is not None:
+        link["link_bytes"] = given.link * 1e9
+    if given.latency is not None:
+        link["latency"] = given.latency / 1e6
+    return replace(
+        prospect.assumptions if len(link) < 2 else Assumptions(**link),
+        flops=given.tflops * 1e12,
+        memory=None if given.memory is None else given.memory * _GIB,
+        optimizer_copies=given.optimizer_copies,
+        **link,
+    )
+
+
+def _forecast(given: Namespace, prospect: Prospect) -> str:
+    settings = _settings(given)
+    own = settings.schedule if given.schedule is not None else None
+    found = prospect.forecast(settings, _assumptions(given, prospect), own=own)
+    if given.svg is not None:
+        Path(given.svg).write_text(found.svg)
+    return str(found)
+
+
+def _sweep(given: Namespace, prospect: Prospect) -> str:
+    settings = _settings(given)
+    stages = int(settings.stages)
+    samples = prospect.parts(1).batch_size
+
+    def workload_of(number: int) -> tuple[Workload, int, int | None]:
+        parts = prospect.parts(number)
+        return prospect.workload(parts, settings), len(parts.args), parts.batch_size
+
+    found = sweep(
+        workload_of,
+        given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
+        given.sweep_microbatches or _numbers(samples, stages, settings),
+        _assumptions(given, prospect),
+        schedules=given.sweep_schedules,
+    )
+    if given.csv is None:
+        return str(found)
+    found.to_csv(given.csv)
+    return found.text(given.csv)
+
+
+def _numbers(samples: int | None, stages: int, settings: Settings) -> list[int]:
+    if samples is None:
+        return [1 if settings.num_microbatches == "auto" else settings.num_microbatches]
+    return [number for number in range(1, min(samples, 8 * stages) + 1) if samples % number == 0]

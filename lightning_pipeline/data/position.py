@@ -1,0 +1,150 @@
+"""Where a replica stands in its training data and random numbers, so that a resumed run goes on there."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.data.loaders import Peekable, random_states, set_random_states
+
+
+class Position:
+    """Notes the random states that an epoch's order of data was drawn from, and goes back to a batch of it.
+
+    The order is drawn when the loader's iterator is made and when its first batch is asked for. Going back
+    to the middle of an epoch draws it again from the same states, skips the batches that were seen (they are
+    loaded again, so that what draws while loading draws the same), and then continues from the states of the
+    moment of the save. Loaders with `state_dict` and `load_state_dict` are asked to go there themselves.
+
+    Args:
+        trainer: In `fit`, with its loaders set up.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._prepared: Any = None
+        self._created: Any = None
+        self._started: Any = None
+        self._resumed = False
+        self._saved: Mapping[str, Any] | None = None
+        self._is_set = False
+
+    def prepared(self) -> None:
+        """A loader was prepared; if the loop makes its iterator next, it draws from here."""
+        self._prepared = self._now()
+
+    def install(self) -> Callable[[], None]:
+        """Take part in the start of every epoch's loop over batches.
+
+        Returns:
+            Undoes it.
+        """
+        self._created = self._prepared
+        return _lightning.around_epoch_start(self._trainer, self._before, self._after)
+
+    # Saving
+
+    def state(self) -> dict[str, Any]:
+        """What `resume` takes. Plain data."""
+        if self._resumed and self._saved is not None:
+            return dict(self._saved)  # no batch came since
+        return {
+            "now": self._now(),
+            "created": self._created,
+            "started": self._started,
+            "loader": _lightning.loader_states(self._trainer.fit_loop),
+        }
+
+    def _now(self) -> dict[str, Any]:
+        return {"random": random_states(), "generators": [g.get_state() for g in self._generators()]}
+
+    def _generators(self) -> list[torch.Generator]:
+        """The loaders' own, in a fixed order."""
+        found: dict[int, torch.Generator] = {}
+        combined = _lightning.combined_loader_of(self._trainer.fit_loop)
+        for loader in combined.flattened if combined is not None else ():
+            batches = getattr(loader, "batch_sampler", None)
+            for holder in (loader, getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
+                generator = getattr(holder, "generator", None)
+                if isinstance(generator, torch.Generator):
+                    found.setdefault(id(generator), generator)
+        return list(found.values())
+
+    # Resuming
+
+    def resume(self, saved: Mapping[str, Any] | None) -> None:
+        """Go on from a checkpoint when the loop over batches starts.
+
+        Args:
+            saved: From `state`; `None` for a checkpoint that another strategy wrote.
+        """
+        self._resumed, self._saved, self._is_set = True, saved, False
+
+    def epoch_starts(self) -> None:
+        """An epoch begins, after a resume: its hooks draw from the states of the save."""
+        if self._resumed and not self._is_set:
+            self._set("now")
+            self._is_set = True
+
+    def _set(self, moment: str) -> None:
+        state = (self._saved or {}).get(moment)
+        if state is None:
+            return
+        set_random_states(state["random"])
+        for generator, value in zip(self._generators(), state["generators"], strict=False):
+            generator.set_state(value)
+
+    def _before(self, fetcher: Any, seen: int, makes_iterator: bool) -> None:
+        if not self._resumed:
+            if makes_iterator:
+                self._created = self._now()
+            return
+        self._resumed = False
+        if seen and self._hand_over_to_loaders():
+            self._set("now")
+            iter(fetcher)
+        elif seen:
+            self._go_to(fetcher, seen)
+        else:
+            if not self._is_set:
+                self._set("now")
+            self._created = self._now()
+            self._iterate(fetcher)
+        self._saved = None
+
+    def _after(self, seen: int) -> None:
+        if not seen:
+            self._started = self._now()
+
+    def _hand_over_to_loaders(self) -> bool:
+        loop = self._trainer.fit_loop
+        states = (self._saved or {}).get("loader") or _lightning.loader_states_to_load(loop)
+        if not states:
+            return False
+        combined = _lightning.combined_loader_of(loop)
+        for loader in combined.flattened if combined is not None else ():
+            if isinstance(loader, Peekable):
+                loader.forget()
+        _lightning.load_loader_states(loop, states)
+        return True
+
+    def _go_to(self, fetcher: Any, seen: int) -> None:
+        self._set("created")
+        self._created = self._now()
+        self._iterate(fetcher)
+        self._set("started")
+        self._started = self._now()
+        for _ in range(seen):
+            next(fetcher)
+        fetcher.fetched -= seen  # Lightning adds them
+        self._set("now")
+
+    def _iterate(self, fetcher: Any) -> None:
+        """A loader that can be read once only stands at its start already."""
+        combined = _lightning.combined_loader_of(self._trainer.fit_loop)
+        loaders = combined.flattened if combined is not None else []
+        once = [x for x in loaders if isinstance(x, Peekable) and iter(x.loader) is x.loader]
+        if not once:
+            iter(fetcher)

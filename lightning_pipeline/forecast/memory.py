@@ -1,0 +1,85 @@
+"""What each rank of a plan would hold."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.profile import StageProfile, State
+from lightning_pipeline.model.cut import Partition, peak_activations, stage_activations
+from lightning_pipeline.schedules import Plan
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of one rank.
+
+    Attributes:
+        parameters: Of its stages; what several of them share counts once.
+        gradients: As large as the trained parameters.
+        optimizer: What the optimizer keeps.
+        buffers: Of the module.
+        activations: The most that is held for backwards.
+        messages: One value and one gradient, in and out.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+    messages: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return float(sum(getattr(self, field.name) for field in fields(self)))
+
+
+def memory_of(
+    plan: Plan, cut: Partition, stages: Sequence[StageProfile], assumptions: Assumptions
+) -> tuple[RankMemory, ...]:
+    """By rank, with activations at their peak.
+
+    Args:
+        plan: Whose order decides on the peak.
+        cut: The stages.
+        stages: The same, looked at.
+        assumptions: For the optimizer.
+    """
+    held = stage_activations(cut, [plan.rank_of(stage) for stage in range(plan.num_stages)])
+    _, peaks = peak_activations(plan, held)
+    ends = [*(stage.message_bytes for stage in stages), 0]  # the last stage sends nothing
+    return tuple(
+        _rank(
+            [stages[stage] for stage in plan.stages_of(rank)],
+            peak.num_bytes,
+            2.0 * max((ends[stage] + ends[stage + 1] for stage in plan.stages_of(rank)), default=0.0),
+            assumptions,
+        )
+        for rank, peak in enumerate(peaks)
+    )
+
+
+def alone(whole: StageProfile, assumptions: Assumptions) -> RankMemory:
+    """On one device that runs the micro-batches one after another.
+
+    Args:
+        whole: The only stage.
+        assumptions: For the optimizer.
+    """
+    return _rank([whole], whole.activation_bytes, 0.0, assumptions)
+
+
+def _rank(
+    stages: Sequence[StageProfile], activations: float, messages: float, assumptions: Assumptions
+) -> RankMemory:
+    states: dict[str, State] = {state.name: state for stage in stages for state in stage.states}
+    trained = sum(state.num_bytes for state in states.values() if state.is_parameter and state.trained)
+    return RankMemory(
+        parameters=sum(state.num_bytes for state in states.values() if state.is_parameter),
+        gradients=trained,
+        optimizer=assumptions.optimizer_copies * trained,
+        buffers=sum(state.num_bytes for state in states.values() if not state.is_parameter),
+        activations=activations,
+        messages=messages,
+    )

@@ -1,0 +1,143 @@
+"""What is known of a run before it is started, and how it prints."""
+
+from dataclasses import dataclass
+
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.predict import Prediction, predict
+from lightning_pipeline.forecast.profile import StageProfile
+from lightning_pipeline.forecast.texts import basis_text, operations_text, seconds_text
+from lightning_pipeline.forecast.verdict import verdict
+from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.model.cut import StageTable, size_text, text_table, units_text
+from lightning_pipeline.schedules import Schedule, draw, draw_svg
+
+_PICTURE_WIDTH = 120
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """A workload on a number of devices. `str()` of it is the report.
+
+    Attributes:
+        name: Of the module.
+        num_parameters: Of the whole module, tied ones once.
+        batch_size: Samples; `None` where the batch does not tell.
+        predictions: Of every schedule that serves these sizes, what fits first and the fastest of it first.
+        chosen: The one that was asked for, else the best.
+        stages: Those of `chosen`.
+        partition: Their cut, as a table.
+        verdict: Whether it pays, in a sentence.
+        basis: What the times are taken from.
+    """
+
+    name: str
+    num_parameters: int
+    batch_size: int | None
+    predictions: tuple[Prediction, ...]
+    chosen: Prediction
+    stages: tuple[StageProfile, ...]
+    partition: StageTable
+    verdict: str
+    basis: str
+
+    @property
+    def svg(self) -> str:
+        """The picture of `chosen`, as the text of an SVG file."""
+        return draw_svg(self.chosen.simulation)
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.name}, {self.num_parameters:,} parameters, on {self.chosen.plan.num_ranks} ranks; "
+            f"{self.chosen.plan.num_microbatches} micro-batches"
+            + (f" of a batch of {self.batch_size}" if self.batch_size is not None else ""),
+            self._stage_table(),
+            self._memory_table(),
+            "Schedules, best first\n" + self._schedule_table(),
+            self.verdict,
+            f"{self.chosen.name}, as predicted\n{_picture(self.chosen)}",
+            self.basis,
+        ]
+        return "\n\n".join(parts)
+
+    def _stage_table(self) -> str:
+        plan = self.chosen.plan
+        rows = [
+            [
+                str(stage.stage), str(plan.rank_of(stage.stage)), units_text(stage.units),
+                f"{stage.num_parameters:,}", operations_text(stage.flops), f"{cut.cost_share:.1%}",
+                size_text(stage.message_bytes) if stage.stage else "-", size_text(stage.activation_bytes),
+            ]
+            for stage, cut in zip(self.stages, self.partition.rows, strict=True)
+        ]  # fmt: skip
+        head = ["stage", "rank", "units", "parameters", "operations", "cost", "message in", "activations"]
+        title = f"Stages, {self.partition.how}; operations of a forward and activations of one micro-batch\n"
+        return title + text_table(head, rows, left=["units"])
+
+    def _memory_table(self) -> str:
+        rows = [
+            [str(rank), *(size_text(size) for size in (
+                held.parameters, held.gradients, held.optimizer, held.activations,
+                held.buffers + held.messages, held.total,
+            ))]
+            for rank, held in enumerate(self.chosen.memory)
+        ]  # fmt: skip
+        head = ["rank", "parameters", "gradients", "optimizer", "activations", "buffers", "all"]
+        fits = "" if self.chosen.fits else ", which does not fit"
+        return f"Memory with {self.chosen.name}{fits}\n" + text_table(head, rows)
+
+    def _schedule_table(self) -> str:
+        rows = [
+            [
+                one.name, str(one.stages_per_rank), seconds_text(one.step), f"{one.bubble:.1%}",
+                size_text(one.peak), "yes" if one.fits else "no",
+            ]
+            for one in self.predictions
+        ]  # fmt: skip
+        head = ["schedule", "stages per rank", "step", "bubble", "fullest rank", "fits"]
+        return text_table(head, rows, left=["schedule"])
+
+
+def _picture(prediction: Prediction) -> str:
+    beginning, *rest = draw(prediction.simulation, width=_PICTURE_WIDTH).split("\n\n")
+    return beginning + ("\n(the beginning; --svg FILE, or .svg, has all of it)" if rest else "")
+
+
+def forecast(
+    workload: Workload,
+    num_ranks: int,
+    num_microbatches: int,
+    assumptions: Assumptions,
+    *,
+    batch_size: int | None = None,
+    own: Schedule | None = None,
+) -> Forecast:
+    """Work out every schedule.
+
+    Args:
+        workload: For one of the micro-batches.
+        num_ranks: Devices of the pipeline.
+        num_microbatches: Per batch.
+        assumptions: About the machine.
+        batch_size: Samples of a batch, where it is known.
+        own: The schedule that is asked for. Default: the best is shown.
+
+    Raises:
+        SplitError: The step cannot be cut.
+        PartitionError: There are fewer units than ranks.
+        ScheduleError: The schedule that is asked for does not serve these sizes.
+    """
+    predictions = predict(workload, num_ranks, num_microbatches, assumptions, own=own)
+    chosen = next((one for one in predictions if one.schedule is own), predictions[0])
+    alone = workload.times(num_ranks, assumptions).alone
+    num_stages = chosen.plan.num_stages
+    return Forecast(
+        name=workload.name,
+        num_parameters=sum(parameter.numel() for parameter in workload.root.parameters()),
+        batch_size=batch_size,
+        predictions=tuple(predictions),
+        chosen=chosen,
+        stages=workload.stages(num_stages),
+        partition=workload.table(num_stages, assumptions),
+        verdict=verdict(predictions, chosen, workload.stages(1)[0], alone, assumptions),
+        basis=basis_text(assumptions, workload.measured_on),
+    )

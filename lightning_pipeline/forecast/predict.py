@@ -1,0 +1,139 @@
+"""Every schedule's step, bubble and memory for a workload, best first."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from lightning_pipeline.errors import PartitionError, ScheduleError
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.candidates import name_of, named_schedules
+from lightning_pipeline.forecast.memory import RankMemory, memory_of
+from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.schedules import Auto, Plan, Schedule, Simulation, simulate
+from lightning_pipeline.schedules.plans import training_plan
+
+SEARCHED = 600  # actions up to which the search of `Auto` takes a second or two
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A schedule, and how a step with it would go.
+
+    Attributes:
+        name: Of the schedule.
+        schedule: The rule.
+        simulation: The step; seconds and bytes.
+        memory: By rank.
+        fits: Whether every rank's memory is within a device's.
+    """
+
+    name: str
+    schedule: Schedule
+    simulation: Simulation
+    memory: tuple[RankMemory, ...]
+    fits: bool
+
+    @property
+    def plan(self) -> Plan:
+        """The rule worked out."""
+        return self.simulation.plan
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Stages on each rank."""
+        return self.plan.num_stages // self.plan.num_ranks
+
+    @property
+    def step(self) -> float:
+        """Seconds from the first action to the end of the last; optimizer and data apart."""
+        return self.simulation.makespan
+
+    @property
+    def bubble(self) -> float:
+        """Idle share of all rank-time."""
+        return self.simulation.bubble
+
+    @property
+    def peak(self) -> float:
+        """Bytes of the fullest rank."""
+        return max(memory.total for memory in self.memory)
+
+
+def predict(
+    workload: Workload,
+    num_ranks: int,
+    num_microbatches: int,
+    assumptions: Assumptions,
+    *,
+    own: Schedule | None = None,
+    only: bool = False,
+) -> list[Prediction]:
+    """Simulate the registered schedules with one and two stages per rank, and the user's own.
+
+    Args:
+        workload: For one of the micro-batches.
+        num_ranks: Devices of the pipeline.
+        num_microbatches: Per batch.
+        assumptions: About the machine.
+        own: A schedule of the user's.
+        only: Whether to leave the others out.
+
+    Returns:
+        Those that serve these sizes: what fits first, and the fastest of it first.
+
+    Raises:
+        SplitError: The step cannot be cut.
+        PartitionError: There are fewer units than ranks.
+        ScheduleError: The user's own does not serve these sizes, or trains nothing.
+    """
+    found = []
+    if own is not None:
+        found.append(_prediction(workload, name_of(own), own, num_ranks, num_microbatches, assumptions))
+    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches):
+        if own is None or (name, schedule.stages_per_rank) != (found[0].name, own.stages_per_rank):
+            try:
+                found.append(_prediction(workload, name, schedule, num_ranks, num_microbatches, assumptions))
+            except ScheduleError:  # it does not serve these sizes
+                continue
+    return sorted(found, key=lambda one: (not one.fits, one.step, one.peak))
+
+
+def _candidates(workload: Workload, num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
+    workload.partition(num_ranks)  # refuses too many ranks
+    yield from named_schedules(1)
+    if num_ranks * num_microbatches <= SEARCHED:
+        yield "Auto", Auto()
+    try:
+        workload.partition(2 * num_ranks)
+    except PartitionError:  # there are units for one stage per rank only
+        return
+    yield from named_schedules(2)
+
+
+def _prediction(
+    workload: Workload,
+    name: str,
+    schedule: Schedule,
+    num_ranks: int,
+    num_microbatches: int,
+    assumptions: Assumptions,
+) -> Prediction:
+    plan = _plan(workload, schedule, num_ranks, num_microbatches, assumptions)
+    stages = workload.stages(plan.num_stages)
+    times = workload.times(plan.num_stages, assumptions)
+    held = [float(stage.activation_bytes) for stage in stages]
+    simulation = simulate(plan, times.costs(plan.splits_backward, held))
+    memory = memory_of(plan, workload.partition(plan.num_stages), stages, assumptions)
+    fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
+    return Prediction(name, schedule, simulation, memory, fits)
+
+
+def _plan(
+    workload: Workload, schedule: Schedule, num_ranks: int, num_microbatches: int, assumptions: Assumptions
+) -> Plan:
+    if not isinstance(schedule, Auto) or schedule.costs is not None:
+        return training_plan(schedule, num_ranks, num_microbatches)
+    # a run measures one stage per rank, then searches for a better order
+    held = [float(stage.activation_bytes) for stage in workload.stages(num_ranks)]
+    shares = [max(size / (max(held) or 1.0), 1e-3) for size in held]
+    costs = workload.times(num_ranks, assumptions).costs(True, shares)
+    return schedule.reorder(range(num_ranks), num_microbatches, costs)

@@ -1,0 +1,203 @@
+"""How long the stages of a module take on this machine: each is run as a rank would run it."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.times import StageTimes, hop_of
+from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.model.cut import Partition, StageTable
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.tensors import Generators, ModuleState, random_state_kept
+from lightning_pipeline.wire import Values
+
+MICROBATCHES = 2  # held at once in a round
+ROUNDS = 9
+_LONGEST_WAIT = 0.02  # seconds; longer ones change nothing more
+WARM_UP = 2  # rounds that pay for caches and first allocations
+
+_SINKS: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+Seconds = dict[tuple[int, str], float]
+
+
+class MeasuredWorkload(Workload):
+    """A workload whose stages are timed. Parameters need values; gradients and buffers are put back."""
+
+    @property
+    @override
+    def measured_on(self) -> str:
+        """The device of the times."""
+        device = next(self.root.parameters()).device
+        return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
+
+    @override
+    def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
+        """Shares of the measured times."""
+        table, times = super().table(num_stages, assumptions), self.times(num_stages, assumptions)
+        rows = [
+            replace(row, cost_share=(forward + backward) / times.alone)
+            for row, forward, backward in zip(table.rows, times.forward, times.backward, strict=True)
+        ]
+        return replace(table, rows=tuple(rows))
+
+    @override
+    def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
+        """Medians of this machine; the link is as in the assumptions."""
+        if num_stages not in self._measured:
+            self._measured[num_stages] = measure_stages(
+                self.root, self.partition(num_stages), self.args, self.forward_context
+            )
+        seconds, stages = self._measured[num_stages], range(num_stages)
+        return StageTimes(
+            forward=tuple(seconds[stage, "F"] for stage in stages),
+            backward=tuple(seconds[stage, "B"] for stage in stages),
+            backward_input=tuple(seconds[stage, "I"] for stage in stages),
+            backward_weight=tuple(seconds[stage, "W"] for stage in stages),
+            send=hop_of(self.stages(num_stages), assumptions),
+        )
+
+
+def measure_stages(
+    root: nn.Module, cut: Partition, args: tuple[Any, ...], forward_context: Callable[[], Any]
+) -> Seconds:
+    """Median seconds of F, B, I and W of one micro-batch, by stage.
+
+    Args:
+        root: The module that was traced, with its weights.
+        cut: Where it is cut.
+        args: Of `training_step` for one micro-batch, on the device of the module.
+        forward_context: Makes the precision's context.
+
+    Raises:
+        ConfigurationError: The step ends without a result for this micro-batch.
+    """
+    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    values: Values | None = None
+    with _left_alone(root):
+        whole = {name: tensor.data for name, tensor in _states(root)}
+        for stage in range(cut.num_stages):
+            split = SplitModel(root, cut, [stage], sinks=_SINKS, forward_context=forward_context)
+            try:
+                values = _Rounds(split, stage, args, values, seconds).run()
+            finally:
+                split.restore(whole)
+    return {key: median(times) for key, times in seconds.items()}
+
+
+def _states(root: nn.Module) -> list[tuple[str, Tensor]]:
+    return [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]
+
+
+@contextmanager
+def _left_alone(root: nn.Module) -> Iterator[None]:
+    """Gradients, buffers, attributes and random states are as before afterwards."""
+    saved = ModuleState(root)
+    gradients = [(parameter, parameter.grad) for parameter in root.parameters()]
+    try:
+        with random_state_kept(Generators(root.modules())), torch.enable_grad():
+            yield
+    finally:
+        saved.restore()
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+
+
+class _Rounds:
+    """A few micro-batches through one stage and back, again and again, each action timed."""
+
+    def __init__(
+        self,
+        split: SplitModel,
+        stage: int,
+        args: tuple[Any, ...],
+        incoming: Values | None,
+        seconds: dict[tuple[int, str], list[float]],
+    ) -> None:
+        self._split, self._stage, self._args, self._incoming = split, stage, args, incoming
+        self._program = split.stage(stage)
+        self._seconds = seconds
+        self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
+        self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else lambda: None
+
+    def run(self) -> Values | None:
+        """Time all kinds of actions; what the stage sends to the next one."""
+        sent: Values | None = None
+        for number in range(WARM_UP + ROUNDS):
+            if number == WARM_UP:
+                for kind in ("F", "B", "I", "W"):
+                    self._seconds[self._stage, kind].clear()
+            for halves in (False, True):
+                sent = self._round(number, halves)
+        return _received(sent)
+
+    def _round(self, number: int, halves: bool) -> Values | None:
+        """All forwards, then all backwards, so that the second micro-batch meets warm caches as in a run."""
+        self._split.begin(
+            "training_step", [(self._args, {})] * MICROBATCHES, weights=[1 / MICROBATCHES] * MICROBATCHES,
+            key=(0, number), split_backward=halves,
+        )  # fmt: skip
+        sent = [self._forward(microbatch) for microbatch in range(MICROBATCHES)]
+        for microbatch, values in enumerate(sent):
+            self._backward(microbatch, _gradients(values), halves)
+        losses = self._split.finish().losses
+        if (sent[0] is not None and sent[0].empty) or None in losses:
+            raise ConfigurationError(
+                "training_step returns None for this batch, so there is nothing to measure"
+            )
+        return sent[0]
+
+    def _forward(self, microbatch: int) -> Values | None:
+        received = _received(self._incoming)
+        values: Values | None = self._timed("F", lambda: self._program.forward(microbatch, received))
+        return values
+
+    def _backward(self, microbatch: int, gradients: list[Tensor | None] | None, halves: bool) -> None:
+        if halves:
+            self._timed("I", lambda: self._program.backward_input(microbatch, gradients))
+            self._timed("W", lambda: self._program.backward_weight(microbatch))
+        else:
+            self._timed("B", lambda: self._program.backward(microbatch, gradients))
+
+    def _wait(self, kind: str) -> None:
+        """Idle as a rank does before an action that needs a message, which then takes 1.4 times as long."""
+        before = self._seconds[self._stage, kind]
+        has_input = kind == "W" or (kind == "F" and self._stage == 0)
+        if before and not has_input and not self._on_gpu:
+            time.sleep(min(before[-1], _LONGEST_WAIT))
+
+    def _timed(self, kind: str, action: Callable[[], Any]) -> Any:
+        self._synchronise()
+        self._wait(kind)
+        begin = time.perf_counter()
+        result = action()
+        self._synchronise()
+        self._seconds[self._stage, kind].append(time.perf_counter() - begin)
+        return result
+
+
+def _received(values: Values | None) -> Values | None:
+    """What the stage gets in a run: numbers of its own, as autograd leaves."""
+    if values is None:
+        return None
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
+    return Values(tensors, values.table, values.empty)
+
+
+def _gradients(values: Values | None) -> list[Tensor | None] | None:
+    """Any numbers will do for what comes back from the next stage."""
+    if values is None:
+        return None
+    return [torch.randn_like(tensor) if tensor.requires_grad else None for tensor in values.tensors]

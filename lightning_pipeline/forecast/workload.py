@@ -1,0 +1,88 @@
+"""A module and one of its micro-batches, cut into any number of stages."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import enable_grad, nn
+
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.profile import StageProfile, profile
+from lightning_pipeline.forecast.times import StageTimes, estimated
+from lightning_pipeline.model.cut import Partition, StageTable, partition
+from lightning_pipeline.model.trace import Trace, find_units, trace_step
+
+
+class Workload:
+    """What is to be spread over stages. Traces are made when first needed, and kept.
+
+    Args:
+        root: The module, with its weights or on the meta device.
+        args: Arguments of `training_step` for one micro-batch.
+        how: Where to cut, as of `partition`; names count for `named_stages` only.
+        units: Name patterns of modules to keep whole.
+        forward_context: Makes the precision's context.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        *,
+        how: str | Sequence[str] = "auto",
+        units: Sequence[str] | None = None,
+        forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.root, self.args, self.forward_context = root, args, forward_context
+        self._how, self._units = how, units
+        self._traces: dict[tuple[str, ...], Trace] = {}
+        self._cuts: dict[int, Partition] = {}
+        self._profiles: dict[int, tuple[StageProfile, ...]] = {}
+        self._measured: dict[int, dict[tuple[int, str], float]] = {}
+
+    def partition(self, num_stages: int) -> Partition:
+        """The cut that a run with so many stages would have.
+
+        Raises:
+            SplitError: The step cannot be cut.
+            PartitionError: The stages are not possible.
+        """
+        if num_stages not in self._cuts:
+            named = not isinstance(self._how, str)
+            how = "auto" if named and len(self._how) + 1 != num_stages else self._how
+            self._cuts[num_stages] = partition(self._trace(num_stages), num_stages, how=how)
+        return self._cuts[num_stages]
+
+    def _trace(self, num_stages: int) -> Trace:
+        units = find_units(self.root, at_least=num_stages, keep_whole=self._units)
+        key = tuple(unit.name for unit in units)
+        if key not in self._traces:
+            with enable_grad():
+                self._traces[key] = trace_step(
+                    self.root, "training_step", self.args, units=units, forward_context=self.forward_context
+                )
+        return self._traces[key]
+
+    def stages(self, num_stages: int) -> tuple[StageProfile, ...]:
+        """What each stage of that cut holds and computes."""
+        if num_stages not in self._profiles:
+            self._profiles[num_stages] = profile(self.root, self.partition(num_stages))
+        return self._profiles[num_stages]
+
+    def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
+        """How long each stage takes."""
+        return estimated(self.stages(num_stages), assumptions)
+
+    def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
+        """That cut, with each stage's share of the cost."""
+        return self.partition(num_stages).table()
+
+    @property
+    def measured_on(self) -> str:
+        """What the times were measured on; empty where they are estimated."""
+        return ""
+
+    @property
+    def name(self) -> str:
+        """What the module is called."""
+        return type(self.root).__name__

@@ -1,0 +1,111 @@
+"""Hooks at an epoch's end that read what steps left behind, such as `torch.stack(self.outputs).mean()`.
+
+What the end of a step fills is on the last stage only, and reading it elsewhere raises. So the hook counts
+on the last stage: what it logs there is logged on every rank. On the other ranks it runs up to its first read
+of such a value and is left there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pipeline.hooks.metrics import SharedMetrics
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.ranks import Outlet
+
+STEP_OF_HOOK = {
+    "on_train_epoch_end": "training_step",
+    "on_validation_epoch_end": "validation_step",
+    "on_test_epoch_end": "test_step",
+    "on_predict_epoch_end": "predict_step",
+}
+
+Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # `log` or `log_dict`, and its arguments
+
+
+class EpochEndHooks:
+    """Wraps the user's hooks for the time of a run.
+
+    Args:
+        module: The LightningModule.
+        split: Its stages on this rank.
+        outlet: From the last stage's rank of this replica to the others.
+        metrics: Those of the module.
+    """
+
+    def __init__(
+        self, module: LightningModule, split: SplitModel, outlet: Outlet, metrics: SharedMetrics
+    ) -> None:
+        self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
+        for name in STEP_OF_HOOK:
+            if getattr(type(module), name) is not getattr(LightningModule, name):
+                vars(module)[name] = self._wrapped(name)
+
+    def restore(self) -> None:
+        """Give the module its own hooks back."""
+        for name in STEP_OF_HOOK:
+            vars(self._module).pop(name, None)
+
+    def _wrapped(self, name: str) -> Callable[[], None]:
+        hook = getattr(self._module, name)
+
+        def run() -> None:
+            if self._split.num_stages == 1 or not self._split.step_attributes(STEP_OF_HOOK[name]):
+                hook()
+                return
+            if not self._outlet.is_source:
+                self._run_elsewhere(name, hook)
+            for method, args, kwargs in self._outlet.share(lambda: self._run_here(hook)):
+                getattr(self._module, method)(*self._found(args), **kwargs)
+
+        return run
+
+    def _run_here(self, hook: Callable[[], None]) -> list[Call]:
+        calls: list[Call] = []
+        with self._metrics.local(), self._split.sinks_to(lambda *call: calls.append(self._portable(*call))):
+            hook()
+        return calls
+
+    def _run_elsewhere(self, name: str, hook: Callable[[], None]) -> None:
+        with self._metrics.elsewhere(), self._split.sinks_to(lambda *call: None):
+            try:
+                hook()
+            except ElsewhereError as error:
+                rank_zero_debug(
+                    f"{name} ends here on this rank, as the values are on the last stage: {error}"
+                )
+
+    def _portable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """A logged torchmetrics object travels as its name; every rank logs its own."""
+        names = {
+            id(m): n for n, m in self._module.named_modules() if isinstance(m, Metric | MetricCollection)
+        }
+
+        def pack(value: Any) -> Any:
+            if isinstance(value, nn.Module):
+                return _Named(names[id(value)])
+            if isinstance(value, dict):
+                return {key: pack(item) for key, item in value.items()}
+            return value.detach().cpu() if isinstance(value, Tensor) else value
+
+        return method, tuple(map(pack, args)), {key: pack(value) for key, value in kwargs.items()}
+
+    def _found(self, args: tuple[Any, ...]) -> list[Any]:
+        def unpack(value: Any) -> Any:
+            if isinstance(value, _Named):
+                return self._module.get_submodule(value.path)
+            return {key: unpack(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+        return [unpack(value) for value in args]
+
+
+class _Named:
+    """A metric of the module, by its path."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path

@@ -1,0 +1,306 @@
+"""What the last stage logs reaches `self.log` on every rank: recorded, averaged, sent, replayed."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.ranks import Outlet
+
+SIGNATURE = inspect.signature(LightningModule.log)
+_DICT_SIGNATURE = inspect.signature(LightningModule.log_dict)
+_SET_BY_REPLAY = ("name", "value", "batch_size", "enable_graph")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One `self.log` call as every rank will make it.
+
+    Attributes:
+        name: The key.
+        options: The other arguments, in the order of `LightningModule.log`.
+        batch_size: What the user gave, summed over micro-batches; `None`: the batch's own.
+        metric: Path of the logged torchmetrics object in the module, `None` for a plain value.
+        dtype: Of the value; `None` for a metric that has none of the step's own.
+    """
+
+    name: str
+    options: tuple[tuple[str, Any], ...]
+    batch_size: int | None
+    metric: str | None
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a step has to say to every rank.
+
+    Attributes:
+        entries: The calls to make; empty when nothing was logged.
+        loss_dtype: Of the loss, `None` for a step without one.
+        values: The loss first if there is one, then the values of the entries that have a dtype; float64.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    loss_dtype: torch.dtype | None = None
+    values: Tensor | None = field(default=None, compare=False)
+
+    @property
+    def num_values(self) -> int:
+        """Elements of `values`."""
+        return (self.loss_dtype is not None) + sum(entry.dtype is not None for entry in self.entries)
+
+
+@dataclass
+class _Call:
+    """The calls of all micro-batches under one name."""
+
+    options: tuple[tuple[str, Any], ...]
+    metric: str | None
+    values: list[Tensor] = field(default_factory=list)
+    weights: list[float] = field(default_factory=list)
+    given: int | None = None
+
+
+class LogRecorder:
+    """Takes the place of `self.log` on the last stage while a step runs.
+
+    Args:
+        module: The LightningModule, to find logged metrics in.
+    """
+
+    def __init__(self, module: LightningModule) -> None:
+        self._module = module
+        self._calls: dict[tuple[str, int], _Call] = {}
+        self._sizes: Sequence[int | None] = ()
+        self._seen: dict[tuple[int, str], int] = {}
+        self._paths: dict[int, str] = {}
+
+    def begin(self, sizes: Sequence[int | None]) -> None:
+        """Forget the last step.
+
+        Args:
+            sizes: Samples of each micro-batch; `None` where unknown.
+        """
+        self._calls, self._seen, self._sizes = {}, {}, sizes
+
+    def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        """A call of `self.log` in a micro-batch."""
+        given = SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        name, value = given["name"], given["value"]
+        occurrence = self._seen.get((microbatch, name), 0)
+        self._seen[microbatch, name] = occurrence + 1
+        options = options_of(given)
+        metric = self._path_of(value, given.get("metric_attribute")) if isinstance(value, Metric) else None
+        call = self._calls.setdefault((name, occurrence), _Call(options, metric))
+        if call.options != options:
+            raise ConfigurationError(
+                f"self.log({name!r}, ...) was called twice in a step with different arguments"
+            )
+        self._add(call, name, value, given.get("batch_size"), self._sizes[microbatch])
+
+    def log_dict(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
+        """A call of `self.log_dict` in a micro-batch."""
+        given = dict(_DICT_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
+        given.pop("self")
+        values = given.pop("dictionary")
+        for name, value in _items(values):
+            self.log(microbatch, name, value, **given)
+
+    def _add(self, call: _Call, name: str, value: Any, given: int | None, size: int | None) -> None:
+        if given is not None:
+            call.given = (call.given or 0) + given
+        scalar = _scalar(name, value)
+        if scalar is not None:
+            call.values.append(scalar)
+            call.weights.append(float(given if given is not None else (1 if size is None else size)))
+
+    def _path_of(self, metric: Metric, given: str | None) -> str:
+        if given is not None:
+            return given
+        if id(metric) not in self._paths:
+            self._paths = {id(m): path for path, m in self._module.named_modules() if isinstance(m, Metric)}
+        path = self._paths.get(id(metric))
+        if path is None:
+            raise ConfigurationError(
+                f"a {type(metric).__name__} that is no attribute of the LightningModule was logged: assign "
+                "it in __init__, or pass metric_attribute=<its name>"
+            )
+        return path
+
+    def report(self, loss: Tensor | None) -> Report:
+        """Average over micro-batches, weighted by samples.
+
+        Args:
+            loss: The mean loss of the batch, `None` for a step without one.
+        """
+        values = [] if loss is None else [loss.detach().to(torch.float64).reshape(())]
+        entries = []
+        for (name, _), call in self._calls.items():
+            dtype = call.values[0].dtype if call.values else None
+            if dtype is not None:
+                values.append(_reduced(call))
+            entries.append(Entry(name, call.options, call.given, call.metric, dtype))
+        stacked = torch.stack(values) if values else None
+        return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
+
+
+def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+    """The arguments of `self.log` that are the same on every rank, ready to travel."""
+    if given.get("sync_dist_group") is not None:
+        raise ConfigurationError(
+            "self.log(..., sync_dist_group=...) names ranks of one stage only: leave it out, sync_dist=True "
+            "means the data-parallel replicas"
+        )
+    options = {name: value for name, value in given.items() if name not in (*_SET_BY_REPLAY, "self")}
+    reduce_fx = options.get("reduce_fx")
+    if callable(reduce_fx):
+        options["reduce_fx"] = reduce_fx.__name__
+    return tuple(options.items())
+
+
+def _items(values: Any) -> Any:
+    if isinstance(values, MetricCollection):
+        return values.items(keep_base=False, copy_state=False)
+    return values.items()
+
+
+def _scalar(name: str, value: Any) -> Tensor | None:
+    if isinstance(value, Metric):
+        value = value._forward_cache  # the step's own value; Lightning reads it there too
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            return None
+    if not isinstance(value, Tensor | int | float):
+        raise ConfigurationError(
+            f"self.log({name!r}, {value!r}) was called, but {type(value).__name__} values cannot be logged"
+        )
+    if not isinstance(value, Tensor):
+        value = torch.tensor(value, dtype=_wide(torch.get_default_dtype()))
+    if value.numel() != 1:
+        raise ConfigurationError(
+            f"self.log({name!r}, ...) was called with a tensor of {value.numel()} elements; it must have one"
+        )
+    dtype = _wide(value.dtype if value.is_floating_point() else torch.get_default_dtype())
+    scalar: Tensor = value.detach().to(dtype).reshape(()).clone()
+    return scalar
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _reduced(call: _Call) -> Tensor:
+    if len(call.values) == 1:
+        return call.values[0].double()
+    values = torch.stack([value.double() for value in call.values])
+    how = str(dict(call.options).get("reduce_fx", "mean")).lower()
+    if how == "max":
+        return values.max()
+    if how == "min":
+        return values.min()
+    if how == "sum":
+        return values.sum()
+    weights = torch.tensor(call.weights, dtype=torch.float64, device=values.device)
+    return (values * weights).sum() / weights.sum()
+
+
+class ReportChannel:
+    """Carries reports from the last stage of a replica to its other ranks, one tensor a step.
+
+    Names, options and dtypes travel only when they differ from the last report of the same kind.
+
+    Args:
+        outlet: From the last stage's rank to the others; its group carries tensors on `device` too.
+        device: Where values live.
+    """
+
+    def __init__(self, outlet: Outlet, device: torch.device) -> None:
+        self._outlet, self._device = outlet, device
+        self._known: dict[str, Report] = {}
+        self.renamed = 0
+        """How often names travelled."""
+
+    def share(self, kind: str, report: Report | None) -> Report:
+        """Give every rank the report.
+
+        Args:
+            kind: Of step; each has its own names.
+            report: On the last stage's rank; `None` elsewhere.
+        """
+        if self._outlet.group is None:
+            assert report is not None, "a world of one rank holds the last stage"
+            return report
+        known = self._known.get(kind, Report())
+        changed = report is not None and report != known
+        vector, changed = self._first_message(known, report, changed)
+        if changed:
+            known = self._known[kind] = self._outlet.share(lambda: _without_values(report))
+            self.renamed += 1
+            vector = self._vector(known, report)
+            self._broadcast(vector)
+        return Report(known.entries, known.loss_dtype, vector[1:])
+
+    def _first_message(self, known: Report, report: Report | None, changed: bool) -> tuple[Tensor, bool]:
+        vector = self._vector(known, None if changed else report)
+        if self._device.type == "cpu":
+            vector[0] = float(changed)
+            self._broadcast(vector)
+            return vector, bool(vector[0])
+        # Reading the flag off the device would wait for it, so there it travels over the CPU group.
+        changed = bool(self._outlet.share(lambda: changed))
+        if not changed:
+            self._broadcast(vector)
+        return vector, changed
+
+    def _vector(self, known: Report, report: Report | None) -> Tensor:
+        vector = torch.zeros(1 + known.num_values, dtype=torch.float64, device=self._device)
+        if report is not None and report.values is not None:
+            vector[1:] = report.values
+        return vector
+
+    def _broadcast(self, vector: Tensor) -> None:
+        dist.broadcast(vector, src=self._outlet.source, group=self._outlet.group)
+
+
+def _without_values(report: Report | None) -> Report:
+    assert report is not None, "the source has the report"
+    return Report(report.entries, report.loss_dtype)
+
+
+def loss_of(report: Report) -> Tensor | None:
+    """The mean loss that a report carries, in its own dtype."""
+    if report.loss_dtype is None or report.values is None:
+        return None
+    return report.values[0].to(report.loss_dtype)
+
+
+def replay(module: LightningModule, report: Report, batch_size: int | None) -> None:
+    """Make the recorded calls of `self.log`, as this rank's own.
+
+    Args:
+        module: The LightningModule.
+        report: The same on every rank.
+        batch_size: Samples of the whole batch; `None` leaves it to Lightning.
+    """
+    position = int(report.loss_dtype is not None)
+    for entry in report.entries:
+        value: Tensor | None = None
+        if entry.dtype is not None:
+            assert report.values is not None, "a report with dtypes has values"
+            value = report.values[position].to(entry.dtype)
+            position += 1
+        size = batch_size if entry.batch_size is None else entry.batch_size
+        logged: Any = value
+        options = dict(entry.options)
+        if entry.metric is not None:
+            logged = module.get_submodule(entry.metric)
+            logged._forward_cache = value
+            options["metric_attribute"] = entry.metric
+        type(module).log(module, entry.name, logged, batch_size=size, **options)

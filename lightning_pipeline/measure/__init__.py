@@ -1,0 +1,28 @@
+"""What did happen in a run: time, bubble, memory and messages of the steps that were recorded."""
+
+from lightning_pipeline.measure.measurement import Measurement
+from lightning_pipeline.measure.memory import MemoryMeter, RankMemory, StageMemory, numbers_in, with_numbers
+from lightning_pipeline.measure.meter import Meter
+from lightning_pipeline.measure.perfetto import trace
+from lightning_pipeline.measure.pipeline_run import PipelineRun, run_of, stage_names
+from lightning_pipeline.measure.report import Report
+from lightning_pipeline.measure.steps import RankStep, gather_step
+from lightning_pipeline.measure.timelines import Comparison
+
+__all__ = [
+    "Comparison",
+    "Measurement",
+    "MemoryMeter",
+    "Meter",
+    "PipelineRun",
+    "RankMemory",
+    "RankStep",
+    "Report",
+    "StageMemory",
+    "gather_step",
+    "numbers_in",
+    "run_of",
+    "stage_names",
+    "trace",
+    "with_numbers",
+]

@@ -1,0 +1,167 @@
+"""Collects the steps of a rank, and every so often compares them over all ranks."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any, NamedTuple
+
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_pipeline.measure.batches import BatchClock
+from lightning_pipeline.measure.measurement import Measurement, mean_of
+from lightning_pipeline.measure.pipeline_run import PipelineRun
+from lightning_pipeline.measure.shares import FIELDS, KINDS, row, share_out
+from lightning_pipeline.recording import Mark, Recording
+from lightning_pipeline.schedules import Plan
+
+_REALIGN = 4  # exchanges with each rank, where ranks' clocks differ
+
+
+class _Step(NamedTuple):
+    """What a step left behind, to be read when the device has done it."""
+
+    marks: list[Mark]
+    recording: Recording
+    plan: Plan
+    samples: int
+    tokens: int
+    sent: int
+
+
+class Meter:
+    """Measures steps on this rank; all ranks make one together and `collect` together.
+
+    Args:
+        run: The strategy.
+        trainer: In its training.
+    """
+
+    def __init__(self, run: PipelineRun, trainer: Trainer) -> None:
+        self.batches = BatchClock(run, trainer)
+        self._run = run
+        if not run.clock_offsets:
+            run.align_clocks()
+        run.timeline.anchor()
+        self.last: Recording | None = None
+        """Of the last training step."""
+        self.batch_size = 0
+        """Samples of the largest batch of a replica; 0 where batches do not tell."""
+        self._lag = 0 if run.timeline.stream is None else 1
+        self._unread: list[_Step] = []
+        self._window_ends: list[float] = []
+        self._sent_before = 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._rows: list[list[float]] = []
+        self._durations: dict[tuple[int, str], list[int]] = defaultdict(list)
+        self._plan: Plan | None = None
+        self._samples = self._tokens = self._sent = 0.0
+
+    @property
+    def steps(self) -> int:
+        """Steps that were read since the last `collect`; the same on all ranks."""
+        return len(self._rows)
+
+    def begin_batch(self) -> None:
+        """A batch is on the device."""
+        self._sent_before = self._run.bytes_sent
+        self.batches.ready()
+
+    def end_batch(self, batch: Any) -> None:
+        """A batch is over; on a GPU the one before is read now.
+
+        Args:
+            batch: Whose samples and tokens are counted.
+        """
+        marks, recording = self.batches.end(), self._run.timeline.last
+        if recording is self.last:  # the step was skipped
+            return
+        self.last = recording
+        plan = self._run.last_plan
+        assert plan is not None, "a step has run by a plan"
+        sent = self._run.bytes_sent - self._sent_before
+        self._unread.append(_Step(marks, recording, plan, self._run.batch_size or 0, tokens_of(batch), sent))
+        self._read(self._lag)
+
+    def _read(self, lag: int) -> None:
+        offset = self._run.clock_offsets[self._run.pipeline_rank].nanoseconds
+        while len(self._unread) > lag:
+            step = self._unread.pop(0)
+            self._rows.append(row(self.batches.read(step.marks), step.recording, offset))
+            for action, _, started, ended in step.recording:
+                self._durations[action.stage, action.kind].append(ended - started)
+            if self._plan is None or step.plan.num_microbatches >= self._plan.num_microbatches:
+                self._plan = step.plan
+            self._samples += step.samples
+            self._tokens += step.tokens
+            self._sent += step.sent
+            self.batch_size = max(self.batch_size, step.samples)
+
+    def drop(self) -> None:
+        """Forget the steps since the last `collect`: they are not like those to come."""
+        self._forget()
+        self._window_ends = []
+
+    def collect(self, *, last: bool = False) -> Measurement | None:
+        """Compare over all ranks; all of them must call. `None` where there is no step yet.
+
+        Args:
+            last: Whether to wait for what the device has not done yet.
+        """
+        if last:
+            self._read(0)
+        if not self._rows or self._plan is None:
+            return None
+        plan, steps = self._plan, len(self._rows)
+        keys = [(stage, kind) for stage in range(plan.num_stages) for kind in KINDS]
+        medians = [median(self._durations[key]) / 1e9 if key in self._durations else 0.0 for key in keys]
+        flat = [number for numbers in self._rows for number in numbers]
+        gathered = self._run.gather_numbers(
+            [*flat, *medians, self._samples, self._tokens, self._sent]
+        )  # by replica and rank
+        self._forget()
+        self._keep_aligned()
+        return self._measurement(gathered, plan, steps, keys)
+
+    def _keep_aligned(self) -> None:
+        """Clocks that differ also drift, and so does a device's."""
+        self._run.timeline.anchor()
+        if any(offset.nanoseconds for offset in self._run.clock_offsets):
+            self._run.align_clocks(_REALIGN)
+
+    def _measurement(
+        self, gathered: list[list[list[float]]], plan: Plan, steps: int, keys: list[tuple[int, str]]
+    ) -> Measurement:
+        width, end = len(FIELDS), steps * len(FIELDS)
+        ends: Sequence[float | None] = self._window_ends or [None] * len(gathered)
+        shares = [
+            share_out([[own[at : at + width] for at in range(0, end, width)] for own in ranks], before)
+            for ranks, before in zip(gathered, ends, strict=True)
+        ]
+        self._window_ends = [each.window_end for each in shares]
+        tails = [[own[end:] for own in ranks] for ranks in gathered]
+        costs = {}
+        for index, key in enumerate(keys):
+            seen = [own[index] for ranks in tails for own in ranks if own[index] > 0]
+            if seen:
+                costs[key] = sum(seen) / len(seen)
+        seconds, step, makespan = mean_of(shares)
+        return Measurement(
+            plan, steps, seconds, step, makespan, costs,
+            samples=sum(ranks[0][-3] for ranks in tails),
+            tokens=sum(ranks[0][-2] for ranks in tails),
+            sent=[sum(r[rank][-1] for r in tails) / len(tails) for rank in range(plan.num_ranks)],
+        )  # fmt: skip
+
+
+def tokens_of(batch: Any) -> int:
+    """Integers in a batch by sample and position: a matrix, `input_ids`, or the first of a tuple; else 0."""
+    if isinstance(batch, Mapping):
+        batch = batch.get("input_ids")
+    elif isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
+        batch = batch[0]
+    if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point() or batch.is_complex():
+        return 0
+    return batch.numel()

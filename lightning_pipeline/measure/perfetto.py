@@ -1,0 +1,125 @@
+"""A recorded step as a trace that Perfetto and Chrome open.
+
+The format is the JSON of Chrome's trace events (Trace Event Format, Google, 2016), which
+https://ui.perfetto.dev opens: `X` a slice, `M` a name, `s` and `f` the two ends of an arrow.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lightning_pipeline.measure.steps import RankStep
+from lightning_pipeline.schedules import Action
+
+TRACKS = ("compute", "send", "receive")
+_FIRST_THREAD = 10_000  # thread ids are not to be mistaken for process ids
+_COMPUTE, _SEND, _RECEIVE = range(3)
+_FOLLOWS = {"B": ("F",), "I": ("F",), "W": ("I",)}
+_WAITING = "waiting"
+
+Entry = dict[str, Any]
+
+
+class _Slice(NamedTuple):
+    """A box of the trace, in nanoseconds since the step began."""
+
+    name: str
+    rank: int
+    track: int
+    start: int
+    end: int
+    args: Mapping[str, object]
+
+
+def trace(steps: Sequence[RankStep], number: int) -> dict[str, Any]:
+    """What a JSON file of one step holds: a process per rank, with tracks `compute`, `send`, `receive`.
+
+    Slices are named after their actions, `2F0`, messages `2SEND_F0` and `3RECV_F0`. Arrows lead from a
+    forward to its backward, from an input half to its weight half, and along each message. A send lasts
+    until the communicator has the bytes. A receive lasts until the tensors are there, and begins when the
+    rank turns to it and the message is under way: what the rank waits before that is a slice `waiting`.
+
+    Args:
+        steps: Of every rank, on one clock.
+        number: Of the batch.
+    """
+    zero = min(step.began for step in steps)
+    sent = {message.action: message.began for step in steps for message in step.messages}
+    slices = [piece for step in steps for piece in _slices(step, zero, sent)]
+    entries = [entry for step in steps for entry in _names(step)]
+    entries += [_drawn(piece) for piece in slices]
+    for arrow, (source, target) in enumerate(_arrows({piece.name: piece for piece in slices}), start=1):
+        entries += _arrow(arrow, source, target)
+    about = {"step": number, "clock": "nanoseconds of pipeline rank 0's monotonic clock", "zero": zero}
+    return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _slices(step: RankStep, zero: int, sent: Mapping[Action, int]) -> Iterator[_Slice]:
+    for action, asked, started, ended in step.events:
+        args = {"stage": action.stage, "microbatch": action.microbatch, "waited_us": (started - asked) / 1e3}
+        yield _Slice(str(action), step.rank, _COMPUTE, started - zero, ended - zero, args)
+    for action, peer, num_bytes, began, ended in step.messages:
+        args = {"stage": action.stage, "microbatch": action.microbatch, "bytes": num_bytes, "peer": peer}
+        if action.kind.startswith("SEND"):
+            yield _Slice(str(action), step.rank, _SEND, began - zero, ended - zero, args)
+            continue
+        under_way = min(max(began, sent.get(_sender(action), began) + 1), ended)
+        if under_way > began:
+            yield _Slice(_WAITING, step.rank, _RECEIVE, began - zero, under_way - zero, {"for": str(action)})
+        yield _Slice(str(action), step.rank, _RECEIVE, under_way - zero, ended - zero, args)
+
+
+def _sender(received: Action) -> Action:
+    stage, kind, microbatch = received
+    return (
+        Action(stage - 1, "SEND_F", microbatch)
+        if kind == "RECV_F"
+        else Action(stage + 1, "SEND_B", microbatch)
+    )
+
+
+def _arrows(slices: Mapping[str, _Slice]) -> Iterator[tuple[_Slice, _Slice]]:
+    for name, target in slices.items():
+        for source in _sources(name):
+            if source in slices:
+                yield slices[source], target
+
+
+def _sources(name: str) -> list[str]:
+    if name == _WAITING:
+        return []
+    action = Action.parse(name)
+    if action.kind in ("RECV_F", "RECV_B"):
+        return [str(_sender(action))]
+    return [str(action._replace(kind=earlier)) for earlier in _FOLLOWS.get(action.kind, ())]
+
+
+def _names(step: RankStep) -> Iterator[Entry]:
+    held = ", ".join(map(str, step.stages))
+    name = f"rank {step.rank}: stage{'' if len(step.stages) == 1 else 's'} {held}"
+    yield _meta("process_name", step.rank, name=name)
+    yield _meta("process_sort_index", step.rank, sort_index=step.rank)
+    for track, title in enumerate(TRACKS):
+        yield {**_meta("thread_name", step.rank, name=title), "tid": _thread(step.rank, track)}
+        yield {**_meta("thread_sort_index", step.rank, sort_index=track), "tid": _thread(step.rank, track)}
+
+
+def _meta(what: str, rank: int, **args: object) -> Entry:
+    return {"ph": "M", "name": what, "pid": rank + 1, "args": args}
+
+
+def _thread(rank: int, track: int) -> int:
+    return _FIRST_THREAD + len(TRACKS) * rank + track
+
+
+def _drawn(piece: _Slice) -> Entry:
+    place = {"pid": piece.rank + 1, "tid": _thread(piece.rank, piece.track)}
+    times = {"ts": piece.start / 1e3, "dur": max(piece.end - piece.start, 1) / 1e3}  # microseconds
+    return {"ph": "X", "name": piece.name, "cat": TRACKS[piece.track], **place, **times, "args": piece.args}
+
+
+def _arrow(number: int, source: _Slice, target: _Slice) -> Iterator[Entry]:
+    name = "message" if source.track else f"{source.name} to {target.name}"
+    for phase, piece in (("s", source), ("f", target)):
+        end = {"bp": "e"} if phase == "f" else {}  # "bind to the enclosing slice", which here begins there
+        place = {"pid": piece.rank + 1, "tid": _thread(piece.rank, piece.track), "ts": piece.start / 1e3}
+        yield {"ph": phase, "id": number, "name": name, "cat": "arrow", **place, **end}

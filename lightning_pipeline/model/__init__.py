@@ -1,0 +1,1 @@
+"""The unmodified module: traced, cut, and replayed by each stage."""

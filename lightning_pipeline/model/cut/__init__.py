@@ -1,0 +1,24 @@
+"""Where the module is cut, and what crosses each cut."""
+
+from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
+from lightning_pipeline.model.cut.liveness import Liveness, ValueKey, backward_edges, stages_of_states
+from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
+from lightning_pipeline.model.cut.table import StageTable, size_text, text_table, units_text
+
+__all__ = [
+    "Liveness",
+    "Partition",
+    "StageActivations",
+    "StageTable",
+    "ValueKey",
+    "backward_edges",
+    "partition",
+    "peak_activations",
+    "size_text",
+    "stage_activations",
+    "stages_of_states",
+    "text_table",
+    "unit_costs",
+    "units_text",
+    "value_sizes",
+]

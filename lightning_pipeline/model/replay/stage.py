@@ -1,0 +1,333 @@
+"""One stage of a split model, as the executor drives it."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import Liveness, ValueKey
+from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
+from lightning_pipeline.model.replay.seeds import StepSeeds
+from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
+from lightning_pipeline.model.state import Kept
+from lightning_pipeline.model.tensors import (
+    PlaceholderMode,
+    Remembered,
+    SavedCount,
+    Structure,
+    TensorSpec,
+    map_tensors,
+)
+from lightning_pipeline.model.trace import Trace, UnitPatches, reentrant_checkpoint_replaced
+from lightning_pipeline.wire import Values
+
+TracedOutput = tuple[Structure, list[TensorSpec]]
+
+
+@dataclass(slots=True)
+class Step:
+    """One batch on its way through the stages of this rank.
+
+    Attributes:
+        name: The user's method.
+        function: That method, bound.
+        microbatches: Arguments and keyword arguments of each micro-batch.
+        weights: What each loss is multiplied with for the backward; None: no backward follows.
+        trace: What a run of this kind of step showed.
+        liveness: What crosses the cuts in it.
+        seeds: The random state of the batch.
+        context: Makes the precision's context for one forward.
+        split_backward: Whether the plan has I and W actions.
+        later_outputs: By micro-batch, what units of later stages return, as traced.
+        on_microbatch: Told the micro-batch that the last stage is about to run.
+        results: What the step returned on the last stage, detached, by micro-batch.
+        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        count: Counts what the stages hold, in the steps that are looked at.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
+    weights: Sequence[float] | None
+    trace: Trace
+    liveness: Liveness
+    seeds: StepSeeds
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_microbatch: Callable[[int], None] = lambda microbatch: None
+    split_backward: bool = False
+    later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
+    results: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    count: SavedCount | None = None
+
+
+@dataclass(slots=True)
+class _Saved:
+    """The autograd graph of one micro-batch: where it begins and ends."""
+
+    leaves: list[Tensor | None]
+    roots: list[Any]
+    handed: dict[int, Any]
+    weight: Tensor | None = None
+    queue: WeightQueue | None = None
+
+
+class StageProgram:
+    """Implements the executor's `Stage` by replaying the user's step.
+
+    Args:
+        index: The stage.
+        root: The LightningModule.
+        stage_of: The stage of each unit.
+        patches: The patched units.
+        mode: The placeholders' mode.
+        is_last: Whether this is the last stage.
+    """
+
+    def __init__(
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
+        mode: PlaceholderMode, *, is_last: bool,
+    ) -> None:  # fmt: skip
+        self.index, self.root, self.is_last = index, root, is_last
+        self.stage_of, self.mode = list(stage_of), mode
+        self.originals = patches.originals
+        self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.kept: Kept | None = None  # on the stage of a rank that sets attributes last
+        self.current: _Saved | None = None  # whose backward is running
+        self._patches = patches
+        self._saved: dict[int, _Saved] = {}
+        self._queues: dict[int, WeightQueue] = {}
+        self._deferral = Deferral()
+        self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
+        self.remembered = Remembered()
+        self._returned: dict[ValueKey, TensorSpec] = {}
+        self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
+        self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
+        self._step: Step | None = None
+
+    def begin(self, step: Step) -> None:
+        """Take on a batch."""
+        self._step = step
+        self._saved.clear()
+        self._queues.clear()
+        live = step.liveness
+        self.step = step.name
+        self.incoming = live.messages[self.index] if self.index else []
+        self.outgoing = [] if self.is_last else live.messages[self.index + 1]
+        self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
+        self.has_later_calls = live.has_later_calls[self.index]
+        self.checkpointed = step.trace.checkpointed
+        self.host_random = step.trace.host_random
+
+    def end(self) -> None:
+        """Let go of the batch."""
+        self._step = None
+        self._saved.clear()
+        self._queues.clear()
+
+    @property
+    def num_saved(self) -> int:
+        """Micro-batches whose activations are held."""
+        return len(self._saved)
+
+    @property
+    def num_waiting(self) -> int:
+        """Micro-batches whose weight gradients are still to be computed."""
+        return len(self._queues)
+
+    # ---- forward
+
+    def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
+        """Replay the user's step for one micro-batch. See `runtime.stage.Stage`."""
+        step = self._current_step()
+        if incoming is not None and incoming.empty:
+            return self._pass_empty(microbatch, step)
+        if self.is_last:
+            step.on_microbatch(microbatch)
+        queue = WeightQueue() if step.split_backward else None
+        if self.kept is not None:
+            self.kept.before()
+        with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
+            done = self._replay(microbatch, step, incoming)
+        if self.kept is not None:
+            self.kept.after()
+        if self.is_last:
+            self._finish(microbatch, step, done)
+        elif step.weights is not None and done.outgoing is not None:
+            roots = [_edge(tensor) for tensor in done.outgoing.tensors]
+            self._saved[microbatch] = _Saved(done.leaves, roots, done.handed)
+        if microbatch in self._saved:
+            self._saved[microbatch].queue = queue
+        return done.outgoing
+
+    def _replay(self, microbatch: int, step: Step, incoming: Values | None) -> Replayed:
+        args, kwargs = step.microbatches[microbatch]
+        replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
+        self._patches.runner, self.mode.watcher = replay, replay
+        try:
+            with reentrant_checkpoint_replaced():
+                return replay.run(step.function, self._fresh(args), self._fresh(kwargs))
+        finally:
+            self._patches.runner = self.mode.watcher = None
+            replay.close()
+
+    def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
+        count = self._current_step().count
+        if count is None or self._current_step().weights is None:
+            return nullcontext()
+        return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
+
+    def _deferring(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
+        return nullcontext() if queue is None else self._deferral.into(queue)
+
+    def _fresh(self, value: Any) -> Any:
+        """Containers of our own for each replay, and tensors where the step writes into them.
+
+        Micro-batches are views of one batch: a write into one would count as a write into all.
+        """
+        copied = self._current_step().trace.writes_batch
+        return map_tensors(lambda tensor: tensor.clone() if copied else tensor, value)
+
+    def _pass_empty(self, microbatch: int, step: Step) -> Values | None:
+        if not self.is_last:
+            return Values([], (), empty=True)
+        step.results[microbatch] = step.losses[microbatch] = None
+        return None
+
+    def _finish(self, microbatch: int, step: Step, done: Replayed) -> None:
+        result = done.result
+        loss = result.get("loss") if isinstance(result, dict) else result
+        if step.weights is None:
+            step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
+            return
+        if loss is not None and not isinstance(loss, Tensor):
+            raise SplitError(
+                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', "
+                "or None"
+            )
+        step.results[microbatch] = map_tensors(Tensor.detach, result)
+        step.losses[microbatch] = None if loss is None else loss.detach()
+        root = None if loss is None else _edge(loss)
+        weight = None if loss is None else torch.full_like(loss.detach(), step.weights[microbatch])
+        self._saved[microbatch] = _Saved(done.leaves, [root], done.handed, weight)
+
+    # ---- backward
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None
+    ) -> list[Tensor | None] | None:
+        """Run the graph of one micro-batch. See `runtime.stage.Stage`."""
+        result = self.backward_input(microbatch, gradients)
+        self.backward_weight(microbatch)
+        return result
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[Tensor | None] | None
+    ) -> list[Tensor | None] | None:
+        """The half of the backward that the stage before waits for. See `runtime.stage.Stage`."""
+        count = self._current_step().count
+        if count is not None:
+            count.backward(self.index, microbatch)
+        saved = self._saved.pop(microbatch, None)
+        if saved is None:  # the step returned None before any unit ran
+            return [None] * len(self.incoming) if self.index else None
+        received = [saved.weight] if gradients is None else list(gradients)
+        pairs = [
+            (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
+        ]
+        if pairs:
+            self._run_graph(saved, [root for root, _ in pairs], [gradient for _, gradient in pairs])
+        if saved.queue is not None:
+            self._queues[microbatch] = saved.queue
+            if count is not None:
+                count.keep(self.index, microbatch, saved.queue.held())
+        if not self.index:
+            return None
+        return [None if leaf is None else leaf.grad for leaf in saved.leaves]
+
+    def _run_graph(self, saved: _Saved, roots: list[Any], gradients: list[Tensor]) -> None:
+        self.current = saved
+        try:
+            if saved.queue is None:
+                torch.autograd.backward(roots, gradients)
+                return
+            with self._deferral.into(saved.queue), saved.queue.collecting():
+                torch.autograd.backward(roots, gradients)
+        finally:
+            self.current = None
+
+    def backward_weight(self, microbatch: int) -> None:
+        """Compute the weight gradients that `backward_input` left."""
+        count = self._current_step().count
+        if count is not None:
+            count.backward(self.index, microbatch)
+        queue = self._queues.pop(microbatch, None)
+        if queue is not None:
+            queue.drain()
+        if count is not None:
+            count.done(self.index, microbatch)
+
+    # ---- what a replay asks
+
+    def _current_step(self) -> Step:
+        assert self._step is not None, "begin() comes before the first action"
+        return self._step
+
+    def unit_name(self, unit: int) -> str:
+        """Name of a unit."""
+        return self._patches.units[unit].name
+
+    def placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
+        """The placeholder for a value, made once; one that glue changes in place is made anew."""
+        if key in self.mutated:
+            return self.mode.make(spec)
+        found = self._placeholders.get((key, spec))
+        if found is None:
+            if len(self._placeholders) > 4096:
+                self._placeholders.clear()
+            found = self._placeholders[key, spec] = self.mode.make(spec)
+            self.remembered.keep(found)
+        return found
+
+    def spec_of(self, key: ValueKey, tensor: Tensor) -> TensorSpec:
+        """What a unit returned: the same object as for the micro-batch before where nothing has changed."""
+        known = self._returned.get(key)
+        if (
+            known is None
+            or known.shape != tensor.shape
+            or known.stride != tensor.stride()
+            or known.dtype is not tensor.dtype
+            or known.requires_grad is not tensor.requires_grad
+        ):
+            known = self._returned[key] = TensorSpec.of(tensor)
+        return known
+
+    def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput | None:
+        """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
+        return self._current_step().later_outputs[microbatch].get((unit, nth))
+
+    def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
+        """What earlier units returned for this micro-batch, by call."""
+        if self._read[0] is not table:
+            entries: Any = table
+            self._read = (
+                entries,
+                {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries},
+            )
+        return self._read[1]
+
+    def write_table(self, entries: list[Entry]) -> Table:
+        """The table for the next stage: what was read and the own outputs. The same object if equal."""
+        own = tuple(entries)
+        if self._written[0] is not self._read[0] or self._written[1] != own:
+            self._written = (self._read[0], own, (*self._read[0], *own))
+        return self._written[2]
+
+
+def _edge(tensor: Tensor) -> Any:
+    """The place in the graph where a tensor's gradient goes in; holds no values of the tensor itself."""
+    return torch.autograd.graph.get_gradient_edge(tensor) if tensor.requires_grad else None

@@ -1,0 +1,186 @@
+"""Which parameters and buffers live on this rank, and what stands for the others."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.model.state.absent import AbsentTensors
+from lightning_pipeline.model.tensors import ModuleState, PlaceholderMode, TensorSpec, random_state_kept
+
+
+@dataclass(frozen=True, slots=True)
+class SharedParameter:
+    """A parameter that several stages keep a copy of.
+
+    Attributes:
+        name: Its first name.
+        stages: The stages; the first one owns it in norms and checkpoints.
+        parameter: This rank's copy; None where it has none.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    parameter: nn.Parameter | None
+
+
+@dataclass(slots=True)
+class _Dropped:
+    """One place from which a tensor was taken away. The object is kept, its memory is not."""
+
+    module: nn.Module
+    name: str
+    full_name: str
+    tensor: Tensor
+    spec: TensorSpec
+    is_parameter: bool
+
+
+class Residence:
+    """Takes the tensors of other stages out of the module, and puts them back.
+
+    Names never change. In the place of a tensor a placeholder is left as a plain attribute, because models
+    read the dtype or device of layers that they do not run.
+    """
+
+    def __init__(
+        self, root: nn.Module, needed: dict[str, tuple[int, ...]], stages: set[int], mode: PlaceholderMode
+    ) -> None:
+        self.needed = needed
+        self._root, self._stages = root, stages
+        self._absent = AbsentTensors(root, mode, needed)
+        self._dropped: list[_Dropped] = []
+        self._first_names = _first_names(root)
+        self.parameter_names = [name for name, _ in root.named_parameters()]
+        self.shared = self._find_shared()
+
+    def _find_shared(self) -> list[SharedParameter]:
+        found = []
+        for name, parameter in self._root.named_parameters():
+            stages = self.needed[name]
+            if len(stages) > 1:
+                here = parameter if self._stages & set(stages) else None
+                found.append(SharedParameter(name, stages, here))
+        return found
+
+    def drop(self) -> None:
+        """Free what no stage of this rank needs."""
+        for prefix, module in self._root.named_modules(remove_duplicate=True):
+            for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name, tensor in list(registry.items()):
+                    full = f"{prefix}.{name}" if prefix else name
+                    if tensor is not None and not self._stages & set(self.needed.get(full, self._stages)):
+                        self._take(module, registry, name, full, tensor, is_parameter)
+        with torch.no_grad():
+            for item in self._dropped:
+                item.tensor.data = torch.empty(0, dtype=item.spec.dtype, device=item.tensor.device)
+
+    def _take(
+        self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool
+    ) -> None:
+        spec = TensorSpec.of(tensor)
+        self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
+        del registry[name]
+        vars(module)[name] = self._absent.make(full, spec)
+
+    @contextmanager
+    def all_names(self) -> Iterator[None]:
+        """Inside, parameters of other stages are in their places, by shape and dtype but without memory.
+
+        On leaving, everything but parameters' values is as it was.
+        """
+        state, made = ModuleState(self._root), dict[int, nn.Parameter]()
+        try:
+            for item in self._dropped:
+                if item.is_parameter:
+                    vars(item.module).pop(item.name, None)
+                    spec = item.spec._replace(requires_grad=False)
+                    stand_in = nn.Parameter(
+                        self._absent.make(item.full_name, spec), item.tensor.requires_grad
+                    )
+                    item.module._parameters[item.name] = made.setdefault(id(item.tensor), stand_in)
+            _reorder(self._root, self._first_names)
+            with random_state_kept():
+                yield
+        finally:
+            state.restore()
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Put the tensors back, with values where `states` has them under any of their names.
+
+        One without a value stays empty: its shape is `(0,)`, so that no use of it goes unnoticed.
+        """
+        filled: set[int] = set()
+        for item in self._dropped:
+            vars(item.module).pop(item.name, None)
+            registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
+            registry[item.name] = item.tensor
+            if id(item.tensor) in filled:
+                continue
+            value = states.get(self._first_names[item.full_name], states.get(item.full_name))
+            if value is not None:
+                item.tensor.data = value.detach().to(item.spec.dtype)
+                filled.add(id(item.tensor))
+        self._dropped.clear()
+        _reorder(self._root, self._first_names)
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters, by first name, tied ones once."""
+        seen: set[int] = set()
+        for prefix, module in self._root.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    full = f"{prefix}.{name}" if prefix else name
+                    yield self._first_names[full], parameter
+
+    def owned_states(self, stages: set[int], *, transient: bool = False) -> dict[str, Tensor]:
+        """What these stages own: the first stage that needs a parameter, the last that needs a buffer.
+
+        A buffer that code outside the units writes has its true value on the last stage. Names are those of
+        `state_dict`, so a tied weight appears under each.
+
+        Args:
+            stages: Of this rank.
+            transient: Whether non-persistent buffers are among them, which `state_dict` leaves out.
+        """
+        result: dict[str, Tensor] = {}
+        for prefix, module in self._root.named_modules(remove_duplicate=False):
+            for name, tensor in module._parameters.items():
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor is not None and self.needed[full][0] in stages:
+                    result[full] = tensor
+            for name, buffer in module._buffers.items():
+                full = f"{prefix}.{name}" if prefix else name
+                listed = transient or name not in module._non_persistent_buffers_set
+                if buffer is not None and listed and self.needed[full][-1] in stages:
+                    result[full] = buffer
+        return result
+
+
+def _first_names(root: nn.Module) -> dict[str, str]:
+    """The first name of each tensor, by every name it has."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    for full, tensor in [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]:
+        names[full] = first.setdefault(id(tensor), full)
+    return names
+
+
+def _reorder(root: nn.Module, order: dict[str, str]) -> None:
+    """Give every registry the order of names it had, so that `parameters()` lists them as before."""
+    rank = {full: position for position, full in enumerate(order)}
+    for prefix, module in root.named_modules():
+        for registry in (module._parameters, module._buffers):
+            names = sorted(
+                registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank))
+            )
+            items = [(name, registry[name]) for name in names]
+            registry.clear()
+            registry.update(items)

@@ -1,0 +1,77 @@
+"""Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
+
+from lightning_pipeline.model.tensors.cache import Remembered
+from lightning_pipeline.model.tensors.containers import filled_by, items_of, objects_below
+from lightning_pipeline.model.tensors.generators import Generators
+from lightning_pipeline.model.tensors.meta import StandIns, weights_needed
+from lightning_pipeline.model.tensors.placeholder import (
+    PlaceholderMode,
+    alias,
+    is_placeholder,
+    named_function,
+    storage_key,
+    user_line,
+    written_tensors,
+)
+from lightning_pipeline.model.tensors.restore import (
+    ModuleState,
+    ObjectState,
+    forget_placeholders,
+    random_state_kept,
+)
+from lightning_pipeline.model.tensors.saved import (
+    Held,
+    Peaks,
+    SavedCount,
+    stepping_aside,
+    storage_bytes,
+    top_hooks,
+)
+from lightning_pipeline.model.tensors.structure import (
+    NOTHING,
+    Structure,
+    TensorSpec,
+    flatten,
+    map_tensors,
+    tensors_in,
+    unflatten,
+)
+from lightning_pipeline.model.tensors.tags import Tag, TagStore
+from lightning_pipeline.model.tensors.taint import Poison
+
+__all__ = [
+    "NOTHING",
+    "Generators",
+    "Held",
+    "ModuleState",
+    "ObjectState",
+    "Peaks",
+    "PlaceholderMode",
+    "Poison",
+    "Remembered",
+    "SavedCount",
+    "StandIns",
+    "Structure",
+    "Tag",
+    "TagStore",
+    "TensorSpec",
+    "alias",
+    "filled_by",
+    "flatten",
+    "forget_placeholders",
+    "is_placeholder",
+    "items_of",
+    "map_tensors",
+    "named_function",
+    "objects_below",
+    "random_state_kept",
+    "stepping_aside",
+    "storage_bytes",
+    "storage_key",
+    "tensors_in",
+    "top_hooks",
+    "unflatten",
+    "user_line",
+    "weights_needed",
+    "written_tensors",
+]

@@ -1,0 +1,91 @@
+"""Results of glue on placeholders, kept from micro-batch to micro-batch: a fake operation takes 0.2 ms."""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.model.tensors.placeholder import is_placeholder
+
+_MOST = 4096
+_CHANGING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.backward})
+_PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, type(None), type(...))
+
+
+class Remembered:
+    """Placeholders that stay the same from one micro-batch to the next, and what glue makes of them.
+
+    A function of such placeholders and of constants alone gives a placeholder that has no values either, so
+    that the one of the micro-batch before serves again. Where glue changes one of them in place, nothing is
+    remembered on this stage from then on.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, Tensor] = {}  # held, so that no identity is used twice
+        self._results: dict[Hashable, Tensor] = {}
+        self._off = False
+        self._wrote = False
+
+    def keep(self, placeholder: Tensor) -> None:
+        """This one stands for the same value of every micro-batch of its shape."""
+        if len(self._kept) > _MOST:
+            self._kept.clear()
+            self._results.clear()
+        self._kept[id(placeholder)] = placeholder
+
+    def writes(self, tensor: Tensor) -> None:
+        """An operation changes this tensor in place."""
+        self._wrote = True
+        if id(tensor) in self._kept or id(tensor._base) in self._kept:
+            self._off = True
+            self._results.clear()
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function between units, or answer with what it gave before.
+
+        Args:
+            func: Not a random one.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+        """
+        key = None if self._off else self._key(func, args, kwargs)
+        if key is None:
+            return func(*args, **kwargs)
+        found = self._results.get(key)
+        if found is None:
+            self._wrote = False
+            found = func(*args, **kwargs)
+            if is_placeholder(found) and not self._wrote and id(found) not in self._kept:
+                self.keep(found)
+                self._results[key] = found
+        return found
+
+    def _key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable:
+        """What the result depends on; None where that is not placeholders and constants alone."""
+        kept, placed = self._kept, False
+        parts: list[Hashable] = [func, *kwargs]
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, Tensor):
+                if id(value) not in kept:
+                    return None
+                placed = True
+                parts.append(id(value))
+            elif isinstance(value, _PLAIN):
+                parts.append((type(value), value))  # 1, 1.0 and True are equal
+            else:
+                return None
+        if not placed:
+            return None
+        if func in _CHANGING or getattr(func, "__name__", "").endswith(
+            "_"
+        ):  # add_, requires_grad_, __setitem__, __set__
+            self.writes(args[0])
+            return None
+        return (*parts, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *_dtypes())
+
+
+def _dtypes() -> tuple[Hashable, ...]:
+    """Settings that decide the type of a result."""
+    autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
+    return torch.get_default_dtype(), *autocast, any(autocast) and torch.get_autocast_dtype("cpu")

@@ -1,0 +1,174 @@
+"""Put a module and the random generators back as they were: a trace must leave no mark."""
+
+import functools
+import gc
+import inspect
+import random
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.tensors.containers import filled_by, items_of, refill
+from lightning_pipeline.model.tensors.generators import Generators
+from lightning_pipeline.model.tensors.placeholder import is_placeholder
+
+_REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+
+
+@contextmanager
+def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
+    """Restore torch's, numpy's and Python's random state, and that of `generators`, on exit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    host, python = numpy.random.get_state(), random.getstate()
+    own = generators.states() if generators is not None else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            numpy.random.set_state(host)
+            random.setstate(python)
+            if generators is not None:
+                generators.restore(own)
+
+
+class ModuleState:
+    """A copy of everything about a module tree that a step may change, apart from parameters' values."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._modules = list(root.modules())
+        self._dicts = [dict(vars(module)) for module in self._modules]
+        self._registries = [
+            [_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules
+        ]
+        self._containers = [_containers(values) for values in self._dicts]
+        plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
+        self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+
+    def restore(self) -> None:
+        """Put it all back in place."""
+        for module, values, registries in zip(self._modules, self._dicts, self._registries, strict=True):
+            current = vars(module)
+            current.clear()
+            current.update(values)
+            for name, saved in zip(_REGISTRIES, registries, strict=True):
+                _refill(current.get(name), saved)
+        for containers in self._containers:
+            for container, saved in containers:
+                _refill(container, saved)
+        for buffer, value in self._buffers:
+            if value is not None:
+                with torch.no_grad():
+                    buffer.copy_(value)
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+
+
+def _copy_values(buffer: Tensor) -> Tensor | None:
+    return None if buffer.is_meta or is_placeholder(buffer) else buffer.detach().clone()
+
+
+def _copied(container: Any) -> Any:
+    return container.copy() if container is not None else None
+
+
+def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:
+    """Every container below, and a shallow copy of it. `anything`: in objects of any class."""
+    found: list[tuple[Any, Any]] = []
+    seen: set[int] = set()
+    pending = [(value, depth) for name, value in values.items() if name not in _REGISTRIES]
+    while pending:
+        value, left = pending.pop()
+        if anything and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
+            value = vars(value)
+        held = filled_by(value)
+        if held is None or id(held) in seen or left == 0:
+            continue
+        seen.add(id(held))
+        if not isinstance(held, tuple):
+            found.append((held, held.copy()))
+        if len(held) <= 1000:
+            pending.extend((item, left - 1) for _, item in items_of(held))
+    return found
+
+
+def _refill(container: Any, saved: Any) -> None:
+    if container is not None and saved is not None:
+        refill(container, saved)
+
+
+class ObjectState:
+    """The containers and attributes of objects handed to a unit, such as a cache of keys and values."""
+
+    def __init__(self, values: Any) -> None:
+        self._containers = _containers({"": values}, depth=8, anything=True)
+
+    def restore(self) -> None:
+        """Put them back in place."""
+        for container, saved in self._containers:
+            _refill(container, saved)
+
+
+def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
+    """Remove the trace's placeholders from caches of the user's code (`functools.lru_cache`, dictionaries).
+
+    One left there would turn up in a later, real computation.
+
+    Args:
+        made: Weak references to what the trace made.
+
+    Raises:
+        SplitError: One is held where it cannot be removed.
+    """
+    if not _alive(made):
+        return
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()  # frozen objects, caches among them, are not listed
+    try:
+        _empty_caches(made)
+    finally:
+        if frozen:
+            gc.freeze()
+    left = _alive(made)
+    if left:
+        raise SplitError(
+            f"{_holder(left[0])} outside the module keeps a tensor of shape {tuple(left[0].shape)} that was "
+            "made while the step was traced; keep it in a list, deque or dictionary of the module, or clear "
+            "it in the step"
+        )
+
+
+def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
+    for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
+        if any(is_placeholder(held) for held in _reachable(cache)):
+            cache.cache_clear()
+    for tensor in _alive(made):
+        for holder in gc.get_referrers(tensor):
+            if isinstance(holder, dict) and "__builtins__" not in holder:
+                for key in [key for key, value in holder.items() if value is tensor]:
+                    del holder[key]
+
+
+def _holder(tensor: Tensor) -> str:
+    """What keeps a tensor, in words."""
+    kinds = {type(holder).__name__ for holder in gc.get_referrers(tensor) if not inspect.isframe(holder)}
+    return f"a {' or '.join(sorted(kinds - {'list_iterator'}))}" if kinds else "a cache"
+
+
+def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
+    if any(reference() is not None for reference in made):
+        gc.collect()
+    return [tensor for tensor in (reference() for reference in made) if tensor is not None]
+
+
+def _reachable(holder: Any, depth: int = 4) -> Iterator[Any]:
+    level = [holder]
+    for _ in range(depth):
+        level = [item for item in gc.get_referents(*level) if not isinstance(item, type)] if level else []
+        yield from level

@@ -1,0 +1,22 @@
+"""One step of the whole module, run once without its work, and what was seen."""
+
+from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.record import Call, Trace, step_function, trace_step
+from lightning_pipeline.model.trace.sinks import metrics_of, replaced, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.units import find_units, finer_names
+
+__all__ = [
+    "Call",
+    "Trace",
+    "UnitPatches",
+    "find_units",
+    "finer_names",
+    "metrics_of",
+    "reentrant_checkpoint_replaced",
+    "replaced",
+    "step_function",
+    "stub_metrics",
+    "stub_sinks",
+    "trace_step",
+]

@@ -1,0 +1,199 @@
+"""Run one micro-batch through the user's step without computing the units, and note what depends on what."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.tensors import (
+    NOTHING,
+    Generators,
+    ModuleState,
+    PlaceholderMode,
+    StandIns,
+    Structure,
+    Tag,
+    TensorSpec,
+    forget_placeholders,
+    map_tensors,
+    random_state_kept,
+    user_line,
+)
+from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.units import Unit
+
+
+@dataclass(slots=True)
+class Call:
+    """One call of a unit.
+
+    Attributes:
+        index: Position among all calls.
+        unit: Number of the unit.
+        nth: Which call of this unit, from 0.
+        reads: What its arguments, and what it read beside them, came from.
+        structure: How its output is put together.
+        specs: Its output tensors.
+        flops: Floating-point operations of the forward.
+        cost: Equivalent FLOPs of the forward, memory traffic counted in.
+        saved: Numbers of the pieces of memory that autograd keeps for the backward; parameters, buffers and
+            the batch apart. `Trace.sizes` has their bytes.
+        deferred: Those that a split backward keeps until W.
+        deferred_gradients: Bytes of gradients that it keeps beside them.
+        activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
+    """
+
+    index: int
+    unit: int
+    nth: int
+    reads: set[Tag] = field(default_factory=set)
+    structure: Structure = NOTHING
+    specs: list[TensorSpec] = field(default_factory=list)
+    flops: float = 0.0
+    cost: float = 0.0
+    saved: set[int] = field(default_factory=set)
+    deferred: set[int] = field(default_factory=set)
+    deferred_gradients: int = 0
+    activation_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Trace:
+    """What one run of a step showed.
+
+    Attributes:
+        root: The module whose step it is.
+        step: Name of the step, such as `training_step`.
+        units: The atoms of a cut.
+        calls: Their calls in order.
+        tail: What the end of the step depends on: loss, logs, metrics, what is returned or kept.
+        everywhere: Parameters and buffers whose values steer the code, needed on every stage.
+        mutated: Values (call, leaf) that code between the units changes in place.
+        together: Groups of units that must share a stage, with the reason.
+        attributes: Attributes that the step sets or fills after its first unit ran, each as what holds it, a
+            module or a plain object of one, and its name.
+        early_attributes: Those that it sets before, which every stage does.
+        assigned: Of these attributes those whose old value plays no part in the new one.
+        entries: Dictionaries whose entries are set like that: holder, name, and which keys; None: all.
+        counters: Numbers that a step changes by what is the same every time, such as `self.steps += 1`.
+        doubtful: Names of what is worked out from its last value otherwise, once for each micro-batch.
+        written_states: Parameters, buffers and plain tensors that glue changes in place.
+        late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
+        state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
+        checkpointed: Whether it uses activation checkpointing around units.
+        writes_batch: Whether it changes tensors of the batch in place.
+        host_random: Whether a unit draws from numpy's or Python's random state.
+        result: What the returned value depends on, a part of `tail`.
+        returned: Keys of the dictionary that the step returns.
+        sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
+        handed: Number of the memory behind each value (call, leaf).
+    """
+
+    root: nn.Module
+    step: str
+    units: list[Unit]
+    calls: list[Call] = field(default_factory=list)
+    tail: set[Tag] = field(default_factory=set)
+    everywhere: set[str] = field(default_factory=set)
+    mutated: set[tuple[int, int]] = field(default_factory=set)
+    together: list[tuple[frozenset[int], str]] = field(default_factory=list)
+    attributes: list[tuple[Any, str]] = field(default_factory=list)
+    early_attributes: list[tuple[Any, str]] = field(default_factory=list)
+    assigned: list[tuple[Any, str]] = field(default_factory=list)
+    entries: list[tuple[Any, str, frozenset[Any] | None]] = field(default_factory=list)
+    counters: list[tuple[Any, str]] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
+    written_states: list[str] = field(default_factory=list)
+    late_states: list[str] = field(default_factory=list)
+    state_units: dict[str, int] = field(default_factory=dict)
+    checkpointed: bool = False
+    writes_batch: bool = False
+    host_random: bool = False
+    result: set[Tag] = field(default_factory=set)
+    returned: list[Any] = field(default_factory=list)
+    sizes: dict[int, int] = field(default_factory=dict)
+    handed: dict[tuple[int, int], int] = field(default_factory=dict)
+
+
+ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+
+def trace_step(
+    root: nn.Module,
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    units: Sequence[Unit],
+    patches: UnitPatches | None = None,
+    mode: PlaceholderMode | None = None,
+    sinks: Sequence[str] = ("log", "log_dict"),
+    forward_context: ContextFactory = nullcontext,
+) -> Trace:
+    """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
+
+    Nothing is left behind: the batch is cloned, and buffers, attributes, random states and caches are
+    restored.
+
+    Args:
+        root: The LightningModule, with its weights or on the meta device.
+        step: Name of its method.
+        args: Its arguments: the micro-batch, its index, and so on.
+        kwargs: Its keyword arguments.
+        units: The units, from `find_units`.
+        patches: The patched units where the module is split already; None patches them for this call.
+        mode: The placeholders' mode of that split.
+        sinks: Methods of `root` that take values away, such as `log`.
+        forward_context: Makes the precision's context, such as autocast.
+
+    Raises:
+        SplitError: The step does something that no cut allows. The message names module and line.
+    """
+    from lightning_pipeline.model.trace.tracer import Tracer
+
+    own_patches = patches is None
+    patches = patches or UnitPatches(units)
+    mode = mode or PlaceholderMode()
+    clone = map_tensors(lambda tensor: tensor.detach().clone(), (tuple(args), dict(kwargs or {})))
+    saved = ModuleState(root)
+    if own_patches:
+        patches.install()
+    tracer = None
+    try:
+        weightless = StandIns(mode).put_into(root)
+        tracer = Tracer(root, step, patches, mode, sinks, weightless)
+        with random_state_kept(Generators(root.modules())):
+            trace = tracer.run(clone[0], clone[1], forward_context)
+    finally:
+        if tracer is not None:
+            tracer.close()
+        saved.restore()
+        if own_patches:
+            patches.remove()
+    made = tracer.made
+    del tracer, clone
+    forget_placeholders(made)
+    return trace
+
+
+def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
+    """The user's method, or our error where there is none."""
+    function = getattr(root, step, None)
+    if not callable(function):
+        raise SplitError(f"{type(root).__name__} has no {step}")
+    result: Callable[..., Any] = function
+    return result
+
+
+def refuse(reason: str, root: nn.Module) -> SplitError:
+    """The error for something that the split cannot carry, with the user's line."""
+    return SplitError(f"{reason} [at {user_line(root)}]")
+
+
+def in_function_transform() -> bool:
+    """Whether we are inside `torch.func.vmap`, `grad` and the like."""
+    return torch._C._functorch.maybe_current_level() is not None

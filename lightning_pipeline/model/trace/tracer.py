@@ -1,0 +1,354 @@
+"""The mechanism of the trace: who answers unit calls, and how dependence is followed through glue."""
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.tensors import (
+    PlaceholderMode,
+    Tag,
+    TagStore,
+    flatten,
+    is_placeholder,
+    storage_key,
+    tensors_in,
+    unflatten,
+    written_tensors,
+)
+from lightning_pipeline.model.trace.attributes import Attributes
+from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.fake_units import FakeRun
+from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
+from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.record import (
+    Call,
+    ContextFactory,
+    Trace,
+    in_function_transform,
+    refuse,
+    step_function,
+)
+from lightning_pipeline.model.trace.saved_activations import Keeping
+from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
+
+
+class Tracer:
+    """One run of a step under observation."""
+
+    def __init__(
+        self,
+        root: nn.Module,
+        step: str,
+        patches: UnitPatches,
+        mode: PlaceholderMode,
+        sinks: Any,
+        weightless: bool = False,
+    ) -> None:
+        self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
+        self.trace = Trace(root, step, patches.units)
+        self.tags = TagStore()
+        self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
+        self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
+        self.inside: Call | None = None
+        self.ended_early = False  # so that what the rest of the step writes was not seen
+        self.made: list[weakref.ref[Tensor]] = []
+        self._counts = [0] * len(patches.units)
+        self._depth = 0  # of operations inside operations
+        self.values: dict[Tag, weakref.ref[Tensor]] = {}
+        self._regions: dict[int, tuple[Any, list[int]]] = {}
+        self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
+        self.states: dict[int, str] = {}
+        self.attributes = Attributes(self, self._find_glue_modules())
+        self._sinks = sinks
+        self.glue = Glue(self)
+        self.keeping = Keeping(self)
+        self._fake = FakeRun(self)
+        self._name_states()
+
+    # ---- set-up
+
+    def _find_glue_modules(self) -> list[nn.Module]:
+        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
+        inner = {id(module) for one in apart for module in one.modules()}
+        return [module for module in self.root.modules() if id(module) not in inner]
+
+    def _name_states(self) -> None:
+        holders = {id(m): n for n, unit in enumerate(self.patches.units) for m in unit.module.modules()}
+        for prefix, module in self.root.named_modules():
+            for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_plain(module)]:
+                if tensor is None:
+                    continue
+                full = f"{prefix}.{name}" if prefix else name
+                if tensor.untyped_storage().nbytes() or tensor.is_meta or is_placeholder(tensor):
+                    self.states.setdefault(storage_key(tensor), full)
+                    self.tags.add(tensor, frozenset({Tag("state", name=self.states[storage_key(tensor)])}))
+                if id(module) in holders:
+                    self.trace.state_units.setdefault(full, holders[id(module)])
+
+    def close(self) -> None:
+        """Take every observer away, whatever happened."""
+        self.attributes.stop()
+        self.mode.watcher = None
+        self.patches.runner = None
+        self.glue.close()
+        self._mirrors.clear()
+
+    # ---- the run
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_context: ContextFactory) -> Trace:
+        """Call the step and return what was seen."""
+        function = step_function(self.root, self.trace.step)
+        for tensor in tensors_in((args, kwargs)):
+            self.glue.batch.add(tensor, frozenset({Tag("batch")}))
+        self.attributes.start()
+        with ExitStack() as stack, reentrant_checkpoint_replaced():
+            stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
+            stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
+            self.patches.runner, self.mode.watcher = self, self
+            stack.enter_context(forward_context())
+            stack.enter_context(GlueFunctions(self))
+            stack.enter_context(GlueOperations(self))
+            stack.enter_context(self.keeping.in_glue())
+            self._call_step(function, args, kwargs)
+        self.attributes.stop()
+        self.attributes.note()
+        self.attributes.note_late_states()
+        self._check_written_states()
+        self._close_regions()
+        self.glue.check_hooks()
+        return self.trace
+
+    def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        try:
+            result = function(*args, **kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            self._end_early(error)
+        else:
+            self.tail_read(result)
+            self.trace.returned = list(result) if isinstance(result, dict) else []
+            self.trace.result |= self.tags.union(tensors_in(result)) | self.keeping.take_waiting()
+            if self.glue.unknown_line:
+                self._everything_alive()
+
+    def _end_early(self, error: Exception) -> None:
+        called = {call.unit for call in self.trace.calls}
+        missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in called]
+        if missing:
+            raise SplitError(
+                f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
+                f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
+            ) from error
+        self.ended_early = True
+        self._everything_alive()
+
+    def _everything_alive(self) -> None:
+        self.trace.tail.update(tag for tag, value in self.values.items() if value() is not None)
+        self.trace.result |= self.trace.tail
+
+    # ---- calls of units
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a unit: run it in fake-tensor mode and hand out its outputs as fresh values."""
+        if self.inside is not None:  # a unit that is called by another is part of that
+            return self.patches.originals[unit](*args, **kwargs)
+        self._before_call(unit)
+        if not self.trace.calls:
+            self.attributes.first_call()
+        call = Call(len(self.trace.calls), unit, self._counts[unit])
+        self._counts[unit] += 1
+        self.trace.calls.append(call)
+        self._note_region(call)
+        call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
+        contents = [_contents(container) for container in _containers((args, kwargs))]
+        output = self._fake.run(call, args, kwargs)
+        if contents != [_contents(container) for container in _containers((args, kwargs))]:
+            raise refuse(f"unit {self._name(unit)} changes a list or dictionary that it is given", self.root)
+        tensors, call.structure = flatten(output)
+        values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
+        self._note_shared(call, list(tensors_in((args, kwargs))), tensors, values)
+        result = unflatten(list(values), call.structure)
+        return result
+
+    def _before_call(self, unit: int) -> None:
+        name = self._name(unit)
+        if self.glue.unknown_line:
+            raise SplitError(
+                f"a value computed by the model steers the code at {self.glue.unknown_line}, before unit "
+                f"{name} is called: stages other than the one that computes it cannot know it. Keep such "
+                "code inside a unit, or after the last one"
+            )
+        if in_function_transform():
+            raise refuse(
+                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root
+            )
+
+    def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
+        handed, spec = self._fake.hand_out(tensor)
+        call.specs.append(spec)
+        tag = Tag("value", call.index, leaf)
+        outer = frozenset(t for t in self.tags.of(handed) if t != Tag("effect", call.index))
+        self.tags.replace(handed, outer | {tag})
+        self.handed.add(handed, frozenset({tag}))
+        self.values[tag] = weakref.ref(handed)
+        self.trace.handed[call.index, leaf] = self.keeping.number_of(handed)
+        self.made.append(weakref.ref(handed))
+        return handed
+
+    def _note_shared(self, call: Call, inputs: list[Tensor], raw: list[Tensor], values: list[Tensor]) -> None:
+        keys = [storage_key(tensor) for tensor in (*inputs, *raw)]
+        tag = frozenset({Tag("value", call.index)})
+        for tensor, key in zip((*inputs, *values), keys, strict=True):
+            if keys.count(key) > 1 and key in keys[len(inputs) :]:
+                self.shared.add(tensor, tag)
+
+    def _name(self, unit: int) -> str:
+        return repr(self.patches.units[unit].name)
+
+    # ---- operations inside units
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """See every operation on a placeholder; inside a unit, note what it reads from elsewhere."""
+        call = self.inside
+        if call is None:
+            return run()
+        own = frozenset({Tag("effect", call.index)})
+        operands = list(operands_of(args, kwargs))
+        call.reads |= self.tags.union(operands) - own
+        self._depth += 1
+        try:
+            result = run()
+        finally:
+            self._depth -= 1
+        for tensor in written_tensors(func, args, kwargs):
+            origin = self.origin(tensor)
+            self.glue.note_batch(origin)
+            if self._is_outside(origin, call):
+                self.tags.add(tensor, own)
+                self.tags.add(origin, own)
+        self._note_results(func, operands, list(operands_of((result,), {})), own)
+        if not self._depth:  # else a part of an operation that fake tensors take apart to learn its shape
+            self._fake.count(call, func, args, kwargs, result)
+        return result
+
+    def _note_results(
+        self, func: Any, operands: list[Tensor], results: list[Tensor], own: frozenset[Tag]
+    ) -> None:
+        self.made.extend(weakref.ref(t) for t in results if not any(t is operand for operand in operands))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            for tensor in results:  # the view of a real tensor has a stand-in for its memory
+                if operands and not is_placeholder(operands[0]):
+                    self._mirrors.setdefault(storage_key(tensor), (tensor, operands[0]))
+            return
+        for tensor in results:
+            if not self.tags.of(tensor):
+                self.tags.add(tensor, own)
+
+    def origin(self, tensor: Tensor) -> Tensor:
+        """The real tensor that a placeholder is a view of, or the tensor itself."""
+        return self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
+
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter or buffer of the module, or a view of one."""
+        key = storage_key(tensor)
+        return key in self.states or (
+            key in self._mirrors and storage_key(self._mirrors[key][1]) in self.states
+        )
+
+    def _is_outside(self, tensor: Tensor, call: Call) -> bool:
+        name = self.states.get(storage_key(tensor))
+        if name is not None:
+            return self.trace.state_units.get(name) != call.unit
+        return Tag("effect", call.index) not in self.tags.of(tensor)
+
+    # ---- reads at the end, attributes, hooks, checkpoint segments
+
+    def tail_read(self, value: Any) -> None:
+        """Something that leaves the step (a loss, a logged value) depends on this."""
+        self.trace.tail |= self.tags.union(tensors_in(value))
+        self.trace.tail |= {
+            tag
+            for tensor in tensors_in(value)
+            if self.glue.is_poisoned(tensor)
+            for tag in self.tags.of(tensor)
+        }
+
+    def _check_written_states(self) -> None:
+        self.trace.written_states = self.glue.all_written
+        for name in self.glue.written_states:
+            readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
+            if self.trace.step == "training_step" and readers:
+                units = frozenset(call.unit for call in readers)
+                last = frozenset({self.trace.calls[-1].unit})
+                self.trace.together.append(
+                    (units | last, f"{name!r} is written by {self.trace.step} between units")
+                )
+            self.trace.tail.add(Tag("state", name=name))
+            self.trace.tail |= self.tags.of(self.glue.written_states[name])
+
+    def _note_region(self, call: Call) -> None:
+        frame = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code.co_filename.endswith("torch/utils/checkpoint.py"):
+                self._regions.setdefault(id(frame), (frame, []))[1].append(call.unit)
+            frame = frame.f_back  # type: ignore[assignment]
+
+    def _close_regions(self) -> None:
+        self.trace.checkpointed = bool(self._regions)
+        for _, members in self._regions.values():
+            if len(set(members)) > 1:
+                self.trace.together.append(
+                    (frozenset(members), "they are in one segment of activation checkpointing")
+                )
+        self._regions.clear()
+
+
+def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:
+    """Tensors that are neither parameters nor buffers, among them what stands for those of other stages."""
+    return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
+
+
+def _containers(value: Any) -> list[Any]:
+    found: list[Any] = []
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, list | dict):
+            found.append(item)
+        if isinstance(item, list | tuple | dict):
+            pending.extend(item.values() if isinstance(item, dict) else item)
+    return found
+
+
+def _contents(container: Any) -> tuple[int, ...]:
+    return tuple(id(item) for item in (container.values() if isinstance(container, dict) else container))
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
+        return (
+            "The step is traced right after setup() and configure_model(), before on_fit_start, "
+            "on_train_start and every hook after them: what the step reads must be set in __init__, setup or "
+            "configure_model"
+        )
+    return "Between units only shapes are known while the module is traced, not values"
+
+
+def _error_line(error: BaseException) -> str:
+    place = "code outside the module"
+    trace = error.__traceback__
+    while trace is not None:
+        package = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "lightning_pipeline", "lightning"):
+            code = trace.tb_frame.f_code
+            place = f"{code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno} in {code.co_name}"
+        trace = trace.tb_next
+    return place

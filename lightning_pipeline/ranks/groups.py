@@ -1,0 +1,231 @@
+"""Which global rank holds what, and the process groups between them."""
+
+import secrets
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import pairwise
+from typing import Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from lightning_pipeline.wire import Link
+
+CAUSE = "cause"
+T = TypeVar("T")
+
+
+class Placement(Protocol):
+    """Which rank of the pipeline holds which stage; a `Plan` is one."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline axis."""
+        ...
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks together."""
+        ...
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        ...
+
+
+@dataclass(frozen=True)
+class Numbering:
+    """Global rank numbers: the rank that holds the last stage, of replica 0, is global rank 0.
+
+    Loggers, progress bar and predictions are then where Lightning looks for them. Going down from the last
+    stage's rank, each rank of the pipeline takes the next block of `replicas * tensor` numbers; with one
+    stage per rank this is `((num_ranks - 1 - rank) * replicas + replica) * tensor + t`.
+
+    Args:
+        num_ranks: Ranks of the pipeline axis.
+        last: The one that holds the last stage.
+        replicas: Data-parallel replicas of the pipeline.
+        tensor: Tensor-parallel ranks.
+
+    Example:
+        >>> numbering = Numbering(num_ranks=2, last=1, replicas=2)
+        >>> [numbering.coordinates(number)[:2] for number in range(4)]
+        [(1, 0), (1, 1), (0, 0), (0, 1)]
+    """
+
+    num_ranks: int
+    last: int
+    replicas: int = 1
+    tensor: int = 1
+
+    @classmethod
+    def of(cls, placement: Placement, *, replicas: int = 1, tensor: int = 1) -> "Numbering":
+        """Number the ranks of a placement."""
+        last = placement.rank_of(placement.num_stages - 1)
+        return cls(placement.num_ranks, last, replicas, tensor)
+
+    @property
+    def world_size(self) -> int:
+        """How many global ranks there are."""
+        return self.num_ranks * self.replicas * self.tensor
+
+    def global_rank(self, rank: int, replica: int = 0, t: int = 0) -> int:
+        """The global rank at these coordinates."""
+        block = (self.last - rank) % self.num_ranks
+        return (block * self.replicas + replica) * self.tensor + t
+
+    def coordinates(self, global_rank: int) -> tuple[int, int, int]:
+        """Pipeline rank, replica and tensor-parallel rank of a global rank."""
+        rest, t = divmod(global_rank, self.tensor)
+        block, replica = divmod(rest, self.replicas)
+        return (self.last - block) % self.num_ranks, replica, t
+
+    def pipelines(self) -> list[list[int]]:
+        """Global ranks of each pipeline, by pipeline rank."""
+        return [
+            [self.global_rank(rank, replica, t) for rank in range(self.num_ranks)]
+            for replica in range(self.replicas)
+            for t in range(self.tensor)
+        ]
+
+    def replicated(self) -> list[list[int]]:
+        """Global ranks that hold the same stages, by replica."""
+        return [
+            [self.global_rank(rank, replica, t) for replica in range(self.replicas)]
+            for rank in range(self.num_ranks)
+            for t in range(self.tensor)
+        ]
+
+
+def neighbours(placement: Placement) -> list[tuple[int, int]]:
+    """Pairs of different ranks with neighbouring stages, each once, the smaller first."""
+    holders = [placement.rank_of(stage) for stage in range(placement.num_stages)]
+    return sorted({(min(a, b), max(a, b)) for a, b in pairwise(holders) if a != b})
+
+
+class Groups:
+    """All process groups of one pipeline, this rank's links, and the way to end them.
+
+    Made on all global ranks at the same time, by all with the same arguments. The default process group is
+    used to make them and stays usable after `close` and `abort`.
+
+    Args:
+        placement: Which rank holds which stage.
+        replicas: Data-parallel replicas of the pipeline.
+        backend: Of the pipeline and data-parallel groups, such as `nccl`. Default: `gloo`.
+        init_timeout: Longest wait for a rank that comes late to the making of a group.
+        step_timeout: Longest wait for one message or collective in a step.
+    """
+
+    def __init__(
+        self,
+        placement: Placement,
+        *,
+        replicas: int = 1,
+        backend: str = "gloo",
+        init_timeout: timedelta = timedelta(seconds=300),
+        step_timeout: timedelta = timedelta(seconds=300),
+    ) -> None:
+        self.numbering = Numbering.of(placement, replicas=replicas)
+        self.global_rank = dist.get_rank()
+        self.rank, self.replica, _ = self.numbering.coordinates(self.global_rank)
+        self.step_timeout = step_timeout
+        self.aborted = False
+        self._made: list[dist.ProcessGroup] = []
+        self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        everyone = [list(range(self.numbering.world_size))]
+        self.control = _required(self._make(everyone, "control", "gloo", init_timeout))
+        self._backend = backend
+        self.pipeline = _required(self._make(self.numbering.pipelines(), "pipeline", backend, step_timeout))
+        replicated = self.numbering.replicated() if replicas > 1 else []
+        self.data_parallel = self._make(replicated, "data", backend, step_timeout)
+        self.store = self._own_store()
+        self.links = self._make_links(placement, init_timeout)
+
+    def _make(
+        self, rank_lists: Iterable[Sequence[int]], name: str, backend: str, timeout: timedelta
+    ) -> dist.ProcessGroup | None:
+        """Make a group for each list, on all ranks in the same order; returns the one this rank is in."""
+        own = None
+        for ranks in rank_lists:
+            group = dist.new_group(sorted(ranks), timeout=timeout, backend=backend, group_desc=f"lp_{name}")
+            if self.global_rank in ranks:
+                own = group
+                self._made.append(group)
+        return own
+
+    def _make_links(self, placement: Placement, init_timeout: timedelta) -> dict[int, Link]:
+        links = {}
+        for low, high in neighbours(placement):
+            pairs = [(pipeline[low], pipeline[high]) for pipeline in self.numbering.pipelines()]
+            up = self._make(pairs, f"{low}_to_{high}", "gloo", init_timeout)
+            down = self._make(pairs, f"{high}_to_{low}", "gloo", init_timeout)
+            if self.rank == low:
+                links[high] = Link(high, _required(up), _required(down), timeout=self.step_timeout)
+            elif self.rank == high:
+                links[low] = Link(low, _required(down), _required(up), timeout=self.step_timeout)
+        return links
+
+    def _own_store(self) -> Store:
+        """A part of the default group's store that no earlier pipeline of this process has written to."""
+        token = torch.tensor([secrets.randbits(62)])  # not torch's generator: that is the user's
+        dist.broadcast(token, src=0, group=self.control)
+        store = _required(dist.group.WORLD).get_group_store()
+        return PrefixStore(f"lightning_pipeline/{int(token)}", store)
+
+    def share(self, stage_sets: Iterable[Sequence[int]], placement: Placement) -> None:
+        """Make groups for parameters that several stages share; on all ranks, with the same sets."""
+        for stages in sorted({tuple(sorted(set(stages))) for stages in stage_sets}):
+            ranks = self._ranks_of(stages, placement)
+            if len(ranks) > 1 and ranks not in self._shared:
+                lists = [[pipeline[rank] for rank in ranks] for pipeline in self.numbering.pipelines()]
+                self._shared[ranks] = self._make(lists, f"shared_{ranks}", self._backend, self.step_timeout)
+
+    def shared(self, stages: Sequence[int], placement: Placement) -> dist.ProcessGroup | None:
+        """The group over the ranks that hold these stages; None where one rank holds them all."""
+        return self._shared.get(self._ranks_of(stages, placement))
+
+    @staticmethod
+    def _ranks_of(stages: Sequence[int], placement: Placement) -> tuple[int, ...]:
+        return tuple(sorted({placement.rank_of(stage) for stage in stages}))
+
+    def abort(self) -> None:
+        """End all groups of this pipeline at once, without waiting for anyone: peers see closed connections.
+
+        gloo's own `abort` frees nobody (torch 2.13); a connection closes when the last reference to its
+        group and to the handles of its messages is gone.
+        """
+        if not self.aborted:
+            self.aborted = True
+            self._drop()
+
+    def close(self) -> None:
+        """End all groups once every rank has come here, so that no rank sees a lost connection."""
+        if self.aborted:
+            return
+        self.aborted = True
+        count = self.store.add("closed", 1)
+        if count == self.numbering.world_size:
+            self.store.set("all_closed", "1")
+        deadline = time.monotonic() + self.step_timeout.total_seconds()
+        while not self.store.check(["all_closed"]) and time.monotonic() < deadline:
+            if self.store.check([CAUSE]):
+                break
+            time.sleep(0.002)
+        self._drop()
+
+    def _drop(self) -> None:
+        for link in self.links.values():
+            link.abort()
+        self._shared.clear()
+        del self.control, self.pipeline, self.data_parallel
+        while self._made:
+            dist.destroy_process_group(self._made.pop())
+
+
+def _required(value: T | None) -> T:
+    assert value is not None, "every rank is in one group of each kind"
+    return value

@@ -1,0 +1,7 @@
+"""When actions and messages began and ended, on one clock."""
+
+from lightning_pipeline.recording.clock import Mark, now, stream_clock
+from lightning_pipeline.recording.messages import Message, MessageLog
+from lightning_pipeline.recording.timeline import Event, Recording, Timeline
+
+__all__ = ["Event", "Mark", "Message", "MessageLog", "Recording", "Timeline", "now", "stream_clock"]

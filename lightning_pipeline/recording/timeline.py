@@ -1,0 +1,196 @@
+"""What did happen: when each action of the last run asked for its input, started, and ended."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lightning_pipeline.recording.clock import Mark, StreamClock, now
+from lightning_pipeline.schedules import Action
+
+clock = now
+
+
+class Event(NamedTuple):
+    """One action of a run. Times are nanoseconds of this machine's monotonic clock.
+
+    Args:
+        action: What was done.
+        asked: When the rank turned to it and began to wait for its input.
+        started: When the input was there and the stage began to work.
+        ended: When the stage had finished.
+    """
+
+    action: Action
+    asked: int
+    started: int
+    ended: int
+
+
+class Recording:
+    """One run of one rank. It stays as it is when the next run begins: keep it as long as you like.
+
+    Iterating gives an `Event` per action that has ended, in order. With a stream's clock that, and asking
+    for `began` and `finished`, waits until the stream has come so far; `settled` tells whether it has.
+
+    Args:
+        number: Runs of the rank before this one.
+        actions: Of the run.
+        stream: The clock of the device, `None` where the host works itself.
+    """
+
+    def __init__(self, number: int, actions: Sequence[Action], stream: StreamClock | None = None) -> None:
+        self.number, self.actions = number, actions
+        self.position = -1
+        count = len(actions)
+        self.asked, self.started, self.ended = [0] * count, [0] * count, [0] * count
+        self.bounds = [0, 0]
+        self.stream = stream
+        self.marks: list[Mark] = []
+
+    @property
+    def began(self) -> int:
+        """When the run began."""
+        self._settle()
+        return self.bounds[0]
+
+    @property
+    def finished(self) -> int:
+        """When all messages of the run were delivered; 0 before that."""
+        self._settle()
+        return self.bounds[1]
+
+    @property
+    def settled(self) -> bool:
+        """Whether the times can be read without waiting for the device."""
+        return self.stream is None or not self.marks or self.stream.reached(self.marks[-1])
+
+    def __iter__(self) -> Iterator[Event]:
+        self._settle()
+        for index in range(self.position + 1):
+            if self.ended[index]:
+                yield Event(self.actions[index], self.asked[index], self.started[index], self.ended[index])
+
+    def _settle(self) -> None:
+        """Replace the times at which the host gave the work out by those at which the device did it."""
+        if self.stream is None or not self.marks or not self.bounds[1]:
+            return
+        first, *times, last = self.stream.read(self.marks)
+        self.marks = []
+        self.asked, self.started, self.ended = times[::3], times[1::3], times[2::3]
+        self.bounds = [first, last]
+
+
+class Timeline:
+    """Records the actions of one run after the other; about a microsecond per action on the host.
+
+    Iterating gives an `Event` per action of the last run that has ended, in order.
+
+    Args:
+        stream: The clock of the device that works, `None` where the host works itself.
+    """
+
+    def __init__(self, stream: StreamClock | None = None) -> None:
+        self.last = Recording(-1, ())
+        """The newest run; a new object for each."""
+        self.stream = stream
+
+    def begin(self, actions: Sequence[Action]) -> None:
+        """Start a new recording."""
+        self.last = Recording(self.last.number + 1, actions, self.stream)
+        self.last.bounds[0] = clock()
+        if self.stream is not None:
+            self.last.marks.append(self.stream.mark())
+
+    def ask(self, position: int) -> None:
+        """The rank turns to the action at this position."""
+        run = self.last
+        run.position = position
+        run.asked[position] = clock()
+        if run.stream is not None:
+            run.marks.append(run.stream.mark())
+
+    def start(self) -> None:
+        """The input is there."""
+        run = self.last
+        run.started[run.position] = clock()
+        if run.stream is not None:
+            run.marks.append(run.stream.mark())
+
+    def end(self) -> None:
+        """The stage has finished."""
+        run = self.last
+        run.ended[run.position] = clock()
+        if run.stream is not None:
+            run.marks.append(run.stream.mark())
+
+    def finish(self) -> None:
+        """All messages of the run are delivered."""
+        if self.stream is not None:
+            self.last.marks.append(self.stream.mark())
+        self.last.bounds[1] = clock()
+
+    def mark(self) -> Mark:
+        """This moment, on the clock of the device where there is one; `read` says when it was."""
+        return clock() if self.stream is None else self.stream.mark()
+
+    def read(self, marks: Sequence[Mark]) -> list[int]:
+        """Times of marks in nanoseconds of the host's clock. Waits for the device."""
+        return list(marks) if self.stream is None else self.stream.read(marks)
+
+    def anchor(self) -> None:
+        """Tie the times of the device to the host's anew; waits for the device."""
+        if self.stream is not None:
+            self.stream.anchor()
+
+    def __iter__(self) -> Iterator[Event]:
+        return iter(self.last)
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Of the last run."""
+        return self.last.actions
+
+    @property
+    def began(self) -> int:
+        """When the last run began."""
+        return self.last.began
+
+    @property
+    def finished(self) -> int:
+        """When the last run was over; 0 before that."""
+        return self.last.finished
+
+    @property
+    def current(self) -> Action | None:
+        """The action that the rank is at, None before the first."""
+        run = self.last
+        return run.actions[run.position] if run.position >= 0 else None
+
+    @property
+    def busy_seconds(self) -> float:
+        """Time in which the stages of this rank worked."""
+        return sum(event.ended - event.started for event in self) / 1e9
+
+    @property
+    def waiting_seconds(self) -> float:
+        """Time in which this rank waited for an input, and at the end for its messages to be taken."""
+        events = list(self)
+        last = max(0, self.finished - events[-1].ended) if events and self.finished else 0
+        return (sum(event.started - event.asked for event in events) + last) / 1e9
+
+    def recent(self, count: int = 20) -> list[str]:
+        """The last actions as text, the one that is going on last, for an error message: the host's times."""
+        lines, run = [], self.last
+        for index in range(max(0, run.position + 1 - count), run.position + 1):
+            asked, started, ended = run.asked[index], run.started[index], run.ended[index]
+            if ended:
+                what = f"waited {_ms(started - asked)}, took {_ms(ended - started)}"
+            elif started:
+                what = f"working since {_ms(clock() - started)}"
+            else:
+                what = f"waiting since {_ms(clock() - asked)}"
+            lines.append(f"{run.actions[index]}: {what}")
+        return lines
+
+
+def _ms(nanoseconds: int) -> str:
+    return f"{nanoseconds / 1e6:.1f} ms"

@@ -1,0 +1,229 @@
+"""What the user, and the callbacks, may ask of the strategy."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.measure import MemoryMeter
+from lightning_pipeline.model.cut import Partition, StageTable
+from lightning_pipeline.ranks import Numbering, Offset
+from lightning_pipeline.recording import MessageLog, Timeline
+from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.schedules import Plan, Schedule
+from lightning_pipeline.settings import Settings
+
+
+class Places:
+    """Which rank holds what. The strategy inherits these answers.
+
+    Attributes:
+        global_rank: This rank's.
+    """
+
+    global_rank: int
+    _placement: Plan | None = None
+    _numbering: Numbering | None = None
+
+    def _layout(self) -> tuple[Plan, Numbering]:
+        if self._placement is None or self._numbering is None:
+            raise ConfigurationError(
+                "which rank holds which stage is known once the Trainer has the strategy"
+            )
+        return self._placement, self._numbering
+
+    def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
+        """The stage that a rank holds. Never read it off a `DeviceMesh`, which sorts its ranks.
+
+        Args:
+            global_rank: Of the rank. Default: this one.
+            position: Which of its stages, where ranks hold several.
+        """
+        return self._stages_of(self.global_rank if global_rank is None else global_rank)[position]
+
+    def _stages_of(self, global_rank: int) -> tuple[int, ...]:
+        placement, numbering = self._layout()
+        return placement.stages_of(numbering.coordinates(global_rank)[0])
+
+    @property
+    def stages_here(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        return self._stages_of(self.global_rank)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the stage with the loss."""
+        return self._layout()[0].num_stages - 1 in self.stages_here
+
+    @property
+    def replica_index(self) -> int:
+        """This rank's position among the data-parallel replicas."""
+        return self._layout()[1].coordinates(self.global_rank)[1]
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the pipeline."""
+        return self._layout()[1].replicas
+
+
+class Answers(Places):
+    """What is known while the module is split. The strategy inherits these answers."""
+
+    lightning_module: LightningModule | None
+    _settings: Settings
+    _pipeline: Pipeline | None = None
+    _device_mesh: DeviceMesh | None = None
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The ranks by pipeline rank (axis `pp`) and replica (axis `dp`). Ask `stage_index` for stages."""
+        if self._device_mesh is None:
+            raise ConfigurationError(
+                "the device mesh exists once the processes have joined: ask for it in `setup`"
+            )
+        return self._device_mesh
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody would answer: before the group exists, and once this rank's run was interrupted.
+
+        Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
+        """
+        if self._pipeline is not None and self._pipeline.ends_together:
+            return False
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return not dist.is_initialized() or _lightning.is_interrupted(trainer)
+
+    def describe(self) -> StageTable:
+        """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""
+        if self._running.table is None:
+            raise ConfigurationError("this run has no data, so the module was not split")
+        return self._running.table
+
+    @property
+    def timeline(self) -> Timeline:
+        """What happened in the last step on this rank."""
+        return self._running.executor.timeline
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's position in its pipeline."""
+        return self._running.groups.rank
+
+    @property
+    def bytes_sent(self) -> int:
+        """That this rank has sent to other stages in this run of the Trainer."""
+        return sum(link.bytes_sent for link in self._running.groups.links.values())
+
+    @property
+    def memory(self) -> MemoryMeter:
+        """Measures the memory of this rank."""
+        return self._running.memory
+
+    @property
+    def clock_offsets(self) -> list[Offset]:
+        """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+        return self._running.executor.clocks.offsets
+
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """Measure `clock_offsets`, by pipeline rank; all ranks must call.
+
+        Args:
+            exchanges: Messages back and forth with each rank; the quickest counts.
+        """
+        return self._running.executor.clocks.align(exchanges)
+
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it.
+
+        Args:
+            on: Whether to.
+        """
+        self._running.executor.record_messages(on)
+
+    @property
+    def messages(self) -> MessageLog | None:
+        """Those of the last step on this rank; `None` while they are not recorded."""
+        return self._running.executor.log
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters, tied ones once."""
+        return (parameter for _, parameter in self._running.split.owned_parameters())
+
+    @property
+    def partition(self) -> Partition:
+        """Where the module is cut, with the trace that the cut was chosen from."""
+        return self._running.split.cut
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last training step, `None` before the first."""
+        return self._running.last_plan
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last training batch of this replica; `None` where the batch does not tell."""
+        return self._running.batch_size
+
+    def gather_from_pipeline(self, value: Any) -> list[Any]:
+        """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
+        return self._running.gather(value)
+
+    @staticmethod
+    def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+        """Call something each time the training loop turns to its loader; gives the undoing."""
+        return _lightning.before_fetch(trainer, call)
+
+    @staticmethod
+    def logging_step(trainer: Trainer) -> int:
+        """The step under which loggers get what is logged now."""
+        return _lightning.logging_step(trainer)
+
+    @staticmethod
+    def logs_this_batch(trainer: Trainer) -> bool:
+        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
+        return _lightning.logs_this_batch(trainer)
+
+    @property
+    def schedule(self) -> Schedule:
+        """The rule that training plans are made by."""
+        return self._settings.schedule
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
+        """As many float64 of every rank, by replica and pipeline rank; all ranks must call.
+
+        Args:
+            values: Of this rank; as many as on the others.
+        """
+        groups, own = self._running.groups, torch.tensor(values, dtype=torch.float64)
+        found = [torch.empty_like(own) for _ in range(groups.numbering.world_size)]
+        with self._running.executor.failure.watch("gathering what was measured"):
+            dist.all_gather(found, own, group=groups.control)
+        return [[found[rank].tolist() for rank in ranks] for ranks in groups.numbering.pipelines()]
+
+    def clip_grad_norm_(
+        self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, by the 2-norm of the gradients of all stages.
+
+        Args:
+            parameters: This rank's part of the parameters to clip.
+            max_norm: The largest norm allowed.
+            error_if_nonfinite: Raise, on every rank, when the norm is inf or nan.
+
+        Returns:
+            The norm before clipping, the same on every rank.
+        """
+        return self._running.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    @property
+    def _running(self) -> Pipeline:
+        if self._pipeline is None:
+            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
+        return self._pipeline

@@ -1,0 +1,206 @@
+"""The strategy's hooks for checkpoints."""
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint import Holdings, options_of, save_whole
+from lightning_pipeline.checkpoint.contents import (
+    as_told,
+    bare,
+    extra_names,
+    extra_states,
+    flat_state,
+    load_extra_states,
+)
+from lightning_pipeline.checkpoint.folder import discard, local_path
+from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.run.answers import Answers
+from lightning_pipeline.run.setup import held_states
+from lightning_pipeline.settings import Settings
+
+
+class CheckpointHooks(Answers, ParallelStrategy):
+    """Saves and loads checkpoint folders. `PipelineStrategy` inherits this."""
+
+    _settings: Settings
+    _names: Mapping[int, str] = {}
+    _written: Mapping[int, str] = {}
+    _stood: Mapping[str, Any] | None = None
+
+    def note_names(self, trainer: Trainer) -> None:
+        """Once the module is split: what its parameters are called, and how its callbacks link.
+
+        Args:
+            trainer: Of this run.
+        """
+        self._names, self._written = self._running.names(), self._running.written_names()
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                local_path(callback.dirpath or "")
+                _lightning.link_through(callback, self._link_checkpoint)
+                _lightning.count_as_existing(callback, self._is_coming)
+
+    @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        raise ConfigurationError(
+            f"CheckpointIO plugin {type(io).__name__} writes one file from one rank, and no rank of a "
+            "pipeline has the whole model: remove it. PipelineStrategy writes folders by itself, in the "
+            "background with async_save=True"
+        )
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    @property
+    @override
+    def lightning_restore_optimizer(self) -> bool:
+        return False
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        module = self.lightning_module
+        assert module is not None, "a run has a module"
+        if self._pipeline is None:
+            return module.state_dict()
+        own = {**self._pipeline.own_state(), **extra_states(module, self._pipeline.owns())}
+        return as_told(module, own, held_states(module))
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return flat_state(bare(optimizer), self._written)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise CheckpointError(
+                "storage_options reach only one-file checkpoints, and stages write a folder: leave them out"
+            )
+        if self._alone:
+            rank_zero_warn(f"{filepath} was not saved: the run was interrupted, and it needs all ranks")
+            return
+        path = local_path(self.broadcast(filepath))
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
+        else:
+            options, (_, numbering) = options_of(self._settings), self._layout()
+            save_whole(
+                path, checkpoint, options, numbering, self.optimizers, self._written,
+                self._scheduled(), self._order(), self._stood,
+            )  # fmt: skip
+
+    def finish_saving(self) -> None:
+        """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
+
+        Raises:
+            CheckpointWriteError: It was not written; the other ranks are told that this one fails.
+        """
+        pipeline = self._pipeline
+        try:
+            if pipeline is not None:
+                pipeline.checkpoints.finish()
+        except BaseException as error:
+            self.on_exception(error)
+            raise
+
+    def note_position(self) -> None:
+        """Before a run ends: where it stands, for a save that comes later."""
+        if self._pipeline is not None and not self._alone:
+            self._stood = self._position()
+
+    def _held(self, *, whole: bool) -> Holdings:
+        """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
+        pipeline, module = self._running, self.lightning_module
+        assert module is not None, "a run has a module"
+        placement, numbering = self._layout()
+        own = pipeline.own_state()
+        topology = {
+            "ranks": placement.num_ranks,
+            "stages": placement.num_stages,
+            "replicas": numbering.replicas,
+            "schedule": repr(self._settings.schedule),
+        }
+        return Holdings(
+            tensors=held_states(module) if whole else own,
+            optimizers=self.optimizers,
+            names=self._names,
+            schedulers=self._scheduled(),
+            order=pipeline.order,
+            parameters=set(pipeline.order),
+            owned=set(own),
+            extra=extra_names(module),
+            load_extra=partial(load_extra_states, module),
+            position=self._position,
+            topology=topology,
+        )
+
+    def _order(self) -> list[str]:
+        """All parameter names of the module, which is whole again."""
+        assert self.lightning_module is not None, "a run had a module"
+        return [name for name, _ in self.lightning_module.named_parameters()]
+
+    def _scheduled(self) -> list[int]:
+        """The optimizer of each LR scheduler, by index."""
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
+        return [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
+
+    def _position(self) -> dict[str, Any]:
+        pipeline = self._running
+        return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        pipeline, module = self._running, self.lightning_module
+        assert module is not None, "a run has a module"
+        path = local_path(self.broadcast(checkpoint_path))
+        training = bool(module.trainer.training)
+        rest, stood = pipeline.checkpoints.load(
+            path, self._held(whole=True), strict=module.strict_loading, training=training,
+            edited=is_overridden("on_load_checkpoint", module),
+        )  # fmt: skip
+        if training:
+            pipeline.resume(stood)
+        return rest
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""
+        self._running.checkpoints.apply(checkpoint.get("state_dict"))
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Nothing is left to do: they were filled with the module."""
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        path = local_path(filepath)
+        if self._pipeline is not None:
+            self._pipeline.checkpoints.remove(path)
+        elif self.is_global_zero and os.path.lexists(path):  # callbacks do so in `teardown`, after the run
+            discard(path)
+
+    def _link_checkpoint(self, target: str, link: str) -> None:
+        self._running.checkpoints.link(Path(target), Path(link))
+        self.barrier()
+
+    def _is_coming(self, path: Any) -> bool:
+        return self._pipeline is not None and self._pipeline.checkpoints.is_coming(local_path(path))

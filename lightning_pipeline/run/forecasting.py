@@ -1,0 +1,173 @@
+"""A forecast of a run: what stands between a LightningModule with its batch, and the planning."""
+
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import (
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+)
+
+from lightning_pipeline._lightning import claim_cpu, is_overridden, takes
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.forecast import (
+    Assumptions,
+    Forecast,
+    MeasuredWorkload,
+    Workload,
+    forecast,
+    measure_link,
+)
+from lightning_pipeline.run.step import Parts, Plans, split_arguments, trains_batch_norm
+from lightning_pipeline.schedules import Schedule
+from lightning_pipeline.settings import Settings
+
+PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "32-true": Precision,
+    "64-true": DoublePrecision,
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+    "16-true": lambda: HalfPrecision("16-true"),
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", device="cpu"),
+    "16-mixed": lambda: MixedPrecision("16-mixed", device="cpu"),
+}
+_ALIASES = {"32": "32-true", "64": "64-true", "16": "16-mixed", "bf16": "bf16-mixed", "None": "32-true"}
+
+
+def precision_named(name: object) -> Precision:
+    """The plugin that a Trainer would have on CPU.
+
+    Raises:
+        ConfigurationError: There is none of this name.
+    """
+    key = _ALIASES.get(str(name), str(name))
+    if key not in PRECISIONS:
+        raise ConfigurationError(f"precision={name!r} is unknown here: use one of {', '.join(PRECISIONS)}")
+    return PRECISIONS[key]()
+
+
+class Prospect:
+    """A module and a batch that a run is planned for; nothing of either is changed.
+
+    Args:
+        module: Whole, with its weights or on the meta device. A module with `configure_model` is copied and
+            configured on the meta device.
+        batch: As a dataloader gives it, on CPU.
+        precision: As of the Trainer.
+        measure: Whether stages are run for their times; needs weights.
+    """
+
+    def __init__(
+        self, module: LightningModule, batch: Any, *, precision: object = "32-true", measure: bool = False
+    ) -> None:
+        if not is_overridden("training_step", module):
+            raise ConfigurationError(f"{type(module).__name__} has no training_step to be planned for")
+        plugin = precision_named(precision)
+        converts = isinstance(plugin, HalfPrecision | DoublePrecision)
+        self.module = _configured(module, copied=converts)
+        plugin.convert_module(self.module)
+        self._context: Callable[[], AbstractContextManager[Any]] = plugin.forward_context
+        self._measure = measure
+        if measure and any(parameter.is_meta for parameter in self.module.parameters()):
+            raise ConfigurationError("stages without weights cannot be measured: build the module with them")
+        batch = _prepared(self.module, plugin.convert_input(batch))
+        step = self.module.training_step
+        self._args = (batch, 0) if takes(step, "batch_idx", min_args=2) else (batch,)
+
+    @cached_property
+    def assumptions(self) -> Assumptions:
+        """The usual ones; where stages are measured, the link between ranks of this machine is too.
+
+        Raises:
+            PipelineError: It cannot be measured here.
+        """
+        if not self._measure:
+            return Assumptions()
+        latency, link_bytes = measure_link(next(self.module.parameters()).device.type)
+        return Assumptions(latency=latency, link_bytes=link_bytes, link_measured=True)
+
+    def parts(self, num_microbatches: int) -> Parts:
+        """The batch, split."""
+        return split_arguments(self.module, self._args, num_microbatches)
+
+    def choose_number(self, schedule: Schedule, stages: int) -> int:
+        """What `num_microbatches="auto"` is in a run."""
+        at_least = 1 + trains_batch_norm(self.module)
+        return Plans(schedule, stages).choose_number(self.parts(1).batch_size, at_least=at_least)
+
+    def workload(self, parts: Parts, settings: Settings) -> Workload:
+        """For the first micro-batch, none of the others is larger."""
+        make = MeasuredWorkload if self._measure else Workload
+        return make(
+            self.module, parts.args[0], how=settings.partition, units=settings.units,
+            forward_context=self._context,
+        )  # fmt: skip
+
+    def forecast(
+        self, settings: Settings, assumptions: Assumptions | None = None, *, own: Schedule | None = None
+    ) -> Forecast:
+        """Work out every schedule.
+
+        Args:
+            settings: Of the strategy.
+            assumptions: About the machine. Default: `self.assumptions`.
+            own: The schedule to show; its micro-batches count for `num_microbatches="auto"`.
+        """
+        stages, number = settings.stages, settings.num_microbatches
+        if stages == "auto":
+            raise ConfigurationError(
+                "stages='auto' takes all devices of a Trainer, and there is none to plan for: say how many, "
+                "such as PipelineStrategy(stages=4)"
+            )
+        if number == "auto":
+            number = self.choose_number(own or settings.schedule, stages)
+        parts = self.parts(number)
+        workload = self.workload(parts, settings)
+        return forecast(
+            workload,
+            stages,
+            len(parts.args),
+            assumptions or self.assumptions,
+            batch_size=parts.batch_size,
+            own=own,
+        )
+
+
+def _prepared(module: LightningModule, batch: Any) -> Any:
+    """The batch after the module's own hooks, as the loops call them."""
+    batch = module.on_before_batch_transfer(batch, 0)
+    batch = module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    return module.on_after_batch_transfer(batch, 0)
+
+
+def _configured(module: LightningModule, *, copied: bool) -> LightningModule:
+    """The module as a run would have it: hooks that make its layers are called on a copy, without weights.
+
+    `setup` may want data and a Trainer; it is called only where the layers are not there without.
+    """
+    if is_overridden("configure_model", module):
+        module = copy.deepcopy(module)
+        _call_on_meta(module, "configure_model")
+    elif copied:
+        module = copy.deepcopy(module)
+    if is_overridden("setup", module) and not list(module.parameters()):
+        module = copy.deepcopy(module)
+        _call_on_meta(module, "setup", "fit")
+    claim_cpu(module)
+    return module
+
+
+def _call_on_meta(module: LightningModule, hook: str, *arguments: str) -> None:
+    try:
+        with torch.device("meta"):
+            getattr(module, hook)(*arguments)
+    except Exception as error:
+        raise ConfigurationError(
+            f"{hook} of {type(module).__name__} fails without a Trainer: {type(error).__name__}: {error}"
+        ) from error

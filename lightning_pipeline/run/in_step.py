@@ -1,0 +1,166 @@
+"""Keeps the ranks of a run in step where Lightning lets each decide by itself."""
+
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from typing_extensions import override
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.data import random_states, set_random_states
+from lightning_pipeline.ranks import Outlet
+
+
+class Ranks(Protocol):
+    """What is asked of the other ranks."""
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether any rank of the world raised it."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank of this replica."""
+        ...
+
+    def around_batch(self, active: bool) -> None:
+        """Guard what sees one stage only, around a training batch."""
+        ...
+
+
+class Saves(Protocol):
+    """What is asked of the checkpoints."""
+
+    def finish(self) -> None:
+        """Wait for the save in flight; may raise."""
+        ...
+
+    def at_once(self) -> AbstractContextManager[None]:
+        """Inside, a save is complete when it returns."""
+        ...
+
+
+class LowersGuards(Callback):
+    """Added by the strategy, before all others: hooks at an epoch's end may look at one stage's parameters.
+
+    Args:
+        ranks: Whose guards those are.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._ranks.around_batch(False)
+
+
+class KeepTogether(Callback):
+    """Added by the strategy.
+
+    `trainer.should_stop` is read per rank: one that stops alone leaves the others waiting, so that any
+    rank's flag becomes all ranks' after the same batch. So does a SIGTERM that reached one of them: Lightning
+    tells the others from inside the signal's handler, in the middle of a step, which hangs. So does SLURM's
+    signal to save and requeue. And samplers draw their order from the random state at the start of an epoch,
+    which code for rank 0 only may have moved.
+
+    Args:
+        ranks: To ask.
+        outlet: From the rank whose random states count to the others of its replica.
+        epoch_starts: Called when an epoch does.
+        saves: Of the run.
+
+    Attributes:
+        ending: Whether all ranks are about to end because of a SIGTERM.
+    """
+
+    def __init__(self, ranks: Ranks, outlet: Outlet, epoch_starts: Callable[[], None], saves: Saves) -> None:
+        self._ranks, self._outlet, self._epoch_starts, self._saves = ranks, outlet, epoch_starts, saves
+        self._told_to_end = self._told_to_requeue = False
+        self._requeue: Callable[[], None] | None = None
+        self.ending = False
+
+    def watch_signals(self, trainer: Trainer) -> Callable[[], None]:
+        """From now on end the run, or save it for a new job, at one batch of all ranks.
+
+        In an evaluation a SIGTERM ends this rank's at once.
+
+        Returns:
+            Undoes it.
+        """
+        undo = [self._watch_sigterm(trainer), self._watch_requeue(trainer)]
+
+        def undo_all() -> None:
+            for call in undo:
+                call()
+
+        return undo_all
+
+    def _watch_requeue(self, trainer: Trainer) -> Callable[[], None]:
+        def told() -> None:
+            if trainer.state.fn == TrainerFn.FITTING:
+                self._told_to_requeue = True
+            else:
+                rank_zero_warn("SLURM's signal to requeue (SIGUSR1) came in a run that trains nothing: "
+                               "nothing is saved, and the job is not queued again")  # fmt: skip
+
+        self._requeue, undo = _lightning.on_requeue(trainer, told)
+        return undo
+
+    def _watch_sigterm(self, trainer: Trainer) -> Callable[[], None]:
+
+        def told() -> None:
+            if trainer.training:
+                self._told_to_end = True
+            else:
+                _lightning.set_received_sigterm(trainer)
+
+        return _lightning.on_sigterm(trainer, told)
+
+    def equal_random_states(self) -> None:
+        """Give all stages of a replica the same random states, where they differ."""
+        states = random_states()
+        if len(set(self._ranks.gather(zlib.crc32(repr(states).encode())))) > 1:
+            set_random_states(self._outlet.share(lambda: states))
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._epoch_starts()
+        self.equal_random_states()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop_together(trainer)
+
+    @override
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self.stop_together(trainer)
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._saves.finish()
+
+    def stop_together(self, trainer: Trainer, flag: bool = False) -> bool:
+        """Make any rank's wish to stop all ranks'; called at the end of each training batch too.
+
+        Args:
+            trainer: In its training.
+            flag: Anything to ask of the ranks along with it.
+
+        Returns:
+            Whether any rank raised the flag.
+        """
+        stop, self.ending, requeue, raised = self._ranks.any_of(
+            bool(trainer.should_stop), self._told_to_end, self._told_to_requeue, flag
+        )
+        trainer.should_stop = stop
+        if requeue and self._requeue is not None and not trainer.sanity_checking:
+            save_and_requeue, self._requeue = self._requeue, None  # once a job: ranks are told one by one
+            with self._saves.at_once():
+                save_and_requeue()
+        if self.ending:
+            _lightning.set_received_sigterm(trainer)
+        return raised

@@ -1,0 +1,406 @@
+"""What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_pipeline import _lightning
+from lightning_pipeline._lightning import equal_groups
+from lightning_pipeline.checkpoint import Checkpoints, options_of
+from lightning_pipeline.checkpoint.contents import Owns, extra_states, names_by_identity, owned_by
+from lightning_pipeline.data import Feed, Position, first_arguments
+from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.executor import Executor
+from lightning_pipeline.forecast import name_of
+from lightning_pipeline.hooks import (
+    EpochEndHooks,
+    GlobalNorms,
+    GroupGuard,
+    HookLogs,
+    LogRecorder,
+    ReportChannel,
+    SetAside,
+    SharedMetrics,
+    clip_to_norm,
+    global_norm,
+    zeroed_unseen,
+)
+from lightning_pipeline.model.cut import StageTable
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.ranks import (
+    Failure,
+    Groups,
+    Outlet,
+    Where,
+    agreed,
+    average_gradients,
+    start_equal,
+    sum_gradients,
+)
+from lightning_pipeline.run.in_step import KeepTogether, LowersGuards
+from lightning_pipeline.run.out_of_memory import watch_memory
+from lightning_pipeline.run.replan import Reordering
+from lightning_pipeline.run.setup import (
+    Cut,
+    choose_cut,
+    fill_whole,
+    gather_whole,
+    held_states,
+    move,
+    seed_of_run,
+    split_module,
+)
+from lightning_pipeline.run.step import Plans, StepRunner, split_arguments, trains_batch_norm
+from lightning_pipeline.run.summary import summarize_before_split
+from lightning_pipeline.schedules import Auto, Plan
+from lightning_pipeline.settings import Settings
+
+
+class Pipeline:
+    """One run's groups, data, stages and executor. All ranks make and use one together.
+
+    Args:
+        settings: Of the strategy.
+        placement: Which pipeline rank holds which stage.
+        backend: Of the collectives.
+        device: Of this rank.
+    """
+
+    executor: Executor
+    split: SplitModel
+    _runner: StepRunner
+    _cut: Cut
+
+    def __init__(self, settings: Settings, placement: Plan, backend: str, device: torch.device) -> None:
+        self._settings, self._placement, self._device = settings, placement, device
+        numbering_replicas = dist.get_world_size() // placement.num_ranks
+        self.groups = Groups(
+            placement, replicas=numbering_replicas, backend=backend,
+            init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
+        )  # fmt: skip
+        groups = self.groups
+        self._ranks = groups.numbering.pipelines()[groups.replica]
+        self._stages = placement.stages_of(groups.rank)
+        self._plans = Plans(settings.schedule, placement.num_ranks)
+        self._from_zero = Outlet(groups.control, 0, groups.global_rank == 0)
+        self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
+        shared_data = self._from_last if settings.data == "broadcast" else None
+        self.feed = Feed(groups.replica, self._ranks, self.gather, shared_data)
+        self.checkpoints = Checkpoints(options_of(settings), groups.numbering, groups.store)
+        self._set_aside = SetAside()
+        self._undo: list[Any] = []
+        self._failed = self._is_split = False
+        self._at_least = 1
+        self._together: KeepTogether | None = None
+
+    def _outlet(self, rank: int) -> Outlet:
+        group = self.groups.pipeline if len(self._ranks) > 1 else None
+        return Outlet(group, self._ranks[rank], rank == self.groups.rank)
+
+    # Setting up
+
+    def split_module(self, trainer: Trainer, plugin: Precision) -> None:
+        """Look at a first batch, cut the module, and keep this rank's stages.
+
+        Args:
+            trainer: In its setup; with no data the module stays whole, for nothing will run.
+            plugin: Whose context the forwards run in.
+        """
+        self._trainer, self._module = trainer, trainer.lightning_module
+        seed = seed_of_run(self._from_zero)
+        self.feed.seed = seed
+        self.seed, self.position = seed, Position(trainer)
+        self.order = [name for name, _ in self._module.named_parameters()]
+        together = KeepTogether(self, self._from_last, self.position.epoch_starts, self.checkpoints)
+        together.equal_random_states()
+        self._undo.append(together.watch_signals(trainer))
+        self._together = together
+        first = first_arguments(trainer)
+        if trainer.training:
+            self._undo += [self.position.install(), summarize_before_split(trainer)]
+            self._undo.append(equal_groups(self.any_of))
+            self._add_callbacks(trainer, LowersGuards(self), together)
+        if first is None:
+            return
+        step, args = first
+        number = self._choose_number(args)
+        parts = split_arguments(self._module, args, number)
+        context = plugin.forward_context
+        self._cut = choose_cut(
+            self._module, step, parts.args[0], self._placement.num_stages, self._settings, context,
+            self._from_zero, self.agreed,
+        )  # fmt: skip
+        recorder = LogRecorder(self._module)
+        self.split = self.agreed(
+            lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
+        )
+        self._is_split = True
+        if self.groups.numbering.replicas == 1:
+            _lightning.silence_sync_dist_advice()
+        self._connect(recorder, number)
+
+    def _add_callbacks(self, trainer: Trainer, first: Callback, last: Callback) -> None:
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+        callbacks[:] = [first, *callbacks, last]
+        self._undo += [lambda: callbacks.remove(first), lambda: callbacks.remove(last)]
+
+    def _choose_number(self, args: Sequence[Any]) -> int:
+        if self._settings.num_microbatches != "auto":
+            return self._settings.num_microbatches
+        self._at_least = 1 + trains_batch_norm(self._module)
+
+        def choose() -> int:
+            size = split_arguments(self._module, args, 1).batch_size
+            number = self._plans.choose_number(size, at_least=self._at_least)
+            rank_zero_info(
+                f"num_microbatches='auto': {number} for a batch of {size} and {name_of(self._plans.schedule)}"
+            )
+            return number
+
+        return int(self._from_zero.share(choose))
+
+    def _connect(self, recorder: LogRecorder, number: int) -> None:
+        stages = {index: self.split.stage(index) for index in self._stages}
+        self.executor = Executor(stages, self.groups, device=self._device)
+        self._parameters = [parameter for _, parameter in self.split.owned_parameters()]
+        self.groups.share((shared.stages for shared in self.split.shared), self._placement)
+        self._not_counted = {
+            id(shared.parameter) for shared in self.split.shared
+            if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
+        }  # fmt: skip
+        self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
+        self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
+        self._undo.append(lambda: self.around_batch(False))
+        start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
+        metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
+        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
+        logs = HookLogs(self._trainer, self.gather, self._end_batch)
+        self._undo += [metrics.restore, epoch_end.restore, logs.restore]
+        reports = ReportChannel(self._from_last, self._device)
+        self._runner = StepRunner(
+            self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
+            self.groups.replica, self._from_last,
+        )  # fmt: skip
+        self._runner.num_microbatches, self._runner.at_least = number, self._at_least
+        self.memory = watch_memory(
+            self._trainer, self.split, self.executor, self._runner, self._plans, self._set_aside
+        )
+        if isinstance(self._settings.schedule, Auto):
+            self._runner.reordering = Reordering(
+                self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
+            )
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """Do local work on every rank of the world; when one fails, all raise. See `sharing.agreed`."""
+        return agreed(work, self.groups.control)
+
+    def to_device(self, device: torch.device) -> None:
+        """Move this rank's parameters, buffers and metrics."""
+        if device.type != "cpu" and self._is_split:
+            move(self._module, device)
+
+    # What it holds
+
+    @property
+    def table(self) -> StageTable | None:
+        """The stages; `None` when there was no data to split the module with."""
+        return self._cut.table if self._is_split else None
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last training step, `None` before the first."""
+        return self._runner.last_plan if self._is_split else None
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last training batch; `None` where the batch does not tell."""
+        return self._runner.batch_size if self._is_split else None
+
+    def parameters(self) -> list[Tensor]:
+        """This rank's parameters, tied ones once."""
+        return list(self._parameters) if self._is_split else list(self._module.parameters())
+
+    def names(self) -> dict[int, str]:
+        """Names of this rank's parameters in the whole module, by `id`."""
+        named = self.split.owned_parameters() if self._is_split else self._module.named_parameters()
+        return names_by_identity(named)
+
+    def written_names(self) -> dict[int, str]:
+        """Those whose optimizer state this rank writes: of a shared parameter only its owner does."""
+        shared = self._not_counted if self._is_split else set()
+        return {identity: name for identity, name in self.names().items() if identity not in shared}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank writes into a checkpoint: each name is owned by one stage."""
+        return self.split.owned_states() if self._is_split else held_states(self._module)
+
+    def owns(self) -> Owns:
+        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
+        return owned_by(self._cut.partition if self._is_split else None, self._stages)
+
+    def resume(self, stood: Mapping[str, Any] | None) -> None:
+        """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
+        self.position.resume(stood)
+        if stood is not None:
+            self.seed = self.feed.seed = self.split.seed = stood["seed"]
+            self.feed.moved = stood["moved"]
+
+    # Steps
+
+    def train(self, args: Sequence[Any]) -> dict[str, Any]:
+        """Run a training step; its gradients are set aside."""
+        self.checkpoints.check()
+        epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+        self.feed.check(args[0], batch_idx, "training_step")
+        self._set_aside.begin(self._parameters, drop=zeroed_unseen(self._trainer, batch_idx))
+        try:
+            outputs = self._runner.train(args, (epoch, batch_idx), self._trainer.accumulate_grad_batches)
+        except BaseException:
+            self._set_aside.cancel()
+            raise
+        self._set_aside.end()
+        return outputs
+
+    def evaluate(self, step: str, args: Sequence[Any]) -> Any:
+        """Run a step of validation, test or predict."""
+        batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
+        self.feed.check(args[0], batch_idx, step)
+        return self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
+
+    def around_batch(self, active: bool) -> None:
+        """From the start of a training batch to the end of its hooks: guard what sees one stage only.
+
+        Args:
+            active: Whether the guards are up.
+        """
+        if self._is_split:
+            self.split.guard_hooks(active)
+            (self._norms.install if active else self._norms.remove)()
+            (self._group_guard.install if active else self._group_guard.remove)(self._trainer.optimizers)
+
+    def _end_batch(self, logged: bool) -> bool:
+        assert self._together is not None, "made when the module was split"
+        return self._together.stop_together(self._trainer, logged)
+
+    def put_gradients_back(self, *, stepping: bool) -> None:
+        """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
+
+        Args:
+            stepping: Whether the optimizer steps on this batch.
+        """
+        self._set_aside.put_back()
+        if stepping:
+            with self.executor.failure.watch("averaging gradients"):
+                average_gradients(self._parameters, self.groups.data_parallel)
+                for stages in sorted({tuple(shared.stages) for shared in self.split.shared}):
+                    copies = [s.parameter for s in self.split.shared if tuple(s.stages) == stages]
+                    group = self.groups.shared(stages, self._placement)
+                    sum_gradients([copy for copy in copies if copy is not None], group)
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip gradients by their norm over all stages; tied parameters count once."""
+        with_gradient = [p for p in parameters if p.grad is not None]
+        gradients = [p.grad for p in with_gradient if p.grad is not None]
+        counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
+        with self.executor.failure.watch("clipping gradients"):
+            norm = global_norm(counted, [self.groups.pipeline], self._device)
+        clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return norm
+
+    # Collectives
+
+    def _watched(self, activity: str) -> AbstractContextManager[None]:
+        """Where a rank is gone, raise what it failed with."""
+        failure = self.executor.failure if self._is_split else Failure(self.groups)
+        return failure.watch(activity)
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank of this replica, by pipeline rank."""
+        found: list[Any] = [None] * len(self._ranks)
+        with self._watched("gathering from all stages"):
+            dist.all_gather_object(found, value, group=self.groups.pipeline)
+        by_rank = dict(zip(sorted(self._ranks), found, strict=True))
+        return [by_rank[rank] for rank in self._ranks]
+
+    def reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
+        """Reduce a tensor over the replicas, or the group that was asked for."""
+        group = self.groups.data_parallel if group is None else group
+        if not isinstance(value, Tensor) or group is None:
+            return value
+        return _lightning.reduce_over(value, group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any, sync_grads: bool) -> Tensor:
+        """Gather over the replicas; with one replica the tensor as it is, as on one device."""
+        if group is None or group is dist.group.WORLD:
+            group = self.groups.data_parallel
+        if group is None or group.size() == 1:
+            return tensor
+        return _lightning.gather_over(tensor, group, sync_grads)
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether any rank of the world raised it."""
+        votes = torch.tensor(flags, dtype=torch.uint8)
+        with self._watched("asking all ranks"):
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.groups.control)
+        return [bool(vote) for vote in votes.tolist()]
+
+    # The end
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether a SIGTERM ends all ranks at this batch: they still answer each other."""
+        return self._together is not None and self._together.ending
+
+    def fail(self, exception: BaseException) -> None:
+        """The run ends with an exception: tell the other ranks, so that none waits for this one.
+
+        Args:
+            exception: Gets a note when another rank failed first.
+        """
+        if self.ends_together:
+            return
+        self._failed = True
+        alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
+        if not alike:  # every rank raises these by itself
+            failure = self.executor.failure if self._is_split else Failure(self.groups)
+            try:
+                failure.end(exception, Where("code outside a step"))
+            except StageFailedError as told:
+                exception.add_note(str(told))
+        self._from_zero.close()
+        self._from_last.close()
+        self.groups.abort()
+        self.checkpoints.close(failed=True)
+
+    def close(self) -> None:
+        """End the run: the module becomes whole on every rank, on CPU, with all stages' weights.
+
+        After an exception the other stages' weights are not to be had; the module then keeps placeholders for
+        them, which fail loudly when used.
+        """
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+        if self._is_split:
+            self._make_whole()
+        if not self._failed:
+            self.groups.close()
+            self.checkpoints.close(failed=False)
+
+    def _make_whole(self) -> None:
+        if self._failed:
+            self.split.restore()
+            return
+        outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
+        own = self.split.owned_states(transient=True)
+        with self._watched("gathering the weights of all stages"):
+            whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
+        fill_whole(self._module, whole)
+        self.split.restore(whole)

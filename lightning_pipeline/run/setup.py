@@ -1,0 +1,158 @@
+"""From a whole LightningModule to this rank's stages, and back to the whole one."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_pipeline.checkpoint.contents import EXTRA, load_extra_states
+from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.model.cut import Partition, StageTable, partition
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.trace import find_units, trace_step
+from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.settings import Settings
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the module is cut, the same on every rank.
+
+    Attributes:
+        partition: What the split is made from.
+        table: The stages, as rank 0 sees them.
+    """
+
+    partition: Partition
+    table: StageTable
+
+
+def choose_cut(
+    module: LightningModule,
+    step: str,
+    args: tuple[Any, ...],
+    num_stages: int,
+    settings: Settings,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    from_rank_zero: Outlet,
+    agreed: Callable[[Callable[[], Any]], Any],
+) -> Cut:
+    """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than the others'.
+
+    Args:
+        module: Whole, on CPU.
+        step: Name of the step to trace.
+        args: Its arguments, of one micro-batch.
+        num_stages: Stages of all ranks.
+        settings: For `partition` and `units`.
+        forward_context: The precision plugin's.
+        from_rank_zero: To all ranks.
+        agreed: Does local work on all ranks or raises on all of them.
+
+    Raises:
+        SplitError: The step cannot be cut.
+        PartitionError: The asked-for stages are not possible.
+    """
+
+    def choose() -> Partition:
+        units = find_units(module, at_least=num_stages, keep_whole=settings.units)
+        trace = trace_step(module, step, args, units=units, forward_context=forward_context)
+        return partition(trace, num_stages, how=settings.partition)
+
+    chosen: Partition = agreed(choose)
+    table: StageTable = from_rank_zero.share(chosen.table)
+    names = [row.units[0] for row in table.rows[1:]]
+    if names != [row.units[0] for row in chosen.table().rows[1:]]:
+        chosen = agreed(lambda: partition(chosen.trace, num_stages, how=names))
+    return Cut(chosen, table)
+
+
+def split_module(
+    module: LightningModule,
+    cut: Cut,
+    stages: tuple[int, ...],
+    recorder: LogRecorder,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    seed: int,
+) -> SplitModel:
+    """Keep this rank's stages of a module.
+
+    Args:
+        module: Whole.
+        cut: The same on every rank.
+        stages: This rank's.
+        recorder: Where `self.log` goes during a step.
+        forward_context: The precision plugin's.
+        seed: Of the random numbers in steps; the same on every rank.
+    """
+    sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
+    return SplitModel(
+        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed
+    )
+
+
+def held_states(module: LightningModule, *, transient: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, under all their names in the whole module.
+
+    Args:
+        module: Split or whole.
+        transient: Whether non-persistent buffers are among them.
+    """
+    held: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        left_out = set() if transient else part._non_persistent_buffers_set
+        kept = {k: v for k, v in part._buffers.items() if k not in left_out}
+        for name, tensor in (*part._parameters.items(), *kept.items()):
+            if tensor is not None:
+                held[f"{prefix}.{name}" if prefix else name] = tensor
+    return held
+
+
+def move(module: LightningModule, device: torch.device) -> None:
+    """Move what this rank holds. `Module.to` would trip over what stands for other stages' tensors."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and tensor.device != device:
+                tensor.data = tensor.data.to(device)
+        if isinstance(part, Metric):
+            part.to(device)
+
+
+def gather_whole(own: Mapping[str, Any], outlets: list[Outlet]) -> dict[str, Any]:
+    """The state of the whole module on CPU, on every rank of a replica.
+
+    Args:
+        own: This rank's part.
+        outlets: From each rank of the pipeline to the others, in order.
+    """
+    here = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in own.items()}
+    whole: dict[str, Any] = {}
+    for outlet in outlets:
+        for name, tensor in outlet.share(lambda: here).items():
+            whole.setdefault(name, tensor)
+    whole.update(here)
+    return whole
+
+
+def fill_whole(module: LightningModule, whole: Mapping[str, Any]) -> None:
+    """Give what this rank holds the values of the whole module, on CPU.
+
+    Args:
+        module: Still split.
+        whole: From `gather_whole`.
+    """
+    move(module, torch.device("cpu"))
+    with torch.no_grad():
+        for name, tensor in held_states(module, transient=True).items():
+            tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
+    load_extra_states(module, {name: value for name, value in whole.items() if name.endswith(EXTRA)})
+
+
+def seed_of_run(from_rank_zero: Outlet) -> int:
+    """The seed that all ranks draw from in steps: rank 0's."""
+    return int(from_rank_zero.share(torch.initial_seed)) % 2**63

@@ -1,0 +1,327 @@
+"""One step of the user's module, run as a schedule: split the batch, run the plan, merge the results."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pipeline.data import batch_size_of, merge_outputs, split_batch
+from lightning_pipeline.errors import ConfigurationError, ScheduleError
+from lightning_pipeline.executor import Executor
+from lightning_pipeline.hooks import (
+    LogRecorder,
+    Report,
+    ReportChannel,
+    SharedMetrics,
+    StepLists,
+    loss_of,
+    replay,
+)
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import late_values, put_late_values
+from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.run.replan import Reordering
+from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
+from lightning_pipeline.schedules.plans import training_plan
+
+_MICROBATCHES_PER_RANK = 4  # with equal stages the bubble is then at most a fifth
+
+
+class Plans:
+    """The plans of a run, one per number of micro-batches, worked out when first needed.
+
+    Args:
+        schedule: The rule for training.
+        num_ranks: Ranks of the pipeline.
+    """
+
+    def __init__(self, schedule: Schedule, num_ranks: int) -> None:
+        self.schedule, self.num_ranks = schedule, num_ranks
+        self._forward = ForwardOnly(like=schedule)
+        self._made: dict[tuple[bool, int], Plan] = {}
+
+    def plan(self, num_microbatches: int, *, forward_only: bool) -> Plan:
+        """The plan for a batch.
+
+        Args:
+            num_microbatches: Of this batch.
+            forward_only: Forwards alone, for evaluation.
+
+        Raises:
+            ScheduleError: The schedule does not serve this number, or trains nothing.
+        """
+        key = (forward_only, num_microbatches)
+        if key not in self._made:
+            self._made[key] = (
+                self._forward.plan(self.num_ranks, num_microbatches)
+                if forward_only
+                else training_plan(self.schedule, self.num_ranks, num_microbatches)
+            )
+        return self._made[key]
+
+    def use(self, plan: Plan) -> None:
+        """Run this one from now on for training batches of as many micro-batches."""
+        self._made[False, plan.num_microbatches] = plan
+
+    def choose_number(self, batch_size: int | None, *, at_least: int = 1) -> int:
+        """A number of micro-batches for batches of a size: a divisor where there is a good one.
+
+        Args:
+            batch_size: Samples, `None` where the batch cannot be split.
+            at_least: Samples that each micro-batch should have. `BatchNorm` needs 2 to train.
+        """
+        if batch_size is None or self.num_ranks == 1:
+            return 1
+        most: int = max(1, min(batch_size // at_least, _MICROBATCHES_PER_RANK * self.num_ranks))
+        divisors: list[int] = [
+            m for m in range(most, 0, -1) if batch_size % m == 0 and m >= min(most, self.num_ranks)
+        ]
+        candidates: list[int] = [*divisors, *range(most, 0, -1)]
+        for number in candidates:
+            if self._serves(number):
+                return number
+        return most
+
+    def _serves(self, number: int) -> bool:
+        try:
+            self.plan(number, forward_only=False)
+        except ScheduleError:
+            return False
+        return True
+
+
+@dataclass
+class Parts:
+    """A batch, split.
+
+    Attributes:
+        args: The arguments of the step for each micro-batch.
+        sizes: Samples of each micro-batch; 1 each where the batch does not tell.
+        batch_size: Samples of all; `None` where the batch does not tell.
+    """
+
+    args: list[tuple[Any, ...]]
+    sizes: list[int]
+    batch_size: int | None
+
+
+def split_arguments(
+    module: LightningModule, args: Sequence[Any], num_microbatches: int, *, at_least: int = 1
+) -> Parts:
+    """Split the batch, the first argument of every step; the others go to each micro-batch.
+
+    Args:
+        module: May override with `split_batch(batch, num_microbatches)`, which returns a list of parts.
+        args: Of the step.
+        num_microbatches: At most so many parts.
+        at_least: Samples that each part should have, where we split.
+    """
+    batch, rest = args[0], tuple(args[1:])
+    own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
+    if own is None:
+        pairs = split_batch(batch, num_microbatches, at_least=at_least)
+        sizes = [size for _, size in pairs]
+        return Parts([(part, *rest) for part, _ in pairs], sizes, sum(sizes))
+    parts = list(own(batch, num_microbatches))
+    if not parts:
+        raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
+    return _sized([(part, *rest) for part in parts])
+
+
+def trains_batch_norm(module: LightningModule) -> bool:
+    """Whether a part of the module needs two samples to train: with one there is no variance."""
+    kinds = torch.nn.modules.batchnorm._BatchNorm
+    return any(isinstance(part, kinds) and part.training for part in module.modules())
+
+
+def _sized(args: list[tuple[Any, ...]]) -> Parts:
+    try:
+        sizes = [batch_size_of(part) for part, *_ in args]
+    except ConfigurationError:  # only the user's split_batch knows what a sample is: parts count alike
+        return Parts(args, [1] * len(args), None)
+    return Parts(args, sizes, sum(sizes))
+
+
+class StepRunner:
+    """Runs steps of a split module and gives every rank what Lightning expects of one.
+
+    Args:
+        module: The LightningModule.
+        split: Its stages on this rank.
+        executor: Runs plans on them.
+        plans: For any number of micro-batches.
+        reports: From the last stage to the others.
+        recorder: Where the last stage's `self.log` goes.
+        metrics: Those of the module.
+        replica: Of this rank.
+        from_last: From the last stage's rank to the others.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        split: SplitModel,
+        executor: Executor,
+        plans: Plans,
+        reports: ReportChannel,
+        recorder: LogRecorder,
+        metrics: SharedMetrics,
+        replica: int,
+        from_last: Outlet,
+    ) -> None:
+        self._module, self._split, self._executor, self._plans = module, split, executor, plans
+        self._reports, self._recorder, self._metrics = reports, recorder, metrics
+        self._replica, self._from_last = replica, from_last
+        self._warned: set[str] = set()
+        self.num_microbatches = 1
+        self.at_least = 1
+        self.last_plan: Plan | None = None
+        self.batch_size: int | None = None
+        self.reordering: Reordering | None = None
+
+    def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any]:
+        """Run a training step, backward included.
+
+        Args:
+            args: Of `training_step`.
+            key: Of the random numbers: epoch and batch.
+            accumulate: Batches that one optimizer step adds up; the gradients are divided by it.
+
+        Returns:
+            `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
+            what else the step returned, and elsewhere in its place what raises when it is used.
+        """
+        parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
+        total = sum(parts.sizes)
+        weights = [size / total / accumulate for size in parts.sizes]
+        report, output = self._run("training_step", parts, weights, key)
+        loss = loss_of(report)
+        assert loss is not None, "a training step reports a loss"
+        extras = _extras(output) or self._split.extras_elsewhere("training_step")
+        return {"loss": loss, **extras}
+
+    def evaluate(self, step: str, args: Sequence[Any], key: tuple[int, ...]) -> Any:
+        """Run a step of validation, test or predict.
+
+        Args:
+            step: Its name.
+            args: Its arguments.
+            key: Of the random numbers.
+
+        Returns:
+            On the last stage what the step returned, merged; elsewhere `None`.
+        """
+        parts = split_arguments(self._module, args, self.num_microbatches)
+        return self._run(step, parts, None, key)[1]
+
+    def _run(
+        self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
+    ) -> tuple[Report, Any]:
+        losses, outputs, lists = self._run_plan(step, parts, weights, key)
+        if self.reordering is not None and weights is not None:
+            self._reorder(self.reordering, len(parts.args))
+        with self._executor.failure.watch(f"the end of {step}"):
+            report, output = self._finish(step, parts, losses, outputs, lists, training=weights is not None)
+            replay(self._module, report, parts.batch_size)
+        return report, output
+
+    def _reorder(self, reordering: Reordering, num_microbatches: int) -> None:
+        if num_microbatches != self.num_microbatches:
+            return
+        plan = self._plans.plan(num_microbatches, forward_only=False)
+        with self._executor.failure.watch("planning the order of the actions anew"):
+            better = reordering.after(plan, self._executor.timeline)
+        if better is not None:
+            self._plans.use(better)
+
+    def _run_plan(
+        self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
+    ) -> tuple[list[Tensor | None], list[Any], StepLists]:
+        self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
+        forward_only = weights is None
+        plan = self._plans.plan(len(parts.args), forward_only=forward_only)
+        if not forward_only:
+            self.last_plan, self.batch_size = plan, parts.batch_size
+        microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
+        try:
+            with self._metrics.local():
+                self._split.begin(
+                    step, microbatches, weights=weights, key=key, replica=self._replica,
+                    split_backward=plan.splits_backward,
+                )  # fmt: skip
+                lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
+                self._executor.run(plan, self._split.signatures, forward_only=forward_only)
+                result = self._split.finish()
+        except BaseException:
+            self._split.failed()
+            raise
+        self._warn_once(step, len(parts.args))
+        return result.losses, result.outputs, lists
+
+    def _warn_once(self, step: str, num_microbatches: int) -> None:
+        names = self._split.doubtful(step)
+        if names and num_microbatches > 1 and step not in self._warned:
+            self._warned.add(step)
+            rank_zero_warn(
+                f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
+                f"{num_microbatches} micro-batches. A sum over samples is that of one device; a sum or "
+                "moving average of means, an extreme, or a count of steps is not: use self.log or a "
+                "torchmetrics object, or update it in on_train_batch_end"
+            )
+
+    def _finish(
+        self,
+        step: str,
+        parts: Parts,
+        losses: Sequence[Tensor | None],
+        outputs: list[Any],
+        lists: StepLists,
+        *,
+        training: bool,
+    ) -> tuple[Report, Any]:
+        report, output = None, None
+        kept = self._split.kept
+        lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
+        if self._split.has_last_stage:
+            report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
+            output = self._merged(step, outputs, parts.sizes)
+        report = self._reports.share(step, report)
+        self._share_late_states(self._split.late_states(step))
+        return report, output
+
+    def _share_late_states(self, names: list[str]) -> None:
+        """Hooks on every rank read what the end of the step has just written, such as a confusion matrix."""
+        if names and self._from_last.group is not None:
+            values = self._from_last.share(lambda: late_values(self._module, names))
+            if not self._from_last.is_source:
+                put_late_values(self._module, names, values)
+
+    def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
+        if step == "training_step":  # its loss is averaged apart
+            outputs = [_extras(output) for output in outputs]
+        return self._merge(outputs, sizes) if outputs else None
+
+    def _merge(self, outputs: list[Any], sizes: list[int]) -> Any:
+        own: Callable[[list[Any], list[int]], Any] | None = getattr(self._module, "merge_outputs", None)
+        return own(outputs, sizes) if own is not None else merge_outputs(outputs, sizes)
+
+
+def _extras(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {name: value for name, value in output.items() if name != "loss"}
+    return None
+
+
+def _mean_loss(losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
+    """Weighted by samples; nan when no micro-batch has a loss, for then there is none to report."""
+    present = [(loss.detach(), size) for loss, size in zip(losses, sizes, strict=True) if loss is not None]
+    if not present:
+        return torch.tensor(float("nan"))
+    if len(present) == 1:
+        return present[0][0].reshape(())
+    total = sum(size for _, size in present)
+    return torch.stack([loss.reshape(()) * (size / total) for loss, size in present]).sum()

@@ -1,0 +1,173 @@
+"""The two cuts' worth of messages between this rank and one neighbour: values one way, gradients back.
+
+One message per cut and micro-batch: header, then all tensors. What a message looks like was agreed before
+the run, so its receive is posted ahead with the exact size. Values that are not as agreed say so in a
+message of the agreed size, and metadata and the values themselves follow.
+"""
+
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.errors import MessageError
+from lightning_pipeline.recording import now
+from lightning_pipeline.schedules import Action
+from lightning_pipeline.wire import header as wire
+from lightning_pipeline.wire.agreement import Agreement, Agreements
+from lightning_pipeline.wire.header import Header, header_bytes, write_header
+from lightning_pipeline.wire.inbox import Inbox, Key, Opening
+from lightning_pipeline.wire.link import Link
+from lightning_pipeline.wire.packing import Layout, Parcel
+from lightning_pipeline.wire.stage import Values
+
+
+class Channel:
+    """Sends to and receives from one neighbouring rank.
+
+    Args:
+        link: Moves the bytes.
+        device: Where the tensors live. Those of an accelerator go through pinned host memory.
+    """
+
+    def __init__(self, link: Link, *, device: torch.device) -> None:
+        self.link = link
+        self._pinned = device.type == "cuda"
+        self._agreements = Agreements()
+        self._sent: dict[tuple[int, int], Agreement | None] = {}
+        self._inbox = Inbox(link, device=device, sent=self._sent)
+
+    @property
+    def buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken: in flight, posted, or kept to be filled again."""
+        return max(self.link.peak_bytes, self._agreements.idle_bytes + self._inbox.idle_bytes)
+
+    def begin(self, expected: Iterable[Key], signatures: Sequence[Hashable], opening: Opening) -> None:
+        """Start a run: tell the peer what it is about and expect its messages.
+
+        Args:
+            expected: Messages of the peer, in the order in which it sends them.
+            signatures: Per micro-batch what its metadata is remembered by; the same on both ends.
+            opening: What both ends must agree on; compared before the first message is received.
+        """
+        self._agreements.begin(signatures)
+        key = self._inbox.begin(expected, signatures, opening)
+        buffer = torch.empty(header_bytes(0), dtype=torch.uint8)
+        self._send(buffer, key, checksum=opening.plan, size=opening.signatures)
+
+    def end(self) -> None:
+        """Finish a run: wait until the peer has all messages, and let new agreements enter."""
+        self._inbox.end()
+        self.link.flush()
+        self._agreements.commit()
+        self._sent.clear()
+
+    def send_values(self, stage: int, microbatch: int, values: Values) -> None:
+        """Send what a stage hands to `stage` on the peer."""
+        began, bytes_before = now(), self.link.bytes_sent
+        key = Key(wire.FORWARD, stage, microbatch)
+        agreed = self._agreements.get(stage, microbatch)
+        if values.empty:
+            self._sent[stage - 1, microbatch] = None
+            self._send_plain(key, agreed, wire.EMPTY)
+        elif agreed is not None and agreed.covers(values):
+            self._sent[stage - 1, microbatch] = agreed
+            self._send_tensors(key, agreed, agreed.layout, values.tensors)
+        else:
+            self._send_deviating(key, agreed, values)
+        self._log(Action(stage - 1, "SEND_F", microbatch), began, bytes_before)
+        if self.link.is_free:  # the gradients' size is known now
+            self._inbox.post_ahead()
+
+    def _log(self, action: Action, began: int, bytes_before: int) -> None:
+        if self.link.log is not None:
+            self.link.log.add(action, self.link.peer, self.link.bytes_sent - bytes_before, began)
+
+    def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
+        if agreed is not None:
+            self._send_plain(key, agreed, wire.DEVIATES)
+        actual = Agreement.of(values)
+        self._agreements.note(key.stage, key.microbatch, actual)
+        self._sent[key.stage - 1, key.microbatch] = actual
+        self._send_metadata(key, actual)
+        self._send_tensors(key, actual, actual.layout, values.tensors)
+
+    def _send_plain(self, key: Key, agreed: Agreement | None, status: int) -> None:
+        size = wire.METADATA_BYTES if agreed is None else agreed.layout.num_bytes
+        checksum = 0 if agreed is None else agreed.checksum
+        self._send(torch.empty(size, dtype=torch.uint8), key, status=status, checksum=checksum)
+
+    def _send_metadata(self, key: Key, actual: Agreement) -> None:
+        first = torch.empty(wire.METADATA_BYTES, dtype=torch.uint8)
+        fits = len(actual.data) <= wire.METADATA_BYTES - header_bytes(0)
+        if fits:
+            wire.write_bytes(first, header_bytes(0), actual.data)
+        self._send(first, key, status=wire.DEVIATES, size=len(actual.data))
+        if not fits:
+            rest = torch.empty(len(actual.data), dtype=torch.uint8)
+            wire.write_bytes(rest, 0, actual.data)
+            self.link.send(rest)
+
+    def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
+        """Send back to `stage` on the peer the gradients of what it sent, one entry per tensor."""
+        began, bytes_before = now(), self.link.bytes_sent
+        agreement = self._inbox.taken.pop((stage + 1, microbatch))
+        chosen = [gradients[index] for index in agreement.with_gradient]
+        for spec, gradient in zip(agreement.gradients.specs, chosen, strict=True):
+            if gradient is not None and (tuple(gradient.shape), gradient.dtype) != (spec.shape, spec.dtype):
+                raise MessageError(
+                    f"the gradient for stage {stage}, micro-batch {microbatch}, is {tuple(gradient.shape)} "
+                    f"of {gradient.dtype}, but its tensor was {spec.shape} of {spec.dtype}"
+                )
+        key = Key(wire.BACKWARD, stage, microbatch)
+        self._send_tensors(key, agreement, agreement.gradients, chosen, missing=[g is None for g in chosen])
+        self._log(Action(stage + 1, "SEND_B", microbatch), began, bytes_before)
+
+    def _send_tensors(
+        self,
+        key: Key,
+        agreement: Agreement,
+        layout: Layout,
+        tensors: Sequence[Tensor | None],
+        missing: Sequence[bool] = (),
+    ) -> None:
+        parcel = Parcel.of(layout, pinned=self._pinned)
+        parcel.fill(tensors)
+        self._send(
+            parcel.buffer,
+            key,
+            checksum=agreement.checksum,
+            count=len(tensors),
+            missing=missing,
+            release=parcel.release,
+        )
+
+    def _send(
+        self,
+        buffer: Tensor,
+        key: Key,
+        *,
+        status: int = wire.AGREED,
+        checksum: int = 0,
+        count: int = 0,
+        size: int = 0,
+        missing: Sequence[bool] = (),
+        release: Callable[[], None] | None = None,
+    ) -> None:
+        link = self.link
+        fields = Header(wire.MAGIC, key.kind, status, key.stage, key.microbatch, link.sent, link.received,
+                        checksum, count, size)  # fmt: skip
+        write_header(buffer, fields, missing)
+        link.send(buffer, release=release)
+
+    def receive_values(self, stage: int, microbatch: int) -> Values:
+        """Wait for what the peer hands to `stage`; the tensors are autograd leaves."""
+        values = self._inbox.receive(Key(wire.FORWARD, stage, microbatch))
+        assert isinstance(values, Values), "a forward message holds values"
+        return values
+
+    def receive_gradients(self, stage: int, microbatch: int) -> list[Tensor | None]:
+        """Wait for the gradients of what `stage` sent, one entry per tensor."""
+        gradients = self._inbox.receive(Key(wire.BACKWARD, stage, microbatch))
+        assert isinstance(gradients, list), "a backward message holds gradients"
+        return gradients
