@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["PipelineStrategy"]
 
 _LIGHTNING = "lightning.pytorch"
+_LIGHT = ("lightning_pipeline.schedules", "lightning_pipeline.errors")  # rooms that import no Lightning
 
 
 def __getattr__(name: str) -> Any:
@@ -52,8 +53,20 @@ class _AfterLightning(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         assert module.__spec__ is not None, "a module that is imported has a spec"
         module.__loader__ = module.__spec__.loader = self._loader
         self._loader.exec_module(module)
-        if "lightning_pipeline.strategy" not in sys.modules:  # else it is what imports Lightning
+        if not _a_room_imports():
             _make_known()
+        elif "lightning_pipeline.strategy" not in sys.modules:
+            from lightning.pytorch.strategies import StrategyRegistry
+
+            def late(**options: Any) -> Any:
+                return __getattr__("PipelineStrategy")(**options)
+
+            StrategyRegistry.register("pipeline", late, stages="auto")
+
+
+def _a_room_imports() -> bool:
+    """Whether Lightning is imported from inside of this package, whose strategy would find half of a room."""
+    return any(name.startswith(f"{__name__}.") and not name.startswith(_LIGHT) for name in sys.modules)
 
 
 if hasattr(sys.modules.get(_LIGHTNING), "Trainer"):

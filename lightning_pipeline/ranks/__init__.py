@@ -5,7 +5,7 @@ from lightning_pipeline.ranks.failure import Failure, Where
 from lightning_pipeline.ranks.gradients import average_gradients, sum_gradients
 from lightning_pipeline.ranks.groups import Groups, Numbering
 from lightning_pipeline.ranks.mesh import fit_to_devices
-from lightning_pipeline.ranks.sharing import Outlet, agreed, start_equal
+from lightning_pipeline.ranks.sharing import Outlet, agreed
 
 __all__ = [
     "Clocks",
@@ -18,6 +18,5 @@ __all__ = [
     "agreed",
     "average_gradients",
     "fit_to_devices",
-    "start_equal",
     "sum_gradients",
 ]

@@ -41,9 +41,9 @@ from lightning_pipeline.ranks import (
     Where,
     agreed,
     average_gradients,
-    start_equal,
     sum_gradients,
 )
+from lightning_pipeline.run.equal_start import start_equal
 from lightning_pipeline.run.in_step import KeepTogether, LowersGuards
 from lightning_pipeline.run.out_of_memory import watch_memory
 from lightning_pipeline.run.replan import Reordering

@@ -1,51 +1,95 @@
-"""Imports inside the package go downwards only, and the lower layers do not know the libraries above them."""
+"""Rooms: imports go downwards only, through doors, and no room grows beyond what a reader can hold."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parents[2] / "lightning_pipeline"
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "lightning_pipeline"
 
-# From the top. A module may import from its own layer and from the layers below. SIDE is every module beside
-# strategy.py that has no layer of its own: precision, logging, checkpoint and the like.
-SIDE = "side"
-LAYERS = ["__init__", "strategy", SIDE, "callbacks", "planning", "split", "runtime", "schedules", "errors"]
+# From the top, one line a room. A module may import from its own room and from the rooms below.
+ROOMS = [
+    "__main__",
+    "commands",
+    "strategy",
+    "callbacks",
+    "run",
+    "hooks",
+    "checkpoint",
+    "checkpoint.contents",
+    "checkpoint.folder",
+    "measure",
+    "forecast",
+    "model.replay",
+    "model.state",
+    "model.cut",
+    "model.trace",
+    "model.tensors",
+    "data",
+    "_lightning",
+    "executor",
+    "ranks",
+    "wire",
+    "recording",
+    "settings",
+    "schedules",
+    "schedules.search",
+    "schedules.drawing",
+    "schedules.rules",
+    "schedules.plans",
+    "errors",
+]
+_TRAINERS = {"lightning", "pytorch_lightning"}
+# Libraries that a room must not know; a room that holds others speaks for them too.
 FOREIGN = {
-    "planning": {"lightning", "pytorch_lightning"},
-    "split": {"lightning", "pytorch_lightning"},
-    "runtime": {"lightning", "pytorch_lightning", "torchmetrics"},
-    "schedules": {"lightning", "pytorch_lightning", "torchmetrics", "torch", "numpy"},
-    "errors": {"lightning", "pytorch_lightning", "torchmetrics", "torch", "numpy"},
+    "forecast": _TRAINERS,
+    "model": _TRAINERS,
+    "executor": {*_TRAINERS, "torchmetrics"},
+    "ranks": {*_TRAINERS, "torchmetrics"},
+    "wire": {*_TRAINERS, "torchmetrics"},
+    "recording": {*_TRAINERS, "torchmetrics"},
+    "schedules": {*_TRAINERS, "torchmetrics", "torch", "numpy"},
+    "errors": {*_TRAINERS, "torchmetrics", "torch", "numpy"},
 }
 # Inside functions only: read when asked for.
-LATE = {"schedules/from_torch.py": {"torch"}}
-FILES = sorted(PACKAGE.rglob("*.py"))
+LATE = {"schedules.rules.from_torch": {"torch"}}
+FILES_IN_ROOT, FILES_IN_A_ROOM, LINES, IMPORTS = 6, 15, 600, 35
 
 
-def part_of(file: Path) -> str:
-    """The part of the package that a file belongs to: a folder or a module at the top."""
-    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+def dotted(file: Path) -> str:
+    """`wire/link.py` is `wire.link`; a door is its room's name, the package's own is empty."""
+    return (
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
+    )
 
 
-def layer_of(part: str) -> int:
-    return LAYERS.index(part if part in LAYERS else SIDE)
+TREES = {dotted(file): ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+DOORS = {dotted(file) for file in PACKAGE.rglob("__init__.py")}
 
 
-def exists(name: str) -> bool:
-    return (PACKAGE / name).is_dir() or (PACKAGE / f"{name}.py").is_file()
+def room_of(module: str) -> str:
+    """The room that a module lies in; a file of the root is a room of its own."""
+    return module if module in DOORS or "." not in module else module.rpartition(".")[0]
 
 
-def imports_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Line and dotted name of every import below a node, also inside functions and TYPE_CHECKING."""
+def imports_of(tree: ast.AST) -> Iterator[tuple[int, str, str]]:
+    """Line, module and name of every import below a node, also inside functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from ((node.lineno, name.name) for name in node.names)
+            yield from ((node.lineno, name.name, "") for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"line {node.lineno}: a relative import"
             assert node.module is not None
-            yield from ((node.lineno, f"{node.module}.{name.name}") for name in node.names)
+            yield from ((node.lineno, node.module, name.name) for name in node.names)
+
+
+def own(module: str) -> str | None:
+    """The part of a dotted name below this package, None for other libraries."""
+    head, _, rest = module.partition(".")
+    return rest if head == "lightning_pipeline" else None
 
 
 def lines_in_functions(tree: ast.AST) -> set[int]:
@@ -53,43 +97,103 @@ def lines_in_functions(tree: ast.AST) -> set[int]:
     return {line for function in functions for line in range(function.lineno, (function.end_lineno or 0) + 1)}
 
 
-def faults(source: str, file: str) -> list[str]:
-    """What a file of the package imports that it must not."""
-    found, tree, part = [], ast.parse(source), part_of(PACKAGE / file)
-    late = lines_in_functions(tree)
-    for line, name in imports_of(tree):
-        top, *rest = name.split(".")
-        if top == "lightning_pipeline":
-            target = rest[0] if rest and exists(rest[0]) else "__init__"
-            if layer_of(target) < layer_of(part):
-                found.append(f"line {line}: {part} imports {name}, which is above it")
-        elif top in FOREIGN.get(part, set()) and not (line in late and top in LATE.get(file, set())):
-            found.append(f"line {line}: {part} imports {top}")
-    return found
+def forbidden(module: str) -> set[str]:
+    return FOREIGN.get(module.partition(".")[0], set())
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_imports_go_downwards(file: Path) -> None:
-    assert faults(file.read_text(), str(file.relative_to(PACKAGE))) == []
+def faults(source: ast.AST, module: str) -> Iterator[str]:
+    """What a module imports that it must not."""
+    late, room = lines_in_functions(source), room_of(module)
+    for line, name, what in imports_of(source):
+        target, top = own(name), name.partition(".")[0]
+        if target is None:
+            if top in forbidden(module) and not (line in late and top in LATE.get(module, set())):
+                yield f"line {line}: {module} imports {top}"
+            continue
+        if (inner := f"{target}.{what}".lstrip(".")) in TREES and what not in names_at(target):
+            target = inner
+        target = target or "strategy"  # what the package's own door shows
+        if room_of(target) == room and target not in DOORS:
+            continue
+        if ROOMS.index(room_of(target)) <= ROOMS.index(room):
+            yield f"line {line}: {module} imports {target}, which is not below it"
+        elif "." in target and target not in DOORS:
+            yield f"line {line}: {module} imports {target} past the door {room_of(target)}"
+
+
+def names_at(door: str) -> set[str]:
+    """Names that a door brings in; the package's own makes its names when they are asked for."""
+    return {name for _, _, name in imports_of(TREES[door])}
+
+
+def defined_in(module: str, name: str) -> str:
+    """The module behind a door in which a name is defined."""
+    if module not in DOORS:
+        return module
+    for _, source, what in imports_of(TREES[module]):
+        if what == name and (below := own(source)) is not None:
+            return defined_in(below, name)
+    inner = f"{module}.{name}".lstrip(".")
+    return inner if inner in TREES else module
+
+
+def graph() -> dict[str, set[str]]:
+    """Of each module but the doors, the modules that it imports from, whatever the door."""
+    edges = {}
+    for module, tree in TREES.items():
+        if module not in DOORS:
+            found = {
+                defined_in(t, what) for _, name, what in imports_of(tree) if (t := own(name)) is not None
+            }
+            edges[module] = {one for one in found if one not in DOORS and one != module}
+    return edges
+
+
+def test_imports_go_downwards_through_doors() -> None:
+    rooms = {module: tree for module, tree in TREES.items() if module not in DOORS}
+    assert {m: found for m, tree in rooms.items() if (found := list(faults(tree, m)))} == {}
 
 
 @pytest.mark.parametrize(
-    ("file", "source"),
+    ("module", "source"),
     [
-        ("schedules/new.py", "import torch.distributed"),
-        ("schedules/new.py", "def late():\n    import torch"),
-        ("schedules/from_torch.py", "import torch"),
-        ("schedules/new.py", "from lightning_pipeline.runtime.channel import Channel"),
-        ("runtime/new.py", "def late():\n    from lightning.pytorch import Trainer"),
-        ("runtime/new.py", "from lightning_pipeline import split"),
-        ("errors.py", "import lightning_pipeline"),
-        ("callbacks/new.py", "from lightning_pipeline import PipelineStrategy"),
+        ("schedules.rules.new", "import torch.distributed"),
+        ("schedules.rules.new", "def late():\n    import torch"),
+        ("schedules.rules.from_torch", "import torch"),
+        ("schedules.plans.new", "from lightning_pipeline.wire import Channel"),
+        ("schedules.plans.new", "from lightning_pipeline.schedules import GPipe"),
+        ("wire.new", "def late():\n    from lightning.pytorch import Trainer"),
+        ("wire.new", "from lightning_pipeline.model.replay import SplitModel"),
+        ("executor.new", "from lightning_pipeline.wire.channel import Channel"),
+        ("executor.new", "from lightning_pipeline.wire import channel"),
+        ("errors", "import lightning_pipeline"),
+        ("callbacks.new", "from lightning_pipeline.strategy import PipelineStrategy"),
     ],
 )
-def test_an_import_upwards_is_found(file: str, source: str) -> None:
-    assert len(faults(source, file)) == 1
+def test_an_import_upwards_or_past_a_door_is_found(module: str, source: str) -> None:
+    assert len(list(faults(ast.parse(source), module))) == 1
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
-def test_no_file_is_longer_than_400_lines(file: Path) -> None:
-    assert len(file.read_text().splitlines()) <= 400
+def test_every_room_has_a_line() -> None:
+    rooms = {room_of(module) for module in TREES if module not in DOORS}
+    assert rooms == set(ROOMS)
+
+
+def test_contributing_shows_the_rooms_in_this_order() -> None:
+    shown = re.findall(r"^  (\w[\w/]*)(?:/|\.py) ", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert [name.replace("/", ".") for name in shown] == ROOMS
+
+
+def test_the_root_and_the_rooms_stay_small() -> None:
+    files = {door: len(list((PACKAGE / door.replace(".", "/")).glob("*.py"))) for door in DOORS}
+    assert files.pop("") <= FILES_IN_ROOT
+    assert {room: number for room, number in files.items() if number > FILES_IN_A_ROOM} == {}
+
+
+def test_no_file_is_longer_than_a_reader_can_hold() -> None:
+    lengths = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    assert {file: length for file, length in lengths.items() if length > LINES} == {}
+
+
+def test_no_module_imports_many_others() -> None:
+    assert {module: len(found) for module, found in graph().items() if len(found) > IMPORTS} == {}

@@ -1,5 +1,6 @@
 """The folder of a checkpoint: names, manifest, files, and how it is committed."""
 
+from lightning_pipeline.checkpoint.folder import faults
 from lightning_pipeline.checkpoint.folder.commit import clean, discard, point_link, publish, sync_folder
 from lightning_pipeline.checkpoint.folder.hashing import HashingStream
 from lightning_pipeline.checkpoint.folder.manifest import (
@@ -41,6 +42,7 @@ __all__ = [
     "clean",
     "described",
     "discard",
+    "faults",
     "is_folder",
     "is_plain",
     "load_object",
