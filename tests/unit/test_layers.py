@@ -110,7 +110,8 @@ def faults(source: ast.AST, module: str) -> Iterator[str]:
             if top in forbidden(module) and not (line in late and top in LATE.get(module, set())):
                 yield f"line {line}: {module} imports {top}"
             continue
-        if (inner := f"{target}.{what}".lstrip(".")) in TREES and what not in names_at(target):
+        inner = f"{target}.{what}".lstrip(".")
+        if inner in TREES and (target == room or what not in names_at(target)):
             target = inner
         target = target or "strategy"  # what the package's own door shows
         if room_of(target) == room and target not in DOORS:
@@ -131,7 +132,8 @@ def defined_in(module: str, name: str) -> str:
     if module not in DOORS:
         return module
     for _, source, what in imports_of(TREES[module]):
-        if what == name and (below := own(source)) is not None:
+        below = own(source)
+        if what == name and below is not None and below != module:
             return defined_in(below, name)
     inner = f"{module}.{name}".lstrip(".")
     return inner if inner in TREES else module
