@@ -20,8 +20,14 @@ SOURCES := lightning_pipeline tests examples benchmarks docs
 demo: .venv/ready
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
+# Two lanes: what measures time runs alone after the rest, which two workers share file by file.
 test: .venv/tested
+ifeq ($(strip $(ARGS)),)
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not quiet"
+	$(BIN)/python -m pytest -m quiet tests/ranks
+else
 	$(BIN)/python -m pytest $(ARGS)
+endif
 
 check: .venv/tested
 	$(BIN)/ruff format --check $(SOURCES)

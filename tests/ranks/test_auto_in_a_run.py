@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from lightning_pipeline import PipelineStrategy
 from tests.pool import Pool
 from tests.ranks.lightning_cases import loader
+
+pytestmark = pytest.mark.quiet  # times are compared with a clock
 
 Ranks = Callable[[int], Pool]
 

@@ -21,6 +21,8 @@ from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, loader
 from tests.ranks.sleeping import Did, Reads, SleepyNet, run_asleep, sleepy_trainer, told
 
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
 Ranks = Callable[[int], Pool]
 ZERO_BUBBLE = "ZBH1"
 GIB = 2**30

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
@@ -13,6 +14,8 @@ from lightning_pipeline.ranks.alignment import GroupWire, Offset, align
 from lightning_pipeline.recording import clock
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
+
+pytestmark = pytest.mark.quiet  # times are compared with a clock
 
 Ranks = Callable[[int], Pool]
 

@@ -20,6 +20,8 @@ from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 from tests.trace_processor import look
 
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
 Ranks = Callable[[int], Pool]
 PIPELINE = {"stages": 2, "num_microbatches": 4}
 SVG = "{http://www.w3.org/2000/svg}"

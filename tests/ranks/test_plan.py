@@ -15,6 +15,8 @@ from lightning_pipeline.forecast.assumptions import Assumptions
 from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
 
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
 LINK = Assumptions(latency=1e-3)  # what a message takes when all test files run at once
 NAPS = (0.02, 0.01, 0.03, 0.02)  # of a forward; an input half naps as long, and so does a backward
 
