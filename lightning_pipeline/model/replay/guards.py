@@ -104,11 +104,7 @@ class ParameterGuard:
 
 
 class IdleRunner:
-    """Answers calls of units outside a step: own ones run, those of other stages raise.
-
-    Activation checkpointing calls units again inside the backward; a unit of an earlier stage then returns
-    what it handed out in the forward.
-    """
+    """Answers calls of units outside a step: own ones run, those of other stages raise."""
 
     def __init__(self, root: nn.Module, patches: UnitPatches, programs: dict[int, StageProgram]) -> None:
         self._root, self._patches, self._programs = root, patches, programs
@@ -116,9 +112,6 @@ class IdleRunner:
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an own unit, or raise."""
         program = next(iter(self._programs.values()))
-        running = next((p for p in self._programs.values() if p.current is not None), None)
-        if running is not None and running.current is not None and unit in running.current.handed:
-            return running.current.handed[unit]
         if program.stage_of[unit] in self._programs:
             return self._patches.originals[unit](*args, **kwargs)
         raise SplitError(

@@ -1,8 +1,13 @@
-"""Random numbers that do not depend on how many stages there are.
+"""Random numbers that do not depend on how many stages there are, and seeds of the user's own.
 
-Each random call between units draws from a state made of (seed, step, micro-batch, replica, number of the
-draw), and each unit call from one that has the call's own number: a draw on a placeholder, or a unit that
-runs elsewhere, then changes nothing for the others.
+Between units each generator stands at a mark, a seed made of (seed, step, micro-batch, replica, number of
+the draw), and draws from there; afterwards it stands at the next one. A unit draws from a seed made of the
+mark and the unit's number. So a draw on a placeholder, or a unit that runs elsewhere, changes nothing for
+the others, and code that keeps a generator's state and puts it back, such as activation checkpointing, draws
+the same again.
+
+A generator that stands at no mark was seeded by the user. It is left alone, and its state travels with what
+units return.
 """
 
 import random
@@ -18,7 +23,11 @@ from torch import Tensor, nn
 from lightning_pipeline.model.tensors import Generators, random_state_kept
 
 _MASK = (1 << 63) - 1
-_UNIT_DRAWS = 1 << 40  # numbers of unit calls, apart from those of draws between units
+_UNIT_DRAWS = 1 << 40  # apart from the numbers of generators
+_BACKWARD_DRAWS = 1 << 41
+
+States = tuple[bytes | None, ...]
+"""Of the generators of a micro-batch, where the user has seeded them."""
 
 RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
     function
@@ -46,13 +55,6 @@ def mix(*numbers: int) -> int:
     return state
 
 
-def seed_torch(seed: int) -> None:
-    """Seed torch's generators, the current CUDA device's too where CUDA is in use."""
-    torch.default_generator.manual_seed(seed)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed(seed)
-
-
 class StepSeeds:
     """The random state of one batch: set for each micro-batch, put back at the end."""
 
@@ -71,15 +73,30 @@ class StepSeeds:
         self._kept.__exit__(None, None, None)
 
 
+def _default_generators() -> list[torch.Generator]:
+    cuda = torch.cuda.is_initialized()
+    return [torch.default_generator, *([_cuda_generator()] if cuda else [])]
+
+
+def _cuda_generator() -> torch.Generator:
+    found: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    return found
+
+
 class MicrobatchSeeds:
     """The draws of one micro-batch."""
 
     def __init__(self, key: int, generators: Generators) -> None:
         self._key = key
         self._generators = generators
-        self._draws = 0
+        defaults = _default_generators()
+        self._all = [*defaults, *generators.of_torch]
+        self._defaults = range(len(defaults))
+        self._last = [(0, 0)] * len(self._all)  # seed and number of the last mark of each
+        self._lost: dict[int, bytes] = {}
         self.host()
-        seed_torch(key)
+        for number in range(len(self._all)):
+            self._mark(number, 1)
 
     def host(self, *call: int) -> None:
         """Seed numpy and Python, on entry and after calls where a unit was seen to draw from them."""
@@ -88,17 +105,117 @@ class MicrobatchSeeds:
         numpy.random.seed(seed & 0xFFFFFFFF)
         self._generators.seed_host(seed)
 
-    def draw(self, generator: torch.Generator | None = None) -> None:
-        """Seed for the next random call between units."""
-        self._draws += 1
-        seed = mix(self._key, self._draws)
-        if generator is not None:
-            generator.manual_seed(seed)
-        else:
-            seed_torch(seed)
+    # ---- marks
 
-    def unit(self, number: int, nth: int) -> None:
-        """Seed for a call of a unit."""
-        seed = mix(self._key, _UNIT_DRAWS + number, nth)
-        seed_torch(seed)
-        self._generators.seed_torch(seed)
+    def _seed_of_mark(self, number: int, count: int) -> int:
+        """The lower half seeds all generators, the upper half tells what it is. Users' seeds are short."""
+        return count << 32 | mix(self._key, number, count) & 0xFFFFFFFF
+
+    def _mark(self, number: int, count: int) -> None:
+        seed, last = self._last[number]
+        if last != count:
+            seed = self._seed_of_mark(number, count)
+        self._last[number] = seed, count
+        self._all[number].manual_seed(seed)
+
+    def _count(self, number: int) -> int | None:
+        """Which mark a generator stands at; None where the user has seeded it."""
+        seed = self._all[number].initial_seed()
+        if seed == self._last[number][0]:
+            return self._last[number][1]
+        count = seed >> 32
+        if not count or count >= 1 << 31 or self._seed_of_mark(number, count) != seed:
+            return None
+        self._last[number] = seed, count
+        return count
+
+    def place(self) -> Any:
+        """Where torch's generator of the CPU stands: what a recomputation starts from."""
+        return self._count(0) or _state(self._all[0])
+
+    # ---- draws between units
+
+    def drawing(self, generator: torch.Generator | None = None) -> list[tuple[int, int]]:
+        """A random call between units comes: which generators are at marks, and at which."""
+        if generator is None or generator is self._all[0]:
+            numbers: Any = self._defaults
+        else:
+            numbers = [number for number, one in enumerate(self._all) if one is generator]
+        return [(number, count) for number in numbers if (count := self._count(number)) is not None]
+
+    def drawn(self, before: list[tuple[int, int]]) -> None:
+        """It is done."""
+        for number, count in before:
+            self._mark(number, count + 1)
+
+    # ---- calls of units
+
+    def enter(self, unit: int) -> "list[tuple[int, int] | None]":
+        """Seed for a call of a unit. Generators that the user has seeded go on from where they are.
+
+        Args:
+            unit: Its number.
+
+        Returns:
+            For each generator the mark at which it stood and the seed that it got.
+        """
+        entered: list[tuple[int, int] | None] = []
+        for number, generator in enumerate(self._all):
+            count = self._count(number)
+            if count is None:
+                entered.append(None)
+            else:
+                seed = mix(self._key, _UNIT_DRAWS + unit, count)
+                generator.manual_seed(seed)
+                entered.append((count, seed))
+        return entered
+
+    def leave(self, entered: "list[tuple[int, int] | None]", *, again: bool) -> States:
+        """The call is over: back to the marks.
+
+        Args:
+            entered: What `enter` returned.
+            again: Whether the step calls the unit several times: the next draws are to be others.
+
+        Returns:
+            The states of generators that the user has seeded, and `None` for the others; empty where that
+            is all of them.
+        """
+        states: list[bytes | None] = []
+        for number, at in enumerate(entered):
+            if at is not None and self._all[number].initial_seed() == at[1]:
+                self._mark(number, at[0] + again)
+                states.append(None)
+            else:
+                states.append(_state(self._all[number]))
+        return tuple(states) if any(states) else ()
+
+    def follow(self, states: States, *, again: bool) -> None:
+        """A unit was called on another stage: do what `leave` did there."""
+        for number in range(len(self._all)) if states or again else ():
+            state = states[number] if states else None
+            count = self._count(number) if state is None else None
+            if state is not None:
+                self._all[number].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+            elif count is not None and again:
+                self._mark(number, count + 1)
+
+    def lose(self, *, again: bool) -> None:
+        """A unit of a later stage was called: where it leaves the user's generators is not known."""
+        for number in range(len(self._all)):
+            if self._count(number) is None:
+                self._lost[number] = _state(self._all[number])
+        self.follow((), again=again)
+
+    def lost(self) -> bool:
+        """Whether a generator stands where it would not on one device."""
+        return any(_state(self._all[number]) == state for number, state in self._lost.items())
+
+    def backward(self, stage: int) -> None:
+        """Before a backward: hooks draw from here, and what is recomputed without its random state."""
+        for number in self._defaults:
+            self._all[number].manual_seed(mix(self._key, _BACKWARD_DRAWS, stage))
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return bytes(generator.get_state().numpy())

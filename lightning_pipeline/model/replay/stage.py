@@ -1,7 +1,7 @@
 """One stage of a split model, as the executor drives it."""
 
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, ValueKey
+from lightning_pipeline.model.replay.between_units import Returned
+from lightning_pipeline.model.replay.recomputation import Recomputation
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
@@ -71,7 +73,7 @@ class _Saved:
 
     leaves: list[Tensor | None]
     roots: list[Any]
-    handed: dict[int, Any]
+    again: Recomputation | None
     weight: Tensor | None = None
     queue: WeightQueue | None = None
 
@@ -97,7 +99,7 @@ class StageProgram:
         self.originals = patches.originals
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.kept: Kept | None = None  # on the stage of a rank that sets attributes last
-        self.current: _Saved | None = None  # whose backward is running
+        self.idle = patches.idle  # who answers calls outside steps
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
         self._queues: dict[int, WeightQueue] = {}
@@ -105,7 +107,7 @@ class StageProgram:
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
         self.remembered = Remembered()
         self._returned: dict[ValueKey, TensorSpec] = {}
-        self._read: tuple[Table, dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]] = ((), {})
+        self._read: tuple[Table, Returned] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
         self._step: Step | None = None
 
@@ -120,7 +122,9 @@ class StageProgram:
         self.outgoing = [] if self.is_last else live.messages[self.index + 1]
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
+        self.idle = self._patches.idle
         self.checkpointed = step.trace.checkpointed
+        self.repeated = {call.unit for call in step.trace.calls if call.nth}
         self.host_random = step.trace.host_random
 
     def end(self) -> None:
@@ -159,7 +163,7 @@ class StageProgram:
             self._finish(microbatch, step, done)
         elif step.weights is not None and done.outgoing is not None:
             roots = [_edge(tensor) for tensor in done.outgoing.tensors]
-            self._saved[microbatch] = _Saved(done.leaves, roots, done.handed)
+            self._saved[microbatch] = _Saved(done.leaves, roots, done.again)
         if microbatch in self._saved:
             self._saved[microbatch].queue = queue
         return done.outgoing
@@ -170,7 +174,9 @@ class StageProgram:
         self._patches.runner, self.mode.watcher = replay, replay
         try:
             with reentrant_checkpoint_replaced():
-                return replay.run(step.function, self._fresh(args), self._fresh(kwargs))
+                done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
+            done.again = replay.again() if step.weights is not None else None
+            return done
         finally:
             self._patches.runner = self.mode.watcher = None
             replay.close()
@@ -181,8 +187,13 @@ class StageProgram:
             return nullcontext()
         return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
 
-    def _deferring(self, queue: WeightQueue | None) -> AbstractContextManager[None]:
-        return nullcontext() if queue is None else self._deferral.into(queue)
+    @contextmanager
+    def _deferring(self, queue: WeightQueue | None, *, collecting: bool = False) -> Iterator[None]:
+        if queue is None:
+            yield
+            return
+        with self._deferral.into(queue), queue.collecting() if collecting else nullcontext():
+            yield
 
     def _fresh(self, value: Any) -> Any:
         """Containers of our own for each replay, and tensors where the step writes into them.
@@ -213,7 +224,7 @@ class StageProgram:
         step.losses[microbatch] = None if loss is None else loss.detach()
         root = None if loss is None else _edge(loss)
         weight = None if loss is None else torch.full_like(loss.detach(), step.weights[microbatch])
-        self._saved[microbatch] = _Saved(done.leaves, [root], done.handed, weight)
+        self._saved[microbatch] = _Saved(done.leaves, [root], done.again, weight)
 
     # ---- backward
 
@@ -250,15 +261,15 @@ class StageProgram:
         return [None if leaf is None else leaf.grad for leaf in saved.leaves]
 
     def _run_graph(self, saved: _Saved, roots: list[Any], gradients: list[Tensor]) -> None:
-        self.current = saved
+        again, queue = saved.again, saved.queue
+        assert again is not None, "a forward that a backward follows says what answers code in it"
+        self._patches.runner, self.mode.watcher = again, again.watcher
         try:
-            if saved.queue is None:
-                torch.autograd.backward(roots, gradients)
-                return
-            with self._deferral.into(saved.queue), saved.queue.collecting():
+            with again.running(), reentrant_checkpoint_replaced(), self._deferring(queue, collecting=True):
                 torch.autograd.backward(roots, gradients)
         finally:
-            self.current = None
+            self._patches.runner = self.mode.watcher = None
+            again.close()
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` left."""
@@ -310,14 +321,11 @@ class StageProgram:
         """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
         return self._current_step().later_outputs[microbatch].get((unit, nth))
 
-    def read_table(self, table: Hashable) -> dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...]]]:
+    def read_table(self, table: Hashable) -> Returned:
         """What earlier units returned for this micro-batch, by call."""
         if self._read[0] is not table:
             entries: Any = table
-            self._read = (
-                entries,
-                {(unit, nth): (structure, specs) for unit, nth, structure, specs in entries},
-            )
+            self._read = entries, {(unit, nth): what for unit, nth, *what in entries}
         return self._read[1]
 
     def write_table(self, entries: list[Entry]) -> Table:

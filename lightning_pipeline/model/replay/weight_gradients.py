@@ -221,7 +221,7 @@ class Deferral:
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """Whether the gradients of these are ours to defer: plain leaves that need one and have no hooks."""
-        if not torch.is_grad_enabled() or torch.overrides._is_torch_function_mode_enabled():
+        if not torch.is_grad_enabled() or _under_modes():
             return False
         for tensor in tensors:
             if tensor is None:
@@ -278,6 +278,12 @@ class Deferral:
             return result
 
         return convolution
+
+
+def _under_modes() -> bool:
+    """Whether a mode of the user's sees the functions. Ours is in force again where a unit is recomputed."""
+    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
+    return not all(getattr(mode, "passes_layers_on", False) for mode in modes)
 
 
 _ADDMM, _EMBEDDING = torch.addmm, F.embedding

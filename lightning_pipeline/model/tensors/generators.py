@@ -46,11 +46,10 @@ class Generators:
             if not isinstance(generator, torch.Generator):
                 _seed(generator, seed)
 
-    def seed_torch(self, seed: int) -> None:
-        """Seed torch's alike."""
-        for generator in self._all:
-            if isinstance(generator, torch.Generator):
-                generator.manual_seed(seed)
+    @property
+    def of_torch(self) -> list[torch.Generator]:
+        """Torch's."""
+        return [generator for generator in self._all if isinstance(generator, torch.Generator)]
 
 
 def _state(generator: Any) -> Any:

@@ -1,0 +1,266 @@
+"""Code between units, as it runs on one stage: what random calls, hooks and placeholders in it do."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+
+from lightning_pipeline.errors import PlaceholderError, SplitError
+from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.replay.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds, States
+from lightning_pipeline.model.tensors import (
+    Poison,
+    Structure,
+    TensorSpec,
+    is_placeholder,
+    map_tensors,
+    tensors_in,
+    top_hooks,
+    unflatten,
+    user_line,
+    written_tensors,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lightning_pipeline.model.replay.stage import StageProgram
+
+Returned = dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...], States]]
+"""What units of earlier stages returned for a micro-batch, by unit and number of the call."""
+_LONE = Structure("tensor", 0)
+_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_DRAWS_BY_VALUE = frozenset(
+    {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
+)
+
+
+class GlueRun:
+    """One micro-batch on one stage: the forward, or what its backward runs again.
+
+    Args:
+        program: Of the stage.
+        seeds: The random numbers of the micro-batch.
+        returned: What units of earlier stages returned.
+        received: The tensors among that which arrived here.
+
+    Attributes:
+        inside: Whether a unit runs.
+        in_regions: Whether code ran under hooks on saved tensors, as activation checkpointing has them.
+        draws: Whether code between units drew random numbers.
+    """
+
+    def __init__(
+        self, program: "StageProgram", seeds: MicrobatchSeeds, returned: Returned,
+        received: dict[ValueKey, Tensor],
+    ) -> None:  # fmt: skip
+        self._program, self._seeds = program, seeds
+        self._returned, self._received = returned, received
+        self.inside = self.in_regions = self.draws = False
+        self.is_last = program.is_last
+        self._drawing = self._in_operation = False
+        self._error: SplitError | None = None
+        self._handed_ids: set[int] = set()
+        self._poison = Poison(program.mode, self._poisoned_read)
+        self._outer_hooks = top_hooks()
+        self.remembered = program.remembered
+        self.functions = _GlueFunctions(self)
+
+    # ---- units
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a unit."""
+        if self.inside:
+            return self._program.originals[unit](*args, **kwargs)
+        ours = _get_current_function_mode() is self.functions
+        if ours:  # out of the way, where no mode of the user's is above it
+            _pop_mode()
+        try:
+            return self._answer(unit, args, kwargs)
+        finally:
+            if ours:
+                _push_mode(self.functions)
+
+    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        raise NotImplementedError
+
+    def _really(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, States]:
+        """Run a unit of this stage; with its output, where it left generators that the user seeded."""
+        self._check_not_lost()
+        entered = self._seeds.enter(unit)
+        self.inside = True
+        try:
+            output = self._program.originals[unit](*args, **kwargs)
+        finally:
+            self.inside = False
+        return output, self._seeds.leave(entered, again=unit in self._program.repeated)
+
+    def _hand_out(self, unit: int, nth: int) -> Any:
+        """What a unit of an earlier stage returned: what arrived of it, and placeholders."""
+        structure, specs, states = self._returned[unit, nth]
+        tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.follow(states, again=unit in self._program.repeated)
+        return tensors[0] if structure == _LONE else unflatten(list(tensors), structure)
+
+    def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
+        tensor = self._received.get(key)
+        if tensor is None:
+            tensor = self._program.placeholder(key, spec)
+        elif key in self._program.mutated:
+            tensor = tensor.clone()
+        self._handed_ids.add(id(tensor))
+        return tensor
+
+    def _check_not_lost(self) -> None:
+        if self._seeds.lost():
+            raise self._refuse(
+                "random numbers are drawn from a generator that the step seeds itself, after a unit of a "
+                "later stage that may draw from it too"
+            )
+
+    # ---- placeholders
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Let glue compute shapes on placeholders; raise where a value would be needed."""
+        if self.inside:
+            raise self._refuse("a unit of this stage reads a value of another stage that it was not sent")
+        if func._schema.name in _READS:
+            raise self._refuse("a value of another stage is used in control flow, or read as a number")
+        for tensor in written_tensors(func, args, kwargs):
+            self.remembered.writes(tensor)
+            if not is_placeholder(tensor):
+                self._poison.add(tensor)
+        if self._in_operation:
+            return run()
+        if not self._drawing and torch.Tag.nondeterministic_seeded in func.tags:
+            self._draw_alike(func, args, kwargs)
+        self._in_operation = True
+        try:
+            return run()
+        finally:
+            self._in_operation = False
+
+    def _draw_alike(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Draw as many numbers as the stage that has the values does, so that later draws agree."""
+        if func._schema.name in _DRAWS_BY_VALUE:
+            raise self._refuse(
+                f"{func._schema.name.removeprefix('aten::')} of a value of another stage draws from a "
+                "generator that the step seeds itself, and how many numbers it draws depends on the value"
+            )
+
+        def real(tensor: Tensor) -> Tensor:
+            made = torch.empty_strided(
+                tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
+            )
+            return made.fill_(0.5 if tensor.is_floating_point() else 1)
+
+        with _disable_current_modes(), torch.no_grad():
+            func(*map_tensors(real, args), **map_tensors(real, kwargs))
+
+    def guard(self) -> None:
+        """After a placeholder was written into a real tensor: look at every operation from now on."""
+        if self._poison.unguarded and not self._poison.enter():
+            raise self._refuse("a value of another stage is written into a tensor of this one, under a mode")
+
+    def _poisoned_read(self) -> Exception | None:
+        if not self.inside:
+            return None
+        return self._refuse("a unit of this stage reads a tensor that holds a value of another stage")
+
+    def check_real(self, value: Any, what: str) -> None:
+        """Raise where a placeholder is about to leave the step."""
+        if any(is_placeholder(t) for t in tensors_in(value)) or self._poison.holds(value):
+            raise self._refuse(f"{what} holds a value of another stage that was not sent here")
+
+    def _refuse(self, reason: str) -> PlaceholderError:
+        program = self._program
+        error = PlaceholderError(f"{reason} (stage {program.index}) [at {user_line(program.root)}]")
+        self._error = self._error or error
+        return error
+
+    # ---- functions between units
+
+    def is_handed(self, tensor: Tensor) -> bool:
+        """Whether glue got this very tensor as the output of a unit of an earlier stage."""
+        return id(tensor) in self._handed_ids
+
+    def random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A random call between units."""
+        self.draws = True
+        self._check_not_lost()
+        before = self._seeds.drawing(kwargs.get("generator"))
+        self._drawing = bool(before)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self._drawing = False
+            self._seeds.drawn(before)
+
+    def keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None] | None:
+        """In a region of activation checkpointing, where a function meets placeholders: keep nothing of it.
+
+        Its results have no gradient here. The region's recomputation, and the forward of another
+        micro-batch, may find the results remembered, and would keep another number of tensors.
+        """
+        hooks = top_hooks()
+        if hooks is None or (self._outer_hooks is not None and hooks[0] is self._outer_hooks[0]):
+            return None
+        self.in_regions = True
+        return _nothing_kept() if any(map(is_placeholder, tensors_in((args, kwargs)))) else None
+
+
+@contextmanager
+def _nothing_kept() -> "Iterator[None]":
+    with ExitStack() as stack:
+        stack.enter_context(saved_tensors_hooks(lambda tensor: None, _never))
+        if _get_current_dispatch_mode() is not None:
+            stack.enter_context(_disable_current_modes())
+        yield
+
+
+def _never(kept: Any) -> Tensor:
+    raise AssertionError("a value of another stage has no backward here")
+
+
+class _NoHandle:
+    """What `register_hook` returns where the hook belongs to another stage."""
+
+    def remove(self) -> None:
+        """Nothing was registered."""
+
+
+class _GlueFunctions(TorchFunctionMode):
+    """Seeds each random call between units; leaves hooks on received values to the stage of the unit."""
+
+    passes_layers_on = True
+
+    def __init__(self, run: GlueRun) -> None:
+        super().__init__()
+        self._run = run
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, run = kwargs or {}, self._run
+        if run.inside:
+            return func(*args, **kwargs)
+        if func is Tensor.register_hook and run.is_handed(args[0]):
+            return _NoHandle()
+        kept = run.keeping(args, kwargs)
+        if kept is None:
+            result = self._between(func, args, kwargs)
+        else:
+            with kept:
+                result = self._between(func, args, kwargs)
+        run.guard()
+        return result
+
+    def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in RANDOM_FUNCTIONS:
+            return self._run.random(func, args, kwargs)
+        return self._run.remembered.call(func, args, kwargs)

@@ -1,0 +1,86 @@
+"""What a backward runs again: regions of activation checkpointing, with units in them or without."""
+
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.replay.between_units import GlueRun, Returned
+from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
+from lightning_pipeline.model.tensors import flatten, unflatten, user_line
+
+if TYPE_CHECKING:
+    from lightning_pipeline.model.replay.stage import StageProgram
+
+
+class Recomputation(GlueRun):
+    """Answers code as the forward of the micro-batch did: the same draws, values and placeholders.
+
+    Args:
+        program: Of the stage.
+        seeds: The random numbers of the micro-batch.
+        returned: What units of earlier stages returned.
+        received: The tensors among that which arrived here.
+        places: For each unit that the step calls several times, where the random state stood at each call.
+        watches: Whether there may be code between units that runs again.
+    """
+
+    def __init__(
+        self, program: "StageProgram", seeds: MicrobatchSeeds, returned: Returned,
+        received: dict[ValueKey, Tensor], places: dict[int, list[Any]], *, watches: bool,
+    ) -> None:  # fmt: skip
+        super().__init__(program, seeds, returned, received)
+        self._places, self._watches = places, watches
+
+    def running(self) -> AbstractContextManager[Any]:
+        """For the length of the backward."""
+        self._seeds.backward(self._program.index)
+        stack = ExitStack()
+        if self._watches:
+            stack.enter_context(self.functions)
+            stack.enter_context(self._poison)
+        return stack
+
+    def close(self) -> None:
+        """Let go of all values. This object is part of a circle, which is collected some time later."""
+        self._received = {}
+
+    @property
+    def watcher(self) -> "Recomputation | None":
+        """Who sees operations on placeholders."""
+        return self if self._watches else None
+
+    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        program = self._program
+        stage = program.stage_of[unit]
+        if stage == program.index:
+            return self._own(unit, args, kwargs)
+        if stage < program.index and self._watches:
+            return self._hand_out(unit, self._nth(unit))
+        assert program.idle is not None, "a program belongs to a split model"
+        return program.idle.call(unit, args, kwargs)
+
+    def _own(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        changed = {(nth, leaf) for one, nth, leaf in self._program.mutated if one == unit}
+        nth = self._nth(unit) if changed else 0
+        output, _ = self._really(unit, args, kwargs)
+        if not changed:
+            return output
+        tensors, structure = flatten(output)
+        return unflatten([t.clone() if (nth, i) in changed else t for i, t in enumerate(tensors)], structure)
+
+    def _nth(self, unit: int) -> int:
+        """Which call of the unit this is. Checkpointing puts the random state back, which tells."""
+        if unit not in self._program.repeated:
+            return 0
+        found = [nth for nth, place in enumerate(self._places[unit]) if place == self._seeds.place()]
+        if len(found) == 1:
+            return found[0]
+        raise SplitError(
+            f"unit {self._program.unit_name(unit)!r} is called several times in a step and again by "
+            "activation checkpointing, which did not put the random state back, so that the calls cannot be "
+            "told apart: checkpoint with preserve_rng_state=True, or without seeding in the step [at "
+            f"{user_line(self._program.root)}]"
+        )
