@@ -35,6 +35,7 @@ from lightning_pipeline.hooks import (
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.ranks import (
+    Board,
     Failure,
     Groups,
     Outlet,
@@ -126,7 +127,7 @@ class Pipeline:
         if trainer.training:
             self._undo += [self.position.install(), summarize_before_split(trainer)]
             self._undo.append(equal_groups(self.any_of))
-            self._add_callbacks(trainer, LowersGuards(self), together)
+            self._add_callbacks(trainer, LowersGuards(self, self.groups.numbering.replicas), together)
         if first is None:
             return
         step, args = first
@@ -179,7 +180,8 @@ class Pipeline:
         self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
-        metrics = SharedMetrics(self._module, self._from_last, self.groups.data_parallel)
+        board = Board(self.groups.store, self.groups.replica, self._settings.step_timeout, self._watched)
+        metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
         logs = HookLogs(self._trainer, self.gather, self._end_batch)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]

@@ -248,7 +248,7 @@ class StepRunner:
             self.last_plan, self.batch_size = plan, parts.batch_size
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
-            with self._metrics.local():
+            with self._metrics.in_step():
                 self._split.begin(
                     step, microbatches, weights=weights, key=key, replica=self._replica,
                     split_backward=plan.splits_backward,

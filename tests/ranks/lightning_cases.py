@@ -63,11 +63,14 @@ class Regression(pl.LightningModule):
 
 
 def trainer(pipeline: dict[str, Any] | None, **options: Any) -> pl.Trainer:
-    """A quiet Trainer; `pipeline=None` is one device."""
+    """A Trainer with bar and summary, as users have it; `pipeline=None` is one device.
+
+    Without `default_root_dir` it writes nothing: neither logs nor checkpoints.
+    """
+    writes = "default_root_dir" in options
     given: dict[str, Any] = {
-        "accelerator": "cpu", "max_epochs": 2, "logger": False, "enable_checkpointing": False,
-        "enable_progress_bar": False, "inference_mode": False,
-        "enable_model_summary": False, "log_every_n_steps": 1, **options,
+        "accelerator": "cpu", "max_epochs": 2, "logger": writes, "enable_checkpointing": writes,
+        "inference_mode": False, "log_every_n_steps": 1, **options,
     }  # fmt: skip
     if pipeline is None:
         return pl.Trainer(devices=1, **given)
