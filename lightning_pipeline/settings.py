@@ -12,7 +12,7 @@ from lightning_pipeline.schedules import ForwardOnly, Schedule, get_schedule
 
 Seconds = float | timedelta
 PARTITIONS = ("auto", "uniform", "parameters")
-DATA = ("replicate", "broadcast")
+DATA = ("auto", "replicate", "broadcast")
 INTEGRITY = ("sha256", "crc32", "off")
 
 

@@ -42,7 +42,8 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         units: Name patterns (`fnmatch`) of modules to keep whole. Default: found by walking the module.
         data_parallel_size: Replicas of the pipeline. "auto": as many as the devices allow.
         data: "replicate": every rank loads, and the first batches of each epoch are compared. "broadcast":
-            one rank per replica loads and sends.
+            one rank per replica loads and sends. "auto": as "replicate", but where the ranks' first batches
+            differ, as data made without a seed do, as "broadcast", with a warning.
         process_group_backend: For collectives. Default: Lightning's choice for the device.
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
@@ -70,7 +71,7 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         partition: str | list[str] = "auto",
         units: list[str] | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
-        data: Literal["replicate", "broadcast"] = "replicate",
+        data: Literal["auto", "replicate", "broadcast"] = "auto",
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,
@@ -268,7 +269,8 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         prepared = self._running.feed.prepare(dataloader)
-        self._running.position.prepared()
+        if self.lightning_module is not None and self.lightning_module.trainer.training:
+            self._running.position.prepared()
         return prepared
 
     @override

@@ -32,6 +32,9 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+
+# Asks for loaders as the loops do. Since 2.0.
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -49,7 +52,9 @@ STEPS = {
 
 __all__ = [
     "around_epoch_start",
+    "as_combined",
     "backend_of",
+    "batch_limit",
     "before_fetch",
     "brings_checkpoint_io",
     "callbacks_with",
@@ -62,12 +67,14 @@ __all__ = [
     "init_optimizers",
     "is_interrupted",
     "is_overridden",
+    "is_sequential",
     "join_group",
     "link_through",
     "load_loader_states",
-    "loader_ran_ahead",
+    "loader_source",
     "loader_states",
     "loader_states_to_load",
+    "loop_of",
     "make_launcher",
     "moves_batches_itself",
     "on_requeue",
@@ -75,6 +82,7 @@ __all__ = [
     "optimizers_to_device",
     "prepared_batch",
     "reduce_over",
+    "request_loaders",
     "set_device_mesh",
     "set_rank_zero",
     "set_received_sigterm",
@@ -82,6 +90,7 @@ __all__ = [
     "syncs_batch_norm",
     "takes",
     "time_based_validation",
+    "will_sanity_check",
 ]
 
 
@@ -234,6 +243,50 @@ def combined_loader_of(loop: Any) -> CombinedLoader | None:
     return loader
 
 
+def as_combined(loaders: Any, *, sequential: bool) -> CombinedLoader:
+    """Loaders as the user gave them, in the collection that a loop makes of them. Since 2.0."""
+    if isinstance(loaders, CombinedLoader):
+        return loaders
+    return CombinedLoader(
+        [] if loaders is None else loaders, "sequential" if sequential else "max_size_cycle"
+    )
+
+
+def is_sequential(combined: CombinedLoader) -> bool:
+    """Whether batches come from one loader after the other. The mode has no public name. Since 2.0."""
+    return bool(combined._mode == "sequential")
+
+
+def loader_source(loop: Any) -> Any:
+    """Where a loop gets its loaders: given to the Trainer, or from a hook. Since 2.0."""
+    return loop._data_source
+
+
+def request_loaders(source: Any) -> Any:
+    """Ask a source for its loaders as the loops do, which notes how each was made. Since 2.0."""
+    return _request_dataloader(source)
+
+
+def will_sanity_check(trainer: Trainer) -> bool:
+    """Whether `fit` begins with a few batches of validation; not when it resumes. Since 2.0."""
+    steps = trainer.num_sanity_val_steps
+    return bool(trainer.enable_validation and steps > 0 and not trainer.ckpt_path)
+
+
+def batch_limit(trainer: Trainer, function: TrainerFn) -> int | float:
+    """`limit_train_batches` and its like; set by a connector. Since 1.0."""
+    names = {TrainerFn.FITTING: "train", TrainerFn.VALIDATING: "val", TrainerFn.TESTING: "test"}
+    limit: int | float = getattr(trainer, f"limit_{names.get(function, 'predict')}_batches")
+    return limit
+
+
+def loop_of(trainer: Trainer, function: TrainerFn) -> Any:
+    """The loop that asks for the loaders of a function; validation inside `fit` has its own. Since 2.0."""
+    if function == TrainerFn.FITTING:
+        return trainer.fit_loop
+    return evaluation_loop(trainer)
+
+
 def around_epoch_start(
     trainer: Trainer, before: Callable[[Any, int, bool], None], after: Callable[[int], None]
 ) -> Callable[[], None]:
@@ -314,12 +367,6 @@ def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) 
         return exists(callback, filepath, trainer) or coming(filepath)
 
     callback.file_exists = file_exists  # type: ignore[method-assign]
-
-
-def loader_ran_ahead(loop: Any) -> list[Any]:
-    """What the loop fetched ahead in `setup_data`: (batch, index, loader). Since 2.0."""
-    fetcher = loop._data_fetcher
-    return list(getattr(fetcher, "batches", []) or [])
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:

@@ -1,17 +1,18 @@
 """Loaders, batches, and the micro-batches that a batch is split into."""
 
 from lightning_pipeline.data.feed import Feed
-from lightning_pipeline.data.first_batch import first_arguments
+from lightning_pipeline.data.first_batch import EarlyLoaders
 from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
 from lightning_pipeline.data.merge import merge_outputs
-from lightning_pipeline.data.microbatch import batch_size_of, signature_of, split_batch
+from lightning_pipeline.data.microbatch import batch_size_of, has_samples, signature_of, split_batch
 from lightning_pipeline.data.position import Position
 
 __all__ = [
+    "EarlyLoaders",
     "Feed",
     "Position",
     "batch_size_of",
-    "first_arguments",
+    "has_samples",
     "merge_outputs",
     "random_states",
     "seeded",

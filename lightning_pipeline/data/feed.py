@@ -1,10 +1,14 @@
 """The loaders of this rank, prepared so that all stages of a replica see the same batches."""
 
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.data import sized_len
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipeline._lightning import moves_batches_itself
 from lightning_pipeline.data.loaders import (
@@ -14,6 +18,8 @@ from lightning_pipeline.data.loaders import (
     SharedLoader,
     check_same_batch,
     check_same_length,
+    fingerprint,
+    first_of,
     needs_peeking,
     seed_workers_by_replica,
     seeded,
@@ -28,34 +34,97 @@ class Feed:
         replica: Of this rank.
         ranks: Global ranks of the replica, by pipeline rank.
         gather: Collects a number from each of them.
-        outlet: From the rank that loads to the others with `data="broadcast"`, `None` with
-            `data="replicate"`.
+        outlet: From the rank that loads, where one loads for all, to the others.
+        how: `"replicate"`, `"broadcast"`, or `"auto"`: broadcast where the first batches differ.
     """
 
-    def __init__(self, replica: int, ranks: list[int], gather: Gather, outlet: Outlet | None) -> None:
+    def __init__(self, replica: int, ranks: list[int], gather: Gather, outlet: Outlet, how: str) -> None:
         self._replica, self._ranks, self._gather, self._outlet = replica, ranks, gather, outlet
-        self._prepared: list[tuple[Any, Peekable]] = []
+        self._may_differ = how == "auto" and len(ranks) > 1
+        self._shares = how == "broadcast" and len(ranks) > 1
+        self._looked_at: list[Peekable] = []
+        self._prepared: list[tuple[Any, Any]] = []
         self.moved = 0
         """Batches moved to the device so far; what is drawn meanwhile follows from it."""
         self.seed = 0
         """Of random numbers drawn while a batch moves to the device; the same on all ranks."""
 
+    def first(self, loaders: Any) -> tuple[Any] | None:
+        """The first batch of a loader, or of each of a collection, before any loop has them; all ranks call.
+
+        Nothing is taken away from the run. With `"auto"` the first call decides whether one rank loads for
+        all.
+
+        Returns:
+            The batch; `None` where a loader has none.
+        """
+        peekable = tree_map(self._peekable, loaders)
+        if not self._may_differ:
+            return self._first(peekable)
+        self._may_differ = False
+        found = first_of(peekable)
+        lengths = tuple(sized_len(loader) for loader in tree_leaves(loaders))
+        if len(set(self._gather(zlib.crc32(repr((found and fingerprint(found), lengths)).encode())))) == 1:
+            return found
+        self._shares = True
+        rank_zero_warn(
+            "the ranks of this pipeline load different data, so one rank loads for all from now on "
+            "(data='broadcast'). To load on every rank, make the data repeatable: "
+            "seed_everything(..., workers=True) before it is made, or a generator of its own"
+        )
+        return self._first(peekable)
+
+    def _first(self, loaders: Any) -> tuple[Any] | None:
+        if not self._shares:
+            return first_of(loaders)
+        found: tuple[Any] | None = self._outlet.share(lambda: first_of(loaders))
+        return found
+
+    def _peekable(self, loader: Any) -> Any:
+        if not needs_peeking(loader):
+            return loader
+        known = self._known(loader)
+        if known is None:
+            known = Peekable(loader)
+            self._looked_at.append(known)
+        return known
+
+    def _known(self, loader: Any) -> Peekable | None:
+        """What holds the first item of a loader; Lightning may have made it anew, around the same data."""
+        data = getattr(loader, "dataset", self)
+        for known in self._looked_at:
+            if loader is known or loader is known.loader or data is getattr(known.loader, "dataset", None):
+                return known
+        return None
+
+    def holds(self, loaders: Any) -> bool:
+        """Whether an item of these was taken that another loader might not give again."""
+        return any(self._known(loader) is not None for loader in tree_leaves(loaders))
+
     def prepare(self, loader: Any) -> Any:
         """What `Strategy.process_dataloader` returns. All ranks call with their loaders in the same order."""
         for given, prepared in self._prepared:
             if loader is given or loader is prepared:
-                return prepared  # evaluation loops set their data up again after it was looked at
-        given = loader
+                return prepared  # evaluation loops set their data up again for each run of theirs
         seed_workers_by_replica(loader, self._replica)
-        if self._outlet is None:
+        known = self._known(loader)
+        prepared = loader if known is None else known
+        if self._shares:
+            prepared = SharedLoader(prepared, self._outlet)
+        else:
             check_same_length(loader, self._gather, self._ranks)
-        elif len(self._ranks) > 1:
-            loader = SharedLoader(loader, self._outlet)
-        if not needs_peeking(loader):
-            return loader
-        prepared = Peekable(loader)
-        self._prepared.append((given, prepared))
+        if prepared is not loader:
+            self._prepared.append((loader, prepared))
         return prepared
+
+    @contextmanager
+    def not_counted(self) -> Iterator[None]:
+        """Inside, batches that move are none of the run's."""
+        before = self.moved
+        try:
+            yield
+        finally:
+            self.moved = before
 
     def check(self, batch: Any, batch_idx: int, step: str) -> None:
         """Compare the first batches of every epoch over the stages.
@@ -63,7 +132,7 @@ class Feed:
         Raises:
             BatchMismatchError: They differ.
         """
-        if self._outlet is None and batch_idx < CHECKED_BATCHES and len(self._ranks) > 1:
+        if not self._shares and batch_idx < CHECKED_BATCHES and len(self._ranks) > 1:
             check_same_batch(batch, self._gather, self._ranks, f"batch {batch_idx} of {step}")
 
     @contextmanager

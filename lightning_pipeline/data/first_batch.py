@@ -1,77 +1,130 @@
 """The batch that a module is traced with: looked at before the run, which sees the same data as ever."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_pipeline._lightning import (
-    STEPS,
-    combined_loader_of,
-    evaluation_loop,
-    loader_ran_ahead,
-    prepared_batch,
-    takes,
-)
-from lightning_pipeline.data.loaders import first_of, seeded
+from lightning_pipeline import _lightning
+from lightning_pipeline.data.feed import Feed
+from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
 
 
-def first_arguments(trainer: Trainer) -> tuple[str, tuple[Any, ...]] | None:
-    """The step that this run will call first, and its arguments.
+class EarlyLoaders:
+    """Asks for loaders before the loops do, and hands them out when those come to it.
 
-    The loop sets its data up here, earlier than it would, on all ranks; fit keeps what it made.
+    The user's `train_dataloader()` and its like are called as often as on one device, and in its order. What
+    they draw is put back, and drawn when the loop asks: a `random_split` there, or in the loader of a sanity
+    check, gives the parts that it gives on one device. Where something else was drawn in between, the hook
+    is called again.
 
     Args:
-        trainer: In `fit`, `validate`, `test` or `predict`.
-
-    Returns:
-        Name and arguments; `None` when there is no data, so that nothing will run.
+        trainer: In the setup of a run.
+        feed: Of the run; it decides which rank reads.
+        equal_random_states: Gives all stages of a replica the same states; all ranks call.
+        undone: Makes a context that takes back what the user's hooks note in modules meanwhile.
     """
-    function = trainer.state.fn
-    assert function is not None, "a Trainer that runs knows what"
-    if function == TrainerFn.FITTING:
-        trainer.fit_loop.setup_data()
-        batch = _peek(trainer.fit_loop, trainer, sequential=False)
-        if batch is None and trainer.enable_validation:  # the sanity check runs all the same
-            function = TrainerFn.VALIDATING
-    if function != TrainerFn.FITTING:
-        with seeded(0):  # this loop sets its data up again when it runs
-            loop = evaluation_loop(trainer)
-            loop.setup_data()
-            batch = _peek(loop, trainer, sequential=True)
-    if batch is None:
-        return None
-    step = STEPS[function]
-    return step, _step_arguments(trainer, step, batch[0], sequential=function != TrainerFn.FITTING)
 
+    def __init__(
+        self,
+        trainer: Trainer,
+        feed: Feed,
+        equal_random_states: Callable[[], None],
+        undone: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
+        self._sources: list[Any] = []
 
-def _peek(loop: Any, trainer: Trainer, *, sequential: bool) -> tuple[Any] | None:
-    combined = combined_loader_of(loop)
-    limits = loop.max_batches
-    if combined is None or not any(limits if isinstance(limits, list) else [limits]):
+    def first_arguments(self) -> tuple[str, tuple[Any, ...]] | None:
+        """The step that this run will call first, and its arguments.
+
+        Returns:
+            Name and arguments; `None` when there is no data, so that nothing will run.
+        """
+        function = self._trainer.state.fn
+        assert function is not None, "a Trainer that runs knows what"
+        asked = {one: self._request(one) for one in self._order(function)}
+        candidates = [function]
+        if function == TrainerFn.FITTING and self._trainer.enable_validation:
+            candidates.append(TrainerFn.VALIDATING)  # the sanity check runs without training data, too
+        for one in candidates:
+            if not self._is_limited_to_none(one):
+                loaders = asked[one] if one in asked else self._request(one)
+                found = self._first(loaders, sequential=one != TrainerFn.FITTING)
+                if found is not None:
+                    step = _lightning.STEPS[one]
+                    return step, self._step_arguments(step, loaders, found[0])
         return None
-    ahead = [] if sequential else loader_ran_ahead(loop)
-    with seeded(0), torch.no_grad():
-        try:
-            batch = ahead[0][0] if ahead else first_of(_loaders(combined, sequential))
-        except StopIteration:
+
+    def _is_limited_to_none(self, function: TrainerFn) -> bool:
+        return _lightning.batch_limit(self._trainer, function) == 0
+
+    def _order(self, function: TrainerFn) -> list[TrainerFn]:
+        """What this run asks for before its first step, in the order of one device."""
+        order = [] if self._is_limited_to_none(function) else [function]
+        checks = function == TrainerFn.FITTING and _lightning.will_sanity_check(self._trainer)
+        return [TrainerFn.VALIDATING, *order] if checks else order
+
+    def _request(self, function: TrainerFn) -> Any:
+        """The loaders of a loop, as the user gave them."""
+        loop = _lightning.loop_of(self._trainer, function)
+        combined = _lightning.combined_loader_of(loop)
+        if combined is not None:
+            return combined
+        source = _lightning.loader_source(loop)
+        if not source.is_defined():
             return None
-        batch = prepared_batch(trainer, batch)
-        return (trainer.strategy.batch_to_device(batch, dataloader_idx=0),)
+        before = random_states()
+        loaders = _lightning.request_loaders(source)
+        after = random_states()
+        set_random_states(before)
+        original = source.dataloader
 
+        def dataloader() -> Any:
+            vars(source).pop("dataloader", None)
+            self._equal()
+            if random_states() != before and not self._feed.holds(loaders):
+                return original()
+            set_random_states(after)
+            return loaders
 
-def _loaders(combined: Any, sequential: bool) -> Any:
-    return combined.flattened[0] if sequential else combined.iterables
+        vars(source)["dataloader"] = dataloader
+        self._sources.append(source)
+        return loaders
 
+    def restore(self) -> None:
+        """Let the loops ask for themselves."""
+        for source in self._sources:
+            vars(source).pop("dataloader", None)
 
-def _step_arguments(trainer: Trainer, step: str, batch: Any, *, sequential: bool) -> tuple[Any, ...]:
-    """As the loops build them: the batch, its index and the loader's where the step takes them."""
-    function = getattr(trainer.lightning_module, step)
-    arguments: list[Any] = [batch]
-    if takes(function, "batch_idx", min_args=2):
-        arguments.append(0)
-    combined = combined_loader_of(evaluation_loop(trainer)) if sequential else None
-    if combined is not None and len(combined.flattened) > 1:
-        arguments.append(0)
-    return tuple(arguments)
+    def _first(self, loaders: Any, *, sequential: bool) -> tuple[Any] | None:
+        combined = _lightning.as_combined(loaders, sequential=sequential)
+        one_by_one = _lightning.is_sequential(combined)
+        with seeded(0), torch.no_grad():
+            for wanted in combined.flattened if one_by_one else [combined.iterables]:
+                found = self._feed.first(wanted)
+                if found is not None:
+                    return (self._moved(found[0]),)
+        return None
+
+    def _moved(self, batch: Any) -> Any:
+        """Through the user's transfer hooks, which note nothing of it."""
+        trainer = self._trainer
+        with self._undone(), self._feed.not_counted():
+            batch = _lightning.prepared_batch(trainer, batch)
+            return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+    def _step_arguments(self, step: str, loaders: Any, batch: Any) -> tuple[Any, ...]:
+        """As the loops build them: the batch, its index and the loader's where the step takes them."""
+        function = getattr(self._trainer.lightning_module, step)
+        arguments: list[Any] = [batch]
+        if _lightning.takes(function, "batch_idx", min_args=2):
+            arguments.append(0)
+        if step != "training_step":
+            combined = _lightning.as_combined(loaders, sequential=True)
+            if _lightning.is_sequential(combined) and len(combined.flattened) > 1:
+                arguments.append(0)
+        return tuple(arguments)

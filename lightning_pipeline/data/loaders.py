@@ -13,7 +13,7 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
 from lightning_pipeline.errors import BatchMismatchError
@@ -63,6 +63,10 @@ class Peekable:
     def __len__(self) -> int:
         return len(self.loader)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # `isinstance` finds the user's class
+        return type(self.loader) if "loader" in vars(self) else Peekable
+
     def __getattr__(self, name: str) -> Any:
         if name in ("loader", "_ahead"):  # while being unpickled
             raise AttributeError(name)
@@ -74,11 +78,12 @@ class SharedLoader:
 
     Args:
         loader: The user's loader. Only the source iterates it.
-        outlet: From the rank that reads to the other ranks of the replica.
+        outlet: From the rank that reads to the other ranks of the replica; all make theirs together.
     """
 
     def __init__(self, loader: Any, outlet: Outlet) -> None:
         self.loader, self._outlet = loader, outlet
+        self._length: int | None = outlet.share(partial(sized_len, loader))
 
     def __iter__(self) -> Iterator[Any]:
         items = iter(self.loader) if self._outlet.is_source else iter(())
@@ -89,7 +94,13 @@ class SharedLoader:
             yield item
 
     def __len__(self) -> int:
-        return len(self.loader)
+        if self._length is None:
+            raise TypeError(f"{type(self.loader).__name__} on the rank that loads has no length")
+        return self._length
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # `isinstance` finds the user's class
+        return type(self.loader) if "loader" in vars(self) else SharedLoader
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":
@@ -116,22 +127,33 @@ def seed_workers_by_replica(loader: Any, replica: int) -> None:
 
 def needs_peeking(loader: Any) -> bool:
     """Whether reading a first batch may take it away from the run."""
-    return not isinstance(loader, DataLoader) or has_iterable_dataset(loader)
+    return type(loader) is Peekable or not isinstance(loader, DataLoader) or has_iterable_dataset(loader)
 
 
-def first_of(loaders: Any) -> Any:
+def first_of(loaders: Any) -> tuple[Any] | None:
     """The first batch of a loader, or of each loader of a collection, in the collection's shape.
 
     A map-style loader is read in this process, without its workers and without moving its sampler.
 
-    Raises:
-        StopIteration: A loader is empty.
+    Returns:
+        The batch; `None` where a loader is empty.
     """
-    return tree_map(_first_batch, loaders)
+    leaves, structure = tree_flatten(loaders)
+    firsts = [_first_batch(loader) for loader in leaves]
+    if any(found is None for found in firsts):
+        return None
+    return (tree_unflatten([found[0] for found in firsts if found is not None], structure),)
 
 
-def _first_batch(loader: Any) -> Any:
-    if isinstance(loader, Peekable):
+def _first_batch(loader: Any) -> tuple[Any] | None:
+    try:
+        return (_read_first(loader),)
+    except StopIteration:
+        return None
+
+
+def _read_first(loader: Any) -> Any:
+    if type(loader) is Peekable:
         return loader.peek()
     assert isinstance(loader, DataLoader), f"{type(loader).__name__} was not made peekable"
     batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler

@@ -48,7 +48,8 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     Every tensor whose first dimension is the batch's, and every list of that length, is split. Dicts,
     tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to all
     micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings, numbers,
-    other objects. A shared tensor whose length happens to be the batch's is split too: override then.
+    other objects. A shared tensor whose length happens to be the batch's is split too: override then. A
+    batch with nothing to split, such as a number or None, is one micro-batch.
 
     Args:
         batch: What the dataloader gave.
@@ -65,6 +66,8 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
         >>> [(part.tolist(), size) for part, size in split_batch(torch.arange(3), 2)]
         [([0, 1], 2), ([2], 1)]
     """
+    if num_microbatches == 1 or not has_samples(batch):
+        return [(batch, _size_or_one(batch))]
     size = batch_size_of(batch)
     if size == 0:
         raise ConfigurationError("the batch is empty, nothing to split: check the dataset's last batch")
@@ -77,6 +80,18 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
         (_take(batch, start, start + length, size, top=True), length)
         for start, length in zip(starts, sizes, strict=True)
     ]
+
+
+def has_samples(batch: Any) -> bool:
+    """Whether there is anything to split: a tensor with a dimension, or a list."""
+    return any(True for _ in _arrays(batch)) or any(True for _ in _list_lengths(batch))
+
+
+def _size_or_one(batch: Any) -> int:
+    try:
+        return max(1, batch_size_of(batch))
+    except ConfigurationError:  # nothing is split, so that nobody need know
+        return 1
 
 
 def _take(value: Any, start: int, end: int, size: int, *, top: bool = False) -> Any:

@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.data.loaders import Peekable, random_states, set_random_states
+from lightning_pipeline.data.loaders import Peekable, needs_peeking, random_states, set_random_states
 
 
 class Position:
@@ -24,7 +24,6 @@ class Position:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._prepared: Any = None
         self._created: Any = None
         self._started: Any = None
         self._resumed = False
@@ -32,8 +31,10 @@ class Position:
         self._is_set = False
 
     def prepared(self) -> None:
-        """A loader was prepared; if the loop makes its iterator next, it draws from here."""
-        self._prepared = self._now()
+        """A loader of training was prepared: the loop makes its iterator next, which draws from here."""
+        if self._resumed:
+            self._set("now")
+        self._created = self._now()
 
     def install(self) -> Callable[[], None]:
         """Take part in the start of every epoch's loop over batches.
@@ -41,7 +42,6 @@ class Position:
         Returns:
             Undoes it.
         """
-        self._created = self._prepared
         return _lightning.around_epoch_start(self._trainer, self._before, self._after)
 
     # Saving
@@ -125,7 +125,7 @@ class Position:
             return False
         combined = _lightning.combined_loader_of(loop)
         for loader in combined.flattened if combined is not None else ():
-            if isinstance(loader, Peekable):
+            if type(loader) is Peekable:
                 loader.forget()
         _lightning.load_loader_states(loop, states)
         return True
@@ -133,7 +133,7 @@ class Position:
     def _go_to(self, fetcher: Any, seen: int) -> None:
         self._set("created")
         self._created = self._now()
-        self._iterate(fetcher)
+        self._iterate_from_start(fetcher)
         self._set("started")
         self._started = self._now()
         for _ in range(seen):
@@ -142,9 +142,16 @@ class Position:
         self._set("now")
 
     def _iterate(self, fetcher: Any) -> None:
-        """A loader that can be read once only stands at its start already."""
-        combined = _lightning.combined_loader_of(self._trainer.fit_loop)
-        loaders = combined.flattened if combined is not None else []
-        once = [x for x in loaders if isinstance(x, Peekable) and iter(x.loader) is x.loader]
-        if not once:
+        """Draw the order anew. A stream goes on where it stands: its items may come once only."""
+        if not any(map(needs_peeking, self._loaders())):
             iter(fetcher)
+
+    def _iterate_from_start(self, fetcher: Any) -> None:
+        """Draw the order of a begun epoch again. A loader that is its own iterator stands at its start."""
+        loaders = [getattr(one, "loader", one) for one in self._loaders() if needs_peeking(one)]
+        if not any(iter(one) is one for one in loaders):
+            iter(fetcher)
+
+    def _loaders(self) -> list[Any]:
+        combined = _lightning.combined_loader_of(self._trainer.fit_loop)
+        return list(combined.flattened) if combined is not None else []

@@ -18,8 +18,8 @@ class SharedMetrics:
     """Makes `compute()` of every metric mean: the value of the last stage, on every rank that asks.
 
     The last stage's rank works a value out whenever it is asked, and leaves it for the others: a progress
-    bar or logger, which only global rank 0 has, may ask alone. Another rank's `compute()` waits until the last
-    stage's was called; the hooks of a LightningModule and Lightning's own epoch end do so on all ranks.
+    bar or logger, which only global rank 0 has, may ask alone. Another rank's `compute()` waits until the
+    last stage's was called; the hooks of a LightningModule and Lightning's own epoch end do so on all ranks.
 
     Args:
         module: The LightningModule.

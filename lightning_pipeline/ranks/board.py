@@ -1,4 +1,4 @@
-"""Values that one rank leaves for the others of its replica: it waits for nobody, and they read when they ask."""
+"""Values that one rank leaves for the others of its replica: it waits for nobody, they read when they ask."""
 
 import pickle
 import time
@@ -79,7 +79,7 @@ class Board:
         return value
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(f"{self._prefix}/{key}", pickle.dumps(value))
+        self._store.set(f"{self._prefix}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes will do
 
     def _wait(self, key: str, what: str) -> Any:
         deadline, nap = time.monotonic() + self._seconds, 0.0005

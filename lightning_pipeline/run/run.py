@@ -15,7 +15,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline._lightning import equal_groups
 from lightning_pipeline.checkpoint import Checkpoints, options_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, names_by_identity, owned_by
-from lightning_pipeline.data import Feed, Position, first_arguments
+from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.forecast import name_of
@@ -54,11 +54,12 @@ from lightning_pipeline.run.setup import (
     fill_whole,
     gather_whole,
     held_states,
+    hooks_undone,
     move,
     seed_of_run,
     split_module,
 )
-from lightning_pipeline.run.step import Plans, StepRunner, split_arguments, trains_batch_norm
+from lightning_pipeline.run.step import Plans, StepRunner, samples_of, split_arguments, trains_batch_norm
 from lightning_pipeline.run.summary import summarize_before_split
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
@@ -92,8 +93,7 @@ class Pipeline:
         self._plans = Plans(settings.schedule, placement.num_ranks)
         self._from_zero = Outlet(groups.control, 0, groups.global_rank == 0)
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
-        shared_data = self._from_last if settings.data == "broadcast" else None
-        self.feed = Feed(groups.replica, self._ranks, self.gather, shared_data)
+        self.feed = Feed(groups.replica, self._ranks, self.gather, self._from_last, settings.data)
         self.checkpoints = Checkpoints(options_of(settings), groups.numbering, groups.store)
         self._set_aside = SetAside()
         self._undo: list[Any] = []
@@ -123,7 +123,9 @@ class Pipeline:
         together.equal_random_states()
         self._undo.append(together.watch_signals(trainer))
         self._together = together
-        first = first_arguments(trainer)
+        early = EarlyLoaders(trainer, self.feed, together.equal_random_states, lambda: hooks_undone(trainer))
+        self._undo.append(early.restore)
+        first = early.first_arguments()
         if trainer.training:
             self._undo += [self.position.install(), summarize_before_split(trainer)]
             self._undo.append(equal_groups(self.any_of))
@@ -158,7 +160,7 @@ class Pipeline:
         self._at_least = 1 + trains_batch_norm(self._module)
 
         def choose() -> int:
-            size = split_arguments(self._module, args, 1).batch_size
+            size = samples_of(self._module, args)
             number = self._plans.choose_number(size, at_least=self._at_least)
             rank_zero_info(
                 f"num_microbatches='auto': {number} for a batch of {size} and {name_of(self._plans.schedule)}"

@@ -1,12 +1,12 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -14,6 +14,7 @@ from lightning_pipeline.checkpoint.contents import EXTRA, load_extra_states
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.cut import Partition, StageTable, partition
 from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.tensors import ModuleState, ObjectState
 from lightning_pipeline.model.trace import find_units, trace_step
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.settings import Settings
@@ -151,6 +152,27 @@ def fill_whole(module: LightningModule, whole: Mapping[str, Any]) -> None:
         for name, tensor in held_states(module, transient=True).items():
             tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
     load_extra_states(module, {name: value for name, value in whole.items() if name.endswith(EXTRA)})
+
+
+@contextmanager
+def hooks_undone(trainer: Trainer) -> Iterator[None]:
+    """Inside, what the user's transfer hooks note in the module or data module is forgotten at the end.
+
+    Args:
+        trainer: Whose first batch is looked at before the run.
+    """
+    data: Any = getattr(trainer, "datamodule", None)
+    attributes = {} if data is None else dict(vars(data))
+    state = ModuleState(trainer.lightning_module)
+    containers = ObjectState({name: value for name, value in attributes.items() if name != "trainer"})
+    try:
+        yield
+    finally:
+        state.restore()
+        containers.restore()
+        if data is not None:
+            vars(data).clear()
+            vars(data).update(attributes)
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:

@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pipeline.data import batch_size_of, merge_outputs, split_batch
+from lightning_pipeline.data import batch_size_of, has_samples, merge_outputs, split_batch
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
@@ -125,11 +125,23 @@ def split_arguments(
     if own is None:
         pairs = split_batch(batch, num_microbatches, at_least=at_least)
         sizes = [size for _, size in pairs]
-        return Parts([(part, *rest) for part, _ in pairs], sizes, sum(sizes))
+        total = sum(sizes) if has_samples(batch) else None
+        return Parts([(part, *rest) for part, _ in pairs], sizes, total)
     parts = list(own(batch, num_microbatches))
     if not parts:
         raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
     return _sized([(part, *rest) for part in parts])
+
+
+def samples_of(module: LightningModule, args: Sequence[Any]) -> int | None:
+    """Samples of a batch that is to be split; `None` where there is nothing to split.
+
+    Raises:
+        ConfigurationError: Nothing tells how many there are.
+    """
+    if getattr(module, "split_batch", None) is not None:
+        return split_arguments(module, args, 1).batch_size
+    return batch_size_of(args[0]) if has_samples(args[0]) else None
 
 
 def trains_batch_norm(module: LightningModule) -> bool:

@@ -62,12 +62,11 @@ class Regression(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
-def trainer(pipeline: dict[str, Any] | None, **options: Any) -> pl.Trainer:
+def trainer(pipeline: dict[str, Any] | None, writes: bool = False, **options: Any) -> pl.Trainer:
     """A Trainer with bar and summary, as users have it; `pipeline=None` is one device.
 
-    Without `default_root_dir` it writes nothing: neither logs nor checkpoints.
+    Only where it `writes` it has a logger and saves checkpoints.
     """
-    writes = "default_root_dir" in options
     given: dict[str, Any] = {
         "accelerator": "cpu", "max_epochs": 2, "logger": writes, "enable_checkpointing": writes,
         "inference_mode": False, "log_every_n_steps": 1, **options,

@@ -66,7 +66,7 @@ BARS: dict[str, Callable[[], list[Callback]]] = {
 
 def measured(pipeline: dict[str, Any] | None, folder: str, bar: str) -> Any:
     module = Measured()
-    run = trainer(pipeline, default_root_dir=folder, callbacks=BARS[bar]())
+    run = trainer(pipeline, writes=True, default_root_dir=folder, callbacks=BARS[bar]())
     run.fit(module, loader(24), loader(seed=4))
     return weights(module), {
         **{k: float(v) for k, v in run.callback_metrics.items()},

@@ -50,7 +50,7 @@ def test_settings_are_read() -> None:
         ({"partition": ["a", "b"]}, r"partition names 2 first unit.* but 2 stages have 1"),
         ({"units": [1]}, r"units=\[1\] must be a list of name patterns"),
         ({"data_parallel_size": 0}, r"data_parallel_size=0"),
-        ({"data": "both"}, r"data='both' is unknown: use 'replicate' or 'broadcast'"),
+        ({"data": "both"}, r"data='both' is unknown: use 'auto' or 'replicate' or 'broadcast'"),
         ({"step_timeout": 0}, r"step_timeout=0 must be seconds or a timedelta"),
         ({"process_group_backend": "pigeon"}, r"process_group_backend='pigeon' is not available"),
     ],

@@ -87,10 +87,14 @@ def test_the_most_common_length_is_the_batch_size() -> None:
     assert batch_size_of(["a", "b"]) == 2
 
 
+@pytest.mark.parametrize("batch", ["text", None, 7, {"scale": torch.tensor(2.0)}], ids=repr)
+def test_a_batch_with_nothing_to_split_is_one_micro_batch(batch: object) -> None:
+    assert split_batch(batch, 4) == [(batch, 1)]
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        ("text", "no tensor with a dimension"),
         (torch.zeros(0, 3), "batch is empty"),
         ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], none of them"),
         ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), "can be one tensor per sample or 2 batched"),
