@@ -22,12 +22,19 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
 from lightning_pipeline.hooks import called_once, configure, with_global_norm
 from lightning_pipeline.ranks import fit_to_devices
-from lightning_pipeline.run import Answers, CheckpointHooks, Pipeline, Prospect, check_run
+from lightning_pipeline.run import (
+    Answers,
+    CheckpointHooks,
+    OptimizersOnDemand,
+    Pipeline,
+    Prospect,
+    check_run,
+)
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
 
 
-class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
+class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStrategy):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
@@ -85,7 +92,8 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
             process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
             checkpoint_timeout,
         )  # fmt: skip
-        self._accumulating = False
+        self._accumulating = self._in_step = False
+        self._told: dict[tuple[int, str | None], Any] = {}
         self._printed = ""
         self.num_nodes = 1
         super().__init__()
@@ -216,7 +224,9 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
-        self._running.split_module(trainer, self.precision_plugin)
+        trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
+        with self.optimizers_on_demand(self.lightning_module), self._telling():
+            self._running.split_module(trainer, self.precision_plugin)
         self.note_names(trainer)
         self._print_stages()
         self.model_to_device()
@@ -281,20 +291,28 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
     # Steps
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        return self._running.train([*args, *kwargs.values()])
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._telling():
+            outputs = self._running.train([*args, *kwargs.values()])
+        if outputs is None:
+            self._running.put_gradients_back(stepping=not self._accumulating)
+            return _lightning.NO_LOSS
+        return outputs
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate("validation_step", [*args, *kwargs.values()])
+        with self._telling():
+            return self._running.evaluate("validation_step", [*args, *kwargs.values()])
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate("test_step", [*args, *kwargs.values()])
+        with self._telling():
+            return self._running.evaluate("test_step", [*args, *kwargs.values()])
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._running.evaluate("predict_step", [*args, *kwargs.values()])
+        with self._telling():
+            return self._running.evaluate("predict_step", [*args, *kwargs.values()])
 
     @contextmanager
     @override
@@ -344,10 +362,29 @@ class PipelineStrategy(CheckpointHooks, Answers, ParallelStrategy):
 
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Tell all ranks; in a step, which they do not enter together, what they were told before of it.
+
+        Lightning's `Trainer.log_dir` is such an object: it was asked for before the run.
+        """
+        known = obj is None or isinstance(obj, str)
+        if self._in_step and src == self.global_rank:
+            return obj
+        if self._in_step and known and (src, obj) in self._told:
+            return self._told[src, obj]
         box = [obj]
         if not self._alone:
             dist.broadcast_object_list(box, src)
+        if known:
+            self._told[src, obj] = box[0]
         return box[0]
+
+    @contextmanager
+    def _telling(self) -> Iterator[None]:
+        before, self._in_step = self._in_step, True
+        try:
+            yield
+        finally:
+            self._in_step = before
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:

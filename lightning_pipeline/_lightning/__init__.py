@@ -10,6 +10,7 @@ from lightning_pipeline._lightning.logs import (
     logs_this_batch,
 )
 from lightning_pipeline._lightning.trainer import (
+    NO_LOSS,
     STEPS,
     around_epoch_start,
     as_combined,
@@ -23,6 +24,7 @@ from lightning_pipeline._lightning.trainer import (
     configured_to_log_graph,
     count_as_existing,
     evaluation_loop,
+    explain_signature,
     gather_over,
     init_optimizers,
     is_interrupted,
@@ -47,6 +49,7 @@ from lightning_pipeline._lightning.trainer import (
     set_rank_zero,
     set_received_sigterm,
     silence_sync_dist_advice,
+    skip_without_loss,
     syncs_batch_norm,
     takes,
     time_based_validation,
@@ -54,6 +57,7 @@ from lightning_pipeline._lightning.trainer import (
 )
 
 __all__ = [
+    "NO_LOSS",
     "STEPS",
     "LogPlace",
     "around_epoch_start",
@@ -70,6 +74,7 @@ __all__ = [
     "count_as_existing",
     "equal_groups",
     "evaluation_loop",
+    "explain_signature",
     "gather_over",
     "init_optimizers",
     "is_interrupted",
@@ -98,6 +103,7 @@ __all__ = [
     "set_rank_zero",
     "set_received_sigterm",
     "silence_sync_dist_advice",
+    "skip_without_loss",
     "syncs_batch_norm",
     "takes",
     "time_based_validation",

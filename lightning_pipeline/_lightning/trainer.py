@@ -3,6 +3,7 @@
 An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
+import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -30,12 +31,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 # Calls configure_optimizers and reads what it returns, as a strategy does. Since 2.0.
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
+# What a wrong signature of a step is told. Since 2.0.
+from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 
 # Asks for loaders as the loops do. Since 2.0.
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -51,6 +55,7 @@ STEPS = {
 }
 
 __all__ = [
+    "NO_LOSS",
     "around_epoch_start",
     "as_combined",
     "backend_of",
@@ -63,6 +68,7 @@ __all__ = [
     "configured_to_log_graph",
     "count_as_existing",
     "evaluation_loop",
+    "explain_signature",
     "gather_over",
     "init_optimizers",
     "is_interrupted",
@@ -87,6 +93,7 @@ __all__ = [
     "set_rank_zero",
     "set_received_sigterm",
     "silence_sync_dist_advice",
+    "skip_without_loss",
     "syncs_batch_norm",
     "takes",
     "time_based_validation",
@@ -278,6 +285,58 @@ def batch_limit(trainer: Trainer, function: TrainerFn) -> int | float:
     names = {TrainerFn.FITTING: "train", TrainerFn.VALIDATING: "val", TrainerFn.TESTING: "test"}
     limit: int | float = getattr(trainer, f"limit_{names.get(function, 'predict')}_batches")
     return limit
+
+
+NO_LOSS = object()
+"""What a strategy's `training_step` returns where there is no loss."""
+
+
+def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
+    """Let a batch without a loss be skipped as on one device; gives the undoing.
+
+    Lightning refuses None where there are several ranks, for one of them could be alone with it; here all
+    ranks have the same. Since 2.0.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+    kind: Any = loop.output_result_cls
+
+    class Result(kind):  # type: ignore[misc]
+        @classmethod
+        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
+            given = None if training_step_output is NO_LOSS else training_step_output
+            return kind.from_training_step_output(given, normalize)
+
+    loop.output_result_cls = Result
+    return lambda: vars(loop).pop("output_result_cls", None) and None
+
+
+def explain_signature(trainer: Trainer, step: str, args: tuple[Any, ...], num_loaders: int) -> None:
+    """Raise what one device raises for a step that does not take its arguments. Since 2.0.
+
+    Args:
+        trainer: In its setup.
+        step: Name of the step.
+        args: That the loop will give it.
+        num_loaders: Read one after the other, in an evaluation.
+    """
+    module = trainer.lightning_module
+    if step == "training_step":
+        init_optimizers_refusal(module)
+    else:
+        assert trainer.state.stage is not None, "a Trainer that runs has a stage"
+        stage = RunningStage.VALIDATING if step == "validation_step" else trainer.state.stage
+        _verify_dataloader_idx_requirement((step,), num_loaders > 1, stage, module)
+    function = getattr(module, step)
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError:
+        function(*args)  # raises before its first line
+
+
+def init_optimizers_refusal(module: LightningModule) -> None:
+    """Lightning refuses a training step for several optimizers where it makes them, after the trace."""
+    if is_param_in_hook_signature(module.training_step, "optimizer_idx", explicit=True):
+        init_optimizers(module)
 
 
 def loop_of(trainer: Trainer, function: TrainerFn) -> Any:

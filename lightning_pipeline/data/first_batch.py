@@ -123,8 +123,9 @@ class EarlyLoaders:
         arguments: list[Any] = [batch]
         if _lightning.takes(function, "batch_idx", min_args=2):
             arguments.append(0)
-        if step != "training_step":
-            combined = _lightning.as_combined(loaders, sequential=True)
-            if _lightning.is_sequential(combined) and len(combined.flattened) > 1:
-                arguments.append(0)
+        combined = _lightning.as_combined(loaders, sequential=step != "training_step")
+        num_loaders = len(combined.flattened) if _lightning.is_sequential(combined) else 1
+        if num_loaders > 1:
+            arguments.append(0)
+        _lightning.explain_signature(self._trainer, step, tuple(arguments), num_loaders)
         return tuple(arguments)

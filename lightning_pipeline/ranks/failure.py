@@ -80,6 +80,7 @@ class Failure:
         self._store = groups.store
         self._recent = recent
         self.cause: Cause | None = None
+        self._raised: BaseException | None = None
         self.explain: Callable[[BaseException, Where], str] = lambda error, where: ""
 
     @contextmanager
@@ -88,7 +89,12 @@ class Failure:
 
         Args:
             activity: What the block does, for the message: "averaging gradients".
+
+        Raises:
+            BaseException: What this rank ended with, when it goes on to ask the others all the same.
         """
+        if self._raised is not None:
+            raise self._raised
         try:
             yield
         except BaseException as error:
@@ -109,7 +115,7 @@ class Failure:
         if not isinstance(error, LinkError) and any(text in str(error) for text in _LOST):
             self._await_cause()
         own = self._describe(error, where)
-        self.cause = self._first(own)
+        self.cause, self._raised = self._first(own), error
         self._groups.abort()
         self._linger(self.cause)
         if self.cause == own and not isinstance(error, LinkError):
@@ -210,10 +216,11 @@ class Failure:
     def _raise(self, cause: Cause, where: Where, error: BaseException) -> NoReturn:
         kind = StageTimeoutError if cause.timed_out else StageFailedError
         what = "is stuck" if cause.timed_out else "failed"
-        raise kind(
+        self._raised = kind(
             f"pipeline rank {self._groups.rank} stopped in {where} because {_named(cause)} {what} in "
             f"{cause.where}: {cause.summary}\n{cause.detail}{cause.advice}"
-        ) from error
+        )
+        raise self._raised from error
 
 
 def _named(cause: Cause) -> str:

@@ -95,6 +95,8 @@ class Answers(Places):
 
         Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
         """
+        if self._pipeline is not None and self._pipeline.groups.aborted:
+            return True
         if self._pipeline is not None and self._pipeline.ends_together:
             return False
         trainer = getattr(self.lightning_module, "_trainer", None)

@@ -50,6 +50,7 @@ from lightning_pipeline.run.out_of_memory import watch_memory
 from lightning_pipeline.run.replan import Reordering
 from lightning_pipeline.run.setup import (
     Cut,
+    as_the_loop_will,
     choose_cut,
     fill_whole,
     gather_whole,
@@ -128,7 +129,7 @@ class Pipeline:
         first = early.first_arguments()
         if trainer.training:
             self._undo += [self.position.install(), summarize_before_split(trainer)]
-            self._undo.append(equal_groups(self.any_of))
+            self._undo += [equal_groups(self.any_of), _lightning.skip_without_loss(trainer)]
             self._add_callbacks(trainer, LowersGuards(self, self.groups.numbering.replicas), together)
         if first is None:
             return
@@ -136,10 +137,11 @@ class Pipeline:
         number = self._choose_number(args)
         parts = split_arguments(self._module, args, number)
         context = plugin.forward_context
-        self._cut = choose_cut(
-            self._module, step, parts.args[0], self._placement.num_stages, self._settings, context,
-            self._from_zero, self.agreed,
-        )  # fmt: skip
+        with as_the_loop_will(trainer, step):
+            self._cut = choose_cut(
+                self._module, step, parts.args[0], self._placement.num_stages, self._settings, context,
+                self._from_zero, self.agreed,
+            )  # fmt: skip
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
@@ -258,8 +260,8 @@ class Pipeline:
 
     # Steps
 
-    def train(self, args: Sequence[Any]) -> dict[str, Any]:
-        """Run a training step; its gradients are set aside."""
+    def train(self, args: Sequence[Any]) -> dict[str, Any] | None:
+        """Run a training step; its gradients are set aside. `None` where it has no loss."""
         self.checkpoints.check()
         epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
         self.feed.check(args[0], batch_idx, "training_step")

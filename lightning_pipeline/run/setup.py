@@ -73,6 +73,27 @@ def choose_cut(
     return Cut(chosen, table)
 
 
+@contextmanager
+def as_the_loop_will(trainer: Trainer, step: str) -> Iterator[None]:
+    """Inside, the module is in the mode in which the loop calls the step; at the end all is as before.
+
+    Args:
+        trainer: In its setup.
+        step: To be traced.
+    """
+    attributes = dict(vars(trainer))
+    modes = [(part, part.training) for part in trainer.lightning_module.modules()]
+    if step != "training_step":
+        trainer.lightning_module.eval()
+    try:
+        yield
+    finally:
+        for part, mode in modes:
+            part.training = mode
+        vars(trainer).clear()
+        vars(trainer).update(attributes)
+
+
 def split_module(
     module: LightningModule,
     cut: Cut,

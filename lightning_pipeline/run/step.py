@@ -195,7 +195,7 @@ class StepRunner:
         self.batch_size: int | None = None
         self.reordering: Reordering | None = None
 
-    def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any]:
+    def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any] | None:
         """Run a training step, backward included.
 
         Args:
@@ -205,14 +205,17 @@ class StepRunner:
 
         Returns:
             `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
-            what else the step returned, and elsewhere in its place what raises when it is used.
+            what else the step returned, and elsewhere in its place what raises when it is used. `None` where
+            no micro-batch has a loss.
         """
         parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
+        self._warn_unsplit(args[0], parts)
         total = sum(parts.sizes)
         weights = [size / total / accumulate for size in parts.sizes]
         report, output = self._run("training_step", parts, weights, key)
         loss = loss_of(report)
-        assert loss is not None, "a training step reports a loss"
+        if loss is None:
+            return None
         extras = _extras(output) or self._split.extras_elsewhere("training_step")
         return {"loss": loss, **extras}
 
@@ -274,6 +277,19 @@ class StepRunner:
         self._warn_once(step, len(parts.args))
         return result.losses, result.outputs, lists
 
+    def _warn_unsplit(self, batch: Any, parts: Parts) -> None:
+        if (
+            self.num_microbatches > len(parts.args)
+            and parts.batch_size is None
+            and "batch" not in self._warned
+        ):
+            self._warned.add("batch")
+            rank_zero_warn(
+                f"a batch of type {type(batch).__name__} has no tensor and no list to split, so it is one "
+                "micro-batch, and the stages work one after the other: override `split_batch(batch, "
+                "num_microbatches)` on the LightningModule"
+            )
+
     def _warn_once(self, step: str, num_microbatches: int) -> None:
         names = self._split.doubtful(step)
         if names and num_microbatches > 1 and step not in self._warned:
@@ -328,11 +344,11 @@ def _extras(output: Any) -> Any:
     return None
 
 
-def _mean_loss(losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor:
-    """Weighted by samples; nan when no micro-batch has a loss, for then there is none to report."""
+def _mean_loss(losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Weighted by samples; `None` when no micro-batch has a loss."""
     present = [(loss.detach(), size) for loss, size in zip(losses, sizes, strict=True) if loss is not None]
     if not present:
-        return torch.tensor(float("nan"))
+        return None
     if len(present) == 1:
         return present[0][0].reshape(())
     total = sum(size for _, size in present)

@@ -252,9 +252,9 @@ class GraphData:
         self.x, self.edge_index = torch.rand(4, 3), torch.zeros(2, 9, dtype=torch.long)
 
 
-def test_an_object_that_cannot_be_split_is_refused():
-    with pytest.raises(PipelineError, match="split_batch"):
-        split_batch(GraphData(), 2)
+def test_an_object_that_cannot_be_split_is_one_micro_batch():
+    graph = GraphData()
+    assert split_batch(graph, 2) == [(graph, 1)]
 
 
 class Branches(Net):

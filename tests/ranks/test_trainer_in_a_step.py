@@ -1,0 +1,213 @@
+"""What a step reads off its Trainer, and how it may end, is as on one device, while it is traced too."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from torch import Tensor
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+TWO = {"stages": 2, "num_microbatches": 2}
+
+
+class Reads(Regression):
+    """Logs its learning rate in every way, and what else a Trainer knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        optimizer: Any = self.optimizers()
+        self.log("lr", optimizer.param_groups[0]["lr"])
+        self.log("lr_again", self.trainer.optimizers[0].param_groups[0]["lr"])
+        self.log("lr_scheduled", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
+        self.log("global_step", float(self.trainer.global_step))
+        self.log("known", float(self.trainer.callback_metrics.get("train_loss_epoch", -1.0)))
+        self.log("dir", float(len(str(self.trainer.log_dir))))
+        return super().training_step(batch, batch_idx)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.places.append(self.trainer.log_dir)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def reads(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    module = Reads()
+    run = trainer(pipeline, writes=True, default_root_dir=folder)
+    run.fit(module, loader(24), loader(seed=4))
+    return (weights(module), {k: float(v) for k, v in run.callback_metrics.items()}), module.places
+
+
+def test_a_step_reads_its_learning_rate_and_its_trainer(ranks: Ranks, tmp_path: Path) -> None:
+    expected, _ = reads(None, str(tmp_path / "one"))
+    (first, places), (second, others) = ranks(2)(reads, TWO, str(tmp_path / "two"))
+    assert_same(first, expected)
+    assert_same(second, expected)
+    assert places == others
+
+
+class StopsItself(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 1:
+            self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+class StopsAtOnce(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.should_stop = True
+        return super().training_step(batch, batch_idx)
+
+
+def stops(pipeline: dict[str, Any] | None, kind: str) -> Any:
+    module, run = {"later": StopsItself, "at once": StopsAtOnce}[kind](), trainer(pipeline)
+    run.fit(module, loader(24), loader(seed=4))
+    return (weights(module), {k: float(v) for k, v in run.callback_metrics.items()}), run.global_step
+
+
+@pytest.mark.parametrize("kind", ["later", "at once"])
+def test_a_step_that_asks_to_stop_is_the_last(ranks: Ranks, kind: str) -> None:
+    expected, steps = stops(None, kind)
+    for found, made in ranks(2)(stops, TWO, kind):
+        assert made == steps
+        assert_same(found, expected)
+
+
+class KnowsItsMode(Regression):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.training
+        assert not self.net.training
+        super().validation_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        assert not self.training
+        self.log("test_loss", self.loss(batch))
+
+
+def evaluated(pipeline: dict[str, Any] | None) -> Any:
+    module, run = KnowsItsMode(), trainer(pipeline)
+    (validated,) = run.validate(module, loader(seed=4), verbose=False)
+    assert module.training
+    (tested,) = run.test(module, loader(seed=4), verbose=False)
+    return validated, tested
+
+
+def test_an_evaluation_is_traced_in_its_mode(ranks: Ranks) -> None:
+    expected = evaluated(None)
+    for found in ranks(2)(evaluated, TWO):
+        assert_same(({}, found[0]), ({}, expected[0]))
+        assert_same(({}, found[1]), ({}, expected[1]))
+
+
+class NoLoader(Regression):
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+
+
+class TwoLoaders(Regression):
+    pass
+
+
+class TwoOptimizers(Regression):
+    def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+class Unknown(Regression):
+    def training_step(self, batch: Any, batch_idx: int, extra: int) -> Tensor:
+        return super().training_step(batch, batch_idx)
+
+
+SIGNATURES: dict[str, Callable[[Any], object]] = {
+    "no loader": lambda run: run.validate(NoLoader(), loader(), verbose=False),
+    "two loaders": lambda run: run.validate(TwoLoaders(), [loader(), loader()], verbose=False),
+    "two optimizers": lambda run: run.fit(TwoOptimizers(), loader()),
+    "unknown": lambda run: run.fit(Unknown(), loader()),
+}
+
+
+def wrong_signature(pipeline: dict[str, Any] | None, kind: str) -> tuple[str, str]:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  # one device says which
+        SIGNATURES[kind](trainer(pipeline))
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize("kind", SIGNATURES)
+def test_a_wrong_signature_is_explained_as_on_one_device(ranks: Ranks, kind: str) -> None:
+    expected = wrong_signature(None, kind)
+    for found in ranks(2)(wrong_signature, TWO, kind):
+        assert found == expected
+
+
+class Outputs(Callback):
+    def __init__(self) -> None:
+        self.seen: list[list[str]] = []
+
+    def on_train_batch_end(self, run: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.seen.append(sorted(outputs))
+
+
+class SometimesNone(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if batch_idx == 1 else loss
+
+
+def without_loss(pipeline: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    module, outputs = SometimesNone(), Outputs()
+    run = trainer(pipeline, callbacks=[outputs], **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.fit(module, loader(24), loader(seed=4))
+    told = any("returned `None`" in str(one.message) for one in caught)
+    return (weights(module), {k: float(v) for k, v in run.callback_metrics.items()}), outputs.seen, told
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_a_step_that_returns_none_is_skipped(ranks: Ranks, options: dict[str, Any]) -> None:
+    expected, seen, _ = without_loss(None, options)
+    assert [] in seen
+    results = ranks(2)(without_loss, TWO, options)
+    for found, outputs, _ in results:
+        assert_same(found, expected)
+        assert outputs == seen
+    if not options:
+        assert any(told for _, _, told in results)  # once per process, as Lightning says it
+
+
+class Fails(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.trainer.global_step == 2:
+            raise ValueError("the data are wrong")
+        return super().training_step(batch, batch_idx)
+
+
+def fails_in_search(pipeline: dict[str, Any], folder: str) -> None:
+    run = trainer(
+        pipeline, max_steps=20, max_epochs=-1, default_root_dir=folder,
+        callbacks=[LearningRateFinder(num_training_steps=8)],
+    )  # fmt: skip
+    run.fit(Fails(), loader(40))
+
+
+def test_an_error_in_the_search_for_a_learning_rate_is_the_users(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks(2).outcomes(fails_in_search, TWO, str(tmp_path))
+    assert all("the data are wrong" in str(outcome.error) for outcome in outcomes)
+
+
+def test_one_device_is_what_this_file_compares_with() -> None:
+    assert isinstance(trainer(None).strategy, pl.strategies.SingleDeviceStrategy)
