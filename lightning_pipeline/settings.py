@@ -49,6 +49,7 @@ class Settings:
     trust_checkpoint: bool
     async_save: bool
     checkpoint_timeout: timedelta
+    save_distributed_checkpoint: bool | None = None
 
 
 def read_settings(
@@ -67,6 +68,7 @@ def read_settings(
     trust_checkpoint: object = False,
     async_save: object = False,
     checkpoint_timeout: object = 1800,
+    save_distributed_checkpoint: object = None,
     *,
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
@@ -93,6 +95,9 @@ def read_settings(
         trust_checkpoint=_flag("trust_checkpoint", trust_checkpoint, problems),
         async_save=_flag("async_save", async_save, problems),
         checkpoint_timeout=_duration("checkpoint_timeout", checkpoint_timeout, problems),
+        save_distributed_checkpoint=_flag_or_none(
+            "save_distributed_checkpoint", save_distributed_checkpoint, problems
+        ),
     )
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
@@ -124,6 +129,13 @@ def _flag(name: str, value: object, problems: Problems) -> bool:
     if not isinstance(value, bool):
         problems.append(f"{name}={value!r} must be True or False")
     return bool(value)
+
+
+def _flag_or_none(name: str, value: object, problems: Problems) -> bool | None:
+    if not isinstance(value, bool | None):
+        problems.append(f"{name}={value!r} must be True, False or None")
+        return None
+    return value
 
 
 def _duration(name: str, value: object, problems: Problems) -> timedelta:

@@ -23,18 +23,18 @@ from lightning_pipeline.forecast import Assumptions, Forecast
 from lightning_pipeline.hooks import called_once, configure, with_global_norm
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
-    Answers,
     CheckpointHooks,
     OptimizersOnDemand,
     Pipeline,
     Prospect,
     check_run,
+    pipelined,
 )
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
 
 
-class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStrategy):
+class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
@@ -61,6 +61,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         async_save: Whether checkpoints are written while training goes on, from a copy in host memory.
         checkpoint_timeout: Longest wait for a rank while a checkpoint is written or read. Seconds or
             timedelta.
+        save_distributed_checkpoint: Whether a checkpoint is a folder that each stage writes its part of, or
+            Lightning's one file. Default: one file with one stage, a folder otherwise.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -86,11 +88,12 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         trust_checkpoint: bool = False,
         async_save: bool = False,
         checkpoint_timeout: float | timedelta = 1800,
+        save_distributed_checkpoint: bool | None = None,
     ) -> None:
         self._settings = read_settings(
             stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
             process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
-            checkpoint_timeout,
+            checkpoint_timeout, save_distributed_checkpoint,
         )  # fmt: skip
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}
@@ -162,11 +165,6 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         return self._numbering is None or self.num_replicas > 1
 
     @property
-    def num_processes(self) -> int:
-        """Ranks on this node."""
-        return len(self.parallel_devices or ())
-
-    @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.num_replicas, "rank": self.replica_index}
@@ -180,26 +178,24 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         self._placement, self._numbering = fit_to_devices(
             self._settings, self.num_processes, self.num_nodes, device
         )
-        if not self.cluster_environment.creates_processes_externally:
+        self._serve_precision()
+        self.check_checkpoint_io()
+        alone = self.is_one_device and self._numbering.world_size == 1
+        if not alone and not self.cluster_environment.creates_processes_externally:
             self._launcher = _lightning.make_launcher(
                 self.cluster_environment, self.num_processes, self.num_nodes
             )
 
-    def set_world_ranks(self) -> None:
-        """Tell the environment this rank's number; Lightning calls it."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _lightning.set_rank_zero(self.global_rank)
-
     @override
     def connect(self, model: LightningModule) -> None:
         super().connect(model)
-        check_run(model)
+        if not self.is_one_device:
+            check_run(model)
 
+    @pipelined
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        ParallelStrategy.setup_environment(self)
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
         self.set_world_ranks()
@@ -218,6 +214,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
 
     # Setting up
 
+    @pipelined
     @override
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None
@@ -242,10 +239,12 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
             rank_zero_info(table)
             self._printed = table
 
+    @pipelined
     @override
     def model_to_device(self) -> None:
         self._running.to_device(self.root_device)
 
+    @pipelined
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
@@ -261,10 +260,16 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
 
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
-        if precision_plugin is not None:
-            precision_plugin = with_global_norm(precision_plugin, self.clip_grad_norm_)
         self._precision_plugin = precision_plugin
+        if self._placement is not None or self._settings.stages not in (1, "auto"):
+            self._serve_precision()
 
+    def _serve_precision(self) -> None:
+        """Once it is known whether there is anything to split: clip by the norm of all stages."""
+        if self._precision_plugin is not None and not self.is_one_device:
+            self._precision_plugin = with_global_norm(self._precision_plugin, self.clip_grad_norm_)
+
+    @pipelined
     @contextmanager
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -276,6 +281,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
 
     # Data
 
+    @pipelined
     @override
     def process_dataloader(self, dataloader: object) -> object:
         prepared = self._running.feed.prepare(dataloader)
@@ -283,6 +289,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
             self._running.position.prepared()
         return prepared
 
+    @pipelined
     @override
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         with self._running.feed.alike(self.lightning_module):
@@ -290,6 +297,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
 
     # Steps
 
+    @pipelined
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
@@ -299,21 +307,25 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
             return _lightning.NO_LOSS
         return outputs
 
+    @pipelined
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
             return self._running.evaluate("validation_step", [*args, *kwargs.values()])
 
+    @pipelined
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
             return self._running.evaluate("test_step", [*args, *kwargs.values()])
 
+    @pipelined
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
             return self._running.evaluate("predict_step", [*args, *kwargs.values()])
 
+    @pipelined
     @contextmanager
     @override
     def block_backward_sync(self) -> Iterator[None]:
@@ -323,6 +335,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         finally:
             self._accumulating = False
 
+    @pipelined
     @override
     def backward(
         self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
@@ -337,6 +350,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         self.post_backward(closure_loss)
         return closure_loss
 
+    @pipelined
     @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
@@ -344,22 +358,26 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         with self._running.split.user_hook():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
+    @pipelined
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         self._running.around_batch(True)
 
+    @pipelined
     @override
     def on_validation_start(self) -> None:
         self._running.around_batch(False)
 
     # Collectives
 
+    @pipelined
     @override
     def barrier(self, name: str | None = None) -> None:
         if not self._alone:
             nccl = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if nccl else None)
 
+    @pipelined
     @override
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         """Tell all ranks; in a step, which they do not enter together, what they were told before of it.
@@ -386,16 +404,19 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
         finally:
             self._in_step = before
 
+    @pipelined
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce over the data-parallel replicas, unless another group is given."""
         return self._pipeline.reduce(tensor, group, reduce_op) if self._pipeline else tensor
 
+    @pipelined
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Gather from the data-parallel replicas: the ranks that hold the same stage."""
         return self._running.all_gather(tensor, group, sync_grads)
 
+    @pipelined
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Decide over all ranks of the world."""
@@ -405,11 +426,13 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks, Answers, ParallelStr
 
     # The end
 
+    @pipelined
     @override
     def on_exception(self, exception: BaseException) -> None:
         if self._pipeline is not None:
             self._pipeline.fail(exception)
 
+    @pipelined
     @override
     def teardown(self) -> None:
         try:

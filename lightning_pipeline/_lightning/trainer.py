@@ -7,7 +7,7 @@ import inspect
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment
@@ -33,6 +33,11 @@ from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 
 # What a wrong signature of a step is told. Since 2.0.
 from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
+
+# What `DDPStrategy` does around the wrapper. Since 2.2.
+from lightning.pytorch.overrides.distributed import _sync_module_states
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
@@ -67,7 +72,9 @@ __all__ = [
     "combined_loader_of",
     "configured_to_log_graph",
     "count_as_existing",
+    "ddp_redirection",
     "evaluation_loop",
+    "explain_ddp",
     "explain_signature",
     "gather_over",
     "init_optimizers",
@@ -94,6 +101,7 @@ __all__ = [
     "set_received_sigterm",
     "silence_sync_dist_advice",
     "skip_without_loss",
+    "sync_module_states",
     "syncs_batch_norm",
     "takes",
     "time_based_validation",
@@ -213,6 +221,21 @@ def evaluation_loop(trainer: Trainer) -> Any:
     if trainer.state.fn == TrainerFn.VALIDATING:
         return trainer.validate_loop
     return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
+
+
+def sync_module_states(module: torch.nn.Module) -> None:
+    """Give all ranks rank 0's values, as `DDPStrategy` does where it does not train. Since 2.0."""
+    _sync_module_states(module)
+
+
+def ddp_redirection() -> Any:
+    """Sends a step through the DDP wrapper's `forward`, as `DDPStrategy` does. Since 2.2."""
+    return _DDPForwardRedirection()
+
+
+def explain_ddp(exception: BaseException) -> None:
+    """Add to an error of DDP what Lightning has to say about it. Since 2.0."""
+    DDPStrategy.on_exception(cast(DDPStrategy, None), exception)
 
 
 def silence_sync_dist_advice() -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 import secrets
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -62,14 +63,41 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
         CheckpointError: The folder cannot be read.
     """
     reader = _verified(folder, trust=trust)
+    checkpoint, _ = _read(folder, reader, file, trust=trust)
+    _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))
+
+
+def read_whole(folder: Path, *, trust: bool) -> dict[str, Any]:
+    """What `to_file` would write, with tensors that stay in the files until they are used.
+
+    Args:
+        folder: The checkpoint.
+        trust: Whether objects of any class may be unpickled.
+
+    Returns:
+        The checkpoint, and where the run stood in its data under this package's key.
+
+    Raises:
+        CheckpointError: The folder cannot be read.
+    """
+    reader = _verified(folder, trust=trust)
+    checkpoint, own = _read(folder, reader, Path(tempfile.gettempdir()) / "lightning_pipeline", trust=trust)
+    reader.compare_again()
+    checkpoint[OURS] = {"replicas": own.get("replicas")}
+    return checkpoint
+
+
+def _read(
+    folder: Path, reader: Reader, beside: Path, *, trust: bool
+) -> tuple[dict[str, Any], Mapping[str, Any]]:
     checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
     own = checkpoint.pop(OURS, {})
-    tensors = _Mapped(reader, file)
+    tensors = _Mapped(reader, beside)
     states = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
     checkpoint["state_dict"] = {**states, **own.get("extra", {})}
     if "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)
-    _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))
+    return checkpoint, own
 
 
 def _verified(folder: Path, *, trust: bool) -> Reader:

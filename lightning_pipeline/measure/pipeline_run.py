@@ -20,6 +20,11 @@ class PipelineRun(Protocol):
     timeline: Timeline
 
     @property
+    def is_one_device(self) -> bool:
+        """Whether there is nothing to split, and nothing to advise."""
+        ...
+
+    @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
         ...

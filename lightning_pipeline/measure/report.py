@@ -39,7 +39,8 @@ class Report:
 
     def __str__(self) -> str:
         lines: list[str | None] = [headline(self._total), bubble_line(self._total), self._table()]
-        lines.append(self._advice() if self._warm else _COLD)
+        if not self._run.is_one_device:
+            lines.append(self._advice() if self._warm else _COLD)
         return "\n".join(filter(None, lines))
 
     def _table(self) -> str:

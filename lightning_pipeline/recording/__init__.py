@@ -2,6 +2,16 @@
 
 from lightning_pipeline.recording.clock import Mark, now, stream_clock
 from lightning_pipeline.recording.messages import Message, MessageLog
-from lightning_pipeline.recording.timeline import Event, Recording, Timeline
+from lightning_pipeline.recording.timeline import Event, OpenRecording, Recording, Timeline
 
-__all__ = ["Event", "Mark", "Message", "MessageLog", "Recording", "Timeline", "now", "stream_clock"]
+__all__ = [
+    "Event",
+    "Mark",
+    "Message",
+    "MessageLog",
+    "OpenRecording",
+    "Recording",
+    "Timeline",
+    "now",
+    "stream_clock",
+]

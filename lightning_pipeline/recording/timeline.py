@@ -3,6 +3,8 @@
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from typing_extensions import override
+
 from lightning_pipeline.recording.clock import Mark, StreamClock, now
 from lightning_pipeline.schedules import Action
 
@@ -79,6 +81,65 @@ class Recording:
         self.bounds = [first, last]
 
 
+class OpenRecording(Recording):
+    """A run whose actions are known only as they come, such as those of a step on one device.
+
+    Args:
+        number: Runs of the rank before this one.
+        stream: The clock of the device, `None` where the host works itself.
+    """
+
+    def __init__(self, number: int, stream: StreamClock | None = None) -> None:
+        super().__init__(number, (), stream)
+        self._actions: list[Action] = []
+        self.actions = self._actions
+
+    def start(self, action: Action) -> None:
+        """An action begins; nothing was waited for."""
+        self._actions.append(action)
+        self.position += 1
+        for times in (self.asked, self.started):
+            times.append(self._moment())
+        self.ended.append(0)
+        self.bounds[0] = self.bounds[0] or self.started[0]
+
+    def end(self) -> None:
+        """The action is over, and the run too if no other follows."""
+        self.ended[-1] = self.bounds[1] = self._moment()
+
+    def extend(self) -> None:
+        """The last action went on until now."""
+        if self.stream is not None:
+            del self.marks[-1]
+        self.end()
+
+    def drop(self) -> None:
+        """The action that began last was none."""
+        for times in (self._actions, self.asked, self.started, self.ended):
+            del times[-1]
+        self.position -= 1
+        if self.stream is not None:
+            del self.marks[-2:]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether an action has begun that is not over."""
+        return bool(self.ended) and not self.ended[-1]
+
+    def _moment(self) -> int:
+        if self.stream is not None:
+            self.marks.append(self.stream.mark())
+        return clock()
+
+    @override
+    def _settle(self) -> None:
+        if self.stream is None or not self.marks or self.is_open:
+            return
+        times, self.marks = self.stream.read(self.marks), []
+        self.asked, self.started, self.ended = times[::3], times[1::3], times[2::3]
+        self.bounds = [times[0], times[-1]]
+
+
 class Timeline:
     """Records the actions of one run after the other; about a microsecond per action on the host.
 
@@ -99,6 +160,12 @@ class Timeline:
         self.last.bounds[0] = clock()
         if self.stream is not None:
             self.last.marks.append(self.stream.mark())
+
+    def begin_open(self) -> OpenRecording:
+        """Start a new recording of actions that are not known beforehand."""
+        recording = OpenRecording(self.last.number + 1, self.stream)
+        self.last = recording
+        return recording
 
     def ask(self, position: int) -> None:
         """The rank turns to the action at this position."""

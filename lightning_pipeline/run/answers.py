@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
@@ -11,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import MemoryMeter
+from lightning_pipeline.measure import MemoryMeter, StageMeasures
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
+from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
@@ -28,6 +28,7 @@ class Places:
     """
 
     global_rank: int
+    _settings: Settings
     _placement: Plan | None = None
     _numbering: Numbering | None = None
 
@@ -37,6 +38,15 @@ class Places:
                 "which rank holds which stage is known once the Trainer has the strategy"
             )
         return self._placement, self._numbering
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether there is nothing to split: one stage on one rank of each replica, with whole batches.
+
+        Everything is then as on one device, or with several replicas as with DDP.
+        """
+        one_stage = self._placement is not None and self._placement.num_stages == 1
+        return one_stage and self._settings.num_microbatches in ("auto", 1)
 
     def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
         """The stage that a rank holds. Never read it off a `DeviceMesh`, which sorts its ranks.
@@ -76,8 +86,8 @@ class Answers(Places):
     """What is known while the module is split. The strategy inherits these answers."""
 
     lightning_module: LightningModule | None
-    _settings: Settings
     _pipeline: Pipeline | None = None
+    _one_device: OneDevice | None = None
     _device_mesh: DeviceMesh | None = None
 
     @property
@@ -104,34 +114,34 @@ class Answers(Places):
 
     def describe(self) -> StageTable:
         """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""
-        if self._running.table is None:
+        if self._run.table is None:
             raise ConfigurationError("this run has no data, so the module was not split")
-        return self._running.table
+        return self._run.table
 
     @property
     def timeline(self) -> Timeline:
         """What happened in the last step on this rank."""
-        return self._running.executor.timeline
+        return self._measures.timeline
 
     @property
     def pipeline_rank(self) -> int:
         """This rank's position in its pipeline."""
-        return self._running.groups.rank
+        return 0 if self._one_device is not None else self._running.groups.rank
 
     @property
     def bytes_sent(self) -> int:
-        """That this rank has sent to other stages in this run of the Trainer."""
-        return sum(link.bytes_sent for link in self._running.groups.links.values())
+        """Bytes that this rank has sent to other stages in this run of the Trainer."""
+        return self._measures.bytes_sent
 
     @property
     def memory(self) -> MemoryMeter:
         """Measures the memory of this rank."""
-        return self._running.memory
+        return self._run.memory
 
     @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
-        return self._running.executor.clocks.offsets
+        return self._measures.clock_offsets
 
     def align_clocks(self, exchanges: int = 8) -> list[Offset]:
         """Measure `clock_offsets`, by pipeline rank; all ranks must call.
@@ -139,43 +149,43 @@ class Answers(Places):
         Args:
             exchanges: Messages back and forth with each rank; the quickest counts.
         """
-        return self._running.executor.clocks.align(exchanges)
+        return self._measures.align_clocks(exchanges)
 
     def record_messages(self, on: bool) -> None:
         """Write down every message of this rank, from the next step on; or stop it.
 
         Args:
-            on: Whether to.
+            on: Whether messages are recorded.
         """
-        self._running.executor.record_messages(on)
+        self._measures.record_messages(on)
 
     @property
     def messages(self) -> MessageLog | None:
         """Those of the last step on this rank; `None` while they are not recorded."""
-        return self._running.executor.log
+        return self._measures.messages
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""
-        return (parameter for _, parameter in self._running.split.owned_parameters())
+        return self._measures.own_parameters()
 
     @property
     def partition(self) -> Partition:
         """Where the module is cut, with the trace that the cut was chosen from."""
-        return self._running.split.cut
+        return self._measures.partition
 
     @property
     def last_plan(self) -> Plan | None:
         """The plan of the last training step, `None` before the first."""
-        return self._running.last_plan
+        return self._run.last_plan
 
     @property
     def batch_size(self) -> int | None:
         """Samples in the last training batch of this replica; `None` where the batch does not tell."""
-        return self._running.batch_size
+        return self._run.batch_size
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
-        return self._running.gather(value)
+        return self._run.gather(value)
 
     @staticmethod
     def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
@@ -203,11 +213,7 @@ class Answers(Places):
         Args:
             values: Of this rank; as many as on the others.
         """
-        groups, own = self._running.groups, torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(groups.numbering.world_size)]
-        with self._running.executor.failure.watch("gathering what was measured"):
-            dist.all_gather(found, own, group=groups.control)
-        return [[found[rank].tolist() for rank in ranks] for ranks in groups.numbering.pipelines()]
+        return self._measures.gather_numbers(values)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False
@@ -222,10 +228,24 @@ class Answers(Places):
         Returns:
             The norm before clipping, the same on every rank.
         """
-        return self._running.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return self._run.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    @property
+    def _run(self) -> Pipeline | OneDevice:
+        run = self._one_device or self._pipeline
+        if run is None:
+            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
+        return run
+
+    @property
+    def _measures(self) -> StageMeasures | OneDevice:
+        if self._one_device is not None:
+            return self._one_device
+        running = self._running
+        return StageMeasures(running.split, running.executor, running.groups)
 
     @property
     def _running(self) -> Pipeline:
-        if self._pipeline is None:
-            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
-        return self._pipeline
+        run = self._run
+        assert isinstance(run, Pipeline), "hooks of one device are those of the base class"
+        return run

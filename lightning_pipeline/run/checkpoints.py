@@ -9,7 +9,6 @@ from typing import Any
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
@@ -28,11 +27,13 @@ from lightning_pipeline.checkpoint.contents import (
 from lightning_pipeline.checkpoint.folder import discard, local_path
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.run.answers import Answers
+from lightning_pipeline.run.one_device import pipelined
+from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.settings import Settings
 
 
-class CheckpointHooks(Answers, ParallelStrategy):
+class CheckpointHooks(Answers, PlainStrategy):
     """Saves and loads checkpoint folders. `PipelineStrategy` inherits this."""
 
     _settings: Settings
@@ -60,22 +61,34 @@ class CheckpointHooks(Answers, ParallelStrategy):
 
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
-        raise ConfigurationError(
-            f"CheckpointIO plugin {type(io).__name__} writes one file from one rank, and no rank of a "
-            "pipeline has the whole model: remove it. PipelineStrategy writes folders by itself, in the "
-            "background with async_save=True"
-        )
+        self._checkpoint_io = io
+        if self._placement is not None:
+            self.check_checkpoint_io()
+
+    def check_checkpoint_io(self) -> None:
+        """Once it is known whether there is anything to split.
+
+        Raises:
+            ConfigurationError: The user brought a plugin, which stages have no use for.
+        """
+        if _lightning.brings_checkpoint_io(self) and not self.is_one_device:
+            raise ConfigurationError(
+                f"CheckpointIO plugin {type(self._checkpoint_io).__name__} writes one file from one rank, "
+                "and no rank of a pipeline has the whole model: remove it. PipelineStrategy writes folders "
+                "by itself, in the background with async_save=True"
+            )
 
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return True
+        return not self.is_one_device
 
     @property
     @override
     def lightning_restore_optimizer(self) -> bool:
-        return False
+        return self.is_one_device
 
+    @pipelined
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
         module = self.lightning_module
@@ -85,10 +98,12 @@ class CheckpointHooks(Answers, ParallelStrategy):
         own = {**self._pipeline.own_state(), **extra_states(module, self._pipeline.owns())}
         return as_told(module, own, held_states(module))
 
+    @pipelined
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return flat_state(bare(optimizer), self._written)
 
+    @pipelined
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
@@ -167,6 +182,7 @@ class CheckpointHooks(Answers, ParallelStrategy):
         pipeline = self._running
         return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
 
+    @pipelined
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         pipeline, module = self._running, self.lightning_module
@@ -181,15 +197,18 @@ class CheckpointHooks(Answers, ParallelStrategy):
             pipeline.resume(stood)
         return rest
 
+    @pipelined
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""
         self._running.checkpoints.apply(checkpoint.get("state_dict"))
 
+    @pipelined
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Nothing is left to do: they were filled with the module."""
 
+    @pipelined
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         path = local_path(filepath)

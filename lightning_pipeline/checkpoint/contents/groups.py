@@ -6,8 +6,9 @@ from typing import Any
 
 Groups = list[dict[str, Any]]
 _WAY_OUT = (
-    "resume with stages=1, where a folder is read by name and the order is known, and save there; or give "
-    "the optimizer self.named_parameters(), so that one-file checkpoints have names"
+    "resume with PipelineStrategy(stages=1, save_distributed_checkpoint=True), where the order is known, and "
+    "save a folder, which is read by name; or give the optimizer self.named_parameters(), so that one-file "
+    "checkpoints have names"
 )
 
 

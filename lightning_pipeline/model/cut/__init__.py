@@ -3,12 +3,13 @@
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
 from lightning_pipeline.model.cut.liveness import Liveness, ValueKey, backward_edges, stages_of_states
 from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
-from lightning_pipeline.model.cut.table import StageTable, size_text, text_table, units_text
+from lightning_pipeline.model.cut.table import StageRow, StageTable, size_text, text_table, units_text
 
 __all__ = [
     "Liveness",
     "Partition",
     "StageActivations",
+    "StageRow",
     "StageTable",
     "ValueKey",
     "backward_edges",

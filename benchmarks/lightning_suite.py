@@ -1,0 +1,178 @@
+"""Runs Lightning's own tests with `stages=1` in every Trainer that names no strategy, and prints a table.
+
+    git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
+    pip install pytest-timeout cloudpickle scikit-learn pandas
+    python benchmarks/lightning_suite.py pytorch-lightning/tests --out results
+
+Every test runs with the strategy first; those that fail run again without it. A test counts when a Trainer
+in it was given the strategy and it passes without. `--parts` chooses folders, `--list` prints what fails
+from results that are there already. This file is also the pytest plugin that does so (`-p lightning_suite`).
+"""
+
+import argparse
+import inspect
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+PARTS = (
+    "loops", "core", "callbacks", "tuner", "checkpointing", "trainer", "models", "loggers", "profilers",
+)  # fmt: skip
+NOT_HERE = "not spawn and not fork and not ddp and not fsdp and not deepspeed"
+STAGES = "LIGHTNING_SUITE_STAGES"
+RESULTS = "LIGHTNING_SUITE_RESULTS"
+
+# ---- the plugin
+
+_given: list[str] = []
+
+
+def pytest_configure(config: Any) -> None:
+    """Give the strategy to Trainers, or only note which would get it."""
+    if RESULTS in os.environ:
+        _watch(int(os.environ[STAGES]))
+
+
+def _watch(stages: int) -> None:
+    from lightning.pytorch import Trainer
+
+    from lightning_pipeline import PipelineStrategy
+
+    original = Trainer.__init__
+    signature = inspect.signature(inspect.unwrap(original))
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
+        plain = (
+            given.get("strategy", "auto") == "auto"
+            and given.get("accelerator", "auto") in ("auto", "cpu")
+            and given.get("devices", "auto") in ("auto", 1, "1", [0])
+            and given.get("num_nodes", 1) == 1
+        )
+        _given.append("given" if plain else "other")
+        if plain and stages:
+            kwargs["strategy"] = PipelineStrategy(stages=stages)
+        original(self, *args, **kwargs)
+
+    init.__wrapped__ = inspect.unwrap(original)  # type: ignore[attr-defined]
+    Trainer.__init__ = init  # type: ignore[method-assign]
+
+
+def pytest_runtest_setup(item: Any) -> None:
+    """Forget the Trainers of the test before."""
+    _given.clear()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write down how a test ended."""
+    if RESULTS not in os.environ or (report.when != "call" and report.passed):
+        return
+    line = {
+        "test": report.nodeid, "outcome": report.outcome, "trainers": sorted(set(_given)),
+        "reason": _reason(report) if report.failed else "",
+    }  # fmt: skip
+    with Path(os.environ[RESULTS]).open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _reason(report: Any) -> str:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return re.sub(r"\s+", " ", crash.message if crash is not None else str(report.longrepr)[-300:])[:300]
+
+
+# ---- the command
+
+
+def run(tests: Path, part: str, results: Path, stages: int, only: list[str] | None, timeout: int) -> None:
+    """Run one folder's tests, or some of them, in one process.
+
+    Args:
+        tests: The folder `tests` of Lightning.
+        part: A folder in `tests_pytorch`.
+        results: File with a line of JSON for each test.
+        stages: To give; 0 gives nothing.
+        only: Names of tests; default: all of the folder.
+        timeout: Seconds for one test.
+    """
+    results.unlink(missing_ok=True)
+    here = Path(__file__).resolve()
+    path = os.pathsep.join([str(tests), str(here.parent), str(here.parent.parent)])
+    environment = {**os.environ, STAGES: str(stages), RESULTS: str(results), "PYTHONPATH": path}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    chosen = [f"tests_pytorch/{part}", "-k", NOT_HERE] if only is None else only
+    command = [
+        sys.executable, "-m", "pytest", "-p", "lightning_suite", "-p", "no:cacheprovider", "-q", "--tb=short",
+        f"--timeout={timeout}", "--disable-pytest-warnings", "--continue-on-collection-errors", *chosen,
+    ]  # fmt: skip
+    log = results.with_suffix(".log").open("w")
+    subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)
+
+
+def read(results: Path) -> dict[str, dict[str, Any]]:
+    """The worst outcome of each test."""
+    found: dict[str, dict[str, Any]] = {}
+    for line in results.read_text().splitlines() if results.exists() else ():
+        entry = json.loads(line)
+        known = found.get(entry["test"])
+        if known is None or known["outcome"] == "passed":
+            found[entry["test"]] = entry
+    return found
+
+
+def counted(given: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) -> tuple[int, dict[str, str]]:
+    """How many tests count, and why some of them fail with the strategy.
+
+    Args:
+        given: Outcomes with the strategy.
+        plain: Outcomes without, of those that failed.
+    """
+    own = {name: entry for name, entry in given.items() if entry["trainers"] == ["given"]}
+    failed = {
+        name: entry["reason"]
+        for name, entry in own.items()
+        if entry["outcome"] == "failed" and plain.get(name, {}).get("outcome") == "passed"
+    }
+    passed = sum(entry["outcome"] == "passed" for entry in own.values())
+    return passed + len(failed), failed
+
+
+def main() -> None:
+    """Run what was asked for and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("tests", type=Path, help="the folder `tests` of Lightning's repository")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("lightning_suite_results"))
+    parser.add_argument("--timeout", type=int, default=120)
+    parser.add_argument("--list", action="store_true", help="run nothing")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    tests, out = options.tests.resolve(), options.out.resolve()
+    rows, reasons = [], {}
+    for part in options.parts:
+        name = part.replace("/", "_")
+        given, plain = out / f"{name}.given.jsonl", out / f"{name}.plain.jsonl"
+        if not options.list:
+            run(tests, part, given, 1, None, options.timeout)
+        failed = [test for test, entry in read(given).items() if entry["outcome"] == "failed"]
+        if failed and not options.list:
+            run(tests, part, plain, 0, failed, options.timeout)
+        count, why = counted(read(given), read(plain))
+        rows.append((part, count, count - len(why)))
+        reasons.update(why)
+        print(f"{part}: {count - len(why)} of {count}", flush=True)
+    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
+    print(f"\n{'part':<20} {'without':>8} {'with':>8}")
+    for part, count, passes in rows:
+        print(f"{part:<20} {count:>8} {passes:>8}  {passes / max(1, count):.1%}")
+    for why, number in Counter(reasons.values()).most_common():
+        print(f"\n{number} x {why}")
+        print("\n".join(f"    {test}" for test, reason in reasons.items() if reason == why))
+
+
+if __name__ == "__main__":
+    main()

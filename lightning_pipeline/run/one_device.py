@@ -1,0 +1,274 @@
+"""A run that has nothing to split: one stage on one rank of each replica, with whole batches.
+
+It is what Lightning does on one device, and with several replicas its DDP: no trace, no patch, nothing that
+is refused. Beside that it is measured as a pipeline is, and knows where it stands in its data.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import wraps
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from torch import Tensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline.data import Position, batch_size_of
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.measure import MemoryMeter
+from lightning_pipeline.model.cut import Partition, StageActivations, StageRow, StageTable
+from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
+from lightning_pipeline.ranks import Numbering, Offset
+from lightning_pipeline.recording import MessageLog, OpenRecording, Timeline, stream_clock
+from lightning_pipeline.schedules import Action, OneFOneB, Plan
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+class _Pipelined:
+    """Puts a function in its place that asks the strategy which of two classes the hook is taken from."""
+
+    def __init__(self, hook: Callable[..., Any]) -> None:
+        self._hook = hook
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        hook = self._hook
+
+        @wraps(hook)
+        def either(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+            if strategy.is_one_device:
+                return getattr(super(owner, strategy), name)(*args, **kwargs)
+            return hook(strategy, *args, **kwargs)
+
+        setattr(owner, name, either)
+
+
+def pipelined(hook: Hook) -> Hook:
+    """Mark a strategy's hook as one of pipelines. On one device that of the base class is called instead."""
+    return cast(Hook, _Pipelined(hook))
+
+
+class OneDevice:
+    """One run of a Trainer on one device, or as one of several replicas.
+
+    Args:
+        device: Of this rank.
+        numbering: Of the ranks; each is a pipeline of its own.
+        trainer: Of the run.
+
+    Attributes:
+        position: Where the run stands in its data.
+        memory: Measures the memory of this rank.
+        timeline: What the last training batch did.
+        last_plan: Of the last training batch, `None` before the first.
+        batch_size: Samples in the last training batch; `None` where the batch does not tell.
+    """
+
+    bytes_sent = 0
+    messages: MessageLog | None = None
+
+    def __init__(self, device: torch.device, numbering: Numbering, trainer: Trainer) -> None:
+        self._module, self._numbering = trainer.lightning_module, numbering
+        self.position = Position(trainer)
+        self._undo = self.position.install()
+        self.timeline = Timeline(stream_clock(device))
+        self.memory = WholeMeter(self._module, lambda: trainer.optimizers, device)
+        self.clock_offsets: list[Offset] = []
+        self.last_plan: Plan | None = None
+        self.batch_size: int | None = None
+        self._recording: OpenRecording | None = None
+        self._round, self._in_step = 0, False
+
+    def close(self) -> None:
+        """End the run."""
+        self._undo()
+
+    # What happens
+
+    def begin_batch(self, batch: Any) -> None:
+        """A training batch begins."""
+        self._recording, self._round = self.timeline.begin_open(), 0
+        try:
+            self.batch_size = batch_size_of(batch)
+        except ConfigurationError:
+            self.batch_size = None
+        self.last_plan = OneFOneB().plan(1, 1)
+        self.memory.begin_batch(batch)
+
+    def end_batch(self) -> None:
+        """The training batch is over, or the run."""
+        self._recording = None
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The user's training step. Backwards in it, those of manual optimization, are told apart.
+
+        What Lightning or an optimizer does until the next action counts as the one before it.
+        """
+        record = self._recording
+        if record is None:
+            yield
+            return
+        if record.actions:
+            record.extend()
+        record.start(Action(0, "F", self._round))
+        self._in_step, rounds = True, self._round
+        try:
+            with self.memory.forward():
+                yield
+        finally:
+            self._in_step = False
+            (record.end if self._round == rounds else record.drop)()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """A backward, after the step or in it."""
+        record = self._recording
+        if record is None or not record.actions:
+            yield
+            return
+        (record.end if self._in_step else record.extend)()
+        record.start(Action(0, "B", self._round))
+        self.memory.backward_begins()
+        try:
+            yield
+        finally:
+            record.end()
+            self.memory.backward_done()
+            self._round += 1
+            self.last_plan = OneFOneB().plan(1, self._round)
+            if self._in_step:
+                record.start(Action(0, "F", self._round))
+
+    # What is known
+
+    @property
+    def table(self) -> StageTable:
+        """The one stage."""
+        names = tuple(name for name, _ in self._module.named_children())
+        count = sum(parameter.numel() for parameter in self._module.parameters())
+        return StageTable((StageRow(0, names, count, 1.0, 0, 0, ""),), "one device")
+
+    @property
+    def partition(self) -> Partition:
+        """There is none.
+
+        Raises:
+            ConfigurationError: Always.
+        """
+        raise ConfigurationError("with one stage on one rank nothing is traced, so there is no partition")
+
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """This rank's clock is that of its pipeline."""
+        self.clock_offsets = [Offset()]
+        return self.clock_offsets
+
+    def record_messages(self, on: bool) -> None:
+        """There are none."""
+
+    def own_parameters(self) -> Iterator[Tensor]:
+        """Those of the module, tied ones once."""
+        return self._module.parameters()
+
+    def gather(self, value: Any) -> list[Any]:
+        """An object of every rank of this replica."""
+        return [value]
+
+    def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
+        """As many float64 of every rank, by replica and pipeline rank; all ranks must call."""
+        if self._numbering.replicas == 1:
+            return [[list(values)]]
+        found: list[Any] = [None] * self._numbering.world_size
+        dist.all_gather_object(found, list(values))
+        return [[found[rank] for rank in ranks] for ranks in self._numbering.pipelines()]
+
+    def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip gradients by their norm."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+
+    def resume(self, stood: Mapping[str, Any] | None) -> None:
+        """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
+        self.position.resume(stood)
+
+
+class _Whole:
+    """The module as its meter sees it: one stage, on one rank."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.module = module
+        self.stages = {0: module}
+        self.rank = self.buffer_bytes = 0
+        self.counts_next = False
+        self.count: SavedCount | None = None
+        self.worst = Peaks()
+
+    def owned_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_parameters()
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        return (0,)
+
+    def counted_now(self) -> dict[int, Held] | None:
+        if self.count is None:
+            return None
+        self.count.settle()
+        return self.count.held()
+
+
+class WholeMeter(MemoryMeter):
+    """Measures one device. Nothing is traced there: what is planned is what was counted.
+
+    Args:
+        module: Whole.
+        optimizers: Gives those of the run.
+        device: Of the rank.
+    """
+
+    def __init__(
+        self, module: LightningModule, optimizers: Callable[[], Iterable[Optimizer]], device: torch.device
+    ) -> None:
+        whole: Any = _Whole(module)
+        super().__init__(whole, whole, lambda: None, optimizers, lambda: (), device)
+        self._whole: _Whole = whole
+
+    def begin_batch(self, batch: Any) -> None:
+        """A training batch begins; its activations are counted if that was asked for."""
+        whole = self._whole
+        self._counting: SavedCount | None = None
+        if whole.counts_next:
+            tensors = [*whole.module.parameters(), *whole.module.buffers(), *tensors_in(batch)]
+            self._counting = whole.count = SavedCount(tensors)
+            whole.counts_next = False
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Inside, what autograd saves counts."""
+        with nullcontext() if self._counting is None else self._counting.forward(0, 0, ()):
+            yield
+        self._rise()
+
+    def backward_begins(self) -> None:
+        """All is held that the backward needs."""
+        self._rise()
+
+    def backward_done(self) -> None:
+        """A backward is over."""
+        if self._counting is not None:
+            self._counting.done(0, 0)
+            self._rise()
+
+    def _rise(self) -> None:
+        if self._counting is not None:
+            self._counting.settle()
+            self._whole.worst.rise_to(self._counting.peaks)
+
+    @override
+    def foreseen(self) -> list[StageActivations]:
+        return []
+
+    @override
+    def _planned(self) -> tuple[dict[int, Held], Held]:
+        return dict(self._whole.worst.stages), self._whole.worst.rank

@@ -1,0 +1,281 @@
+"""What Lightning does on one device, or with DDP: the hooks of a run that has nothing to split."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import Trainer
+from lightning.pytorch.overrides.distributed import prepare_for_backward
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint import options_of, read_whole, save_whole
+from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_identity
+from lightning_pipeline.checkpoint.folder import OURS, local_path
+from lightning_pipeline.run.answers import Places
+from lightning_pipeline.run.one_device import OneDevice
+
+
+class PlainStrategy(Places, ParallelStrategy):
+    """The hooks of Lightning's own strategies for one device and for DDP. `PipelineStrategy` inherits this.
+
+    Its own hooks come first, and pass on to these where there is one stage on one rank.
+    """
+
+    num_nodes: int
+    _one_device: OneDevice | None = None
+    _stood: Mapping[str, Any] | None = None
+    _is_set_up = _synced = False
+
+    @property
+    def _replicated(self) -> bool:
+        return self._numbering is not None and self._numbering.replicas > 1
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None, "a run has a module"
+        return self.lightning_module.trainer
+
+    # Processes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices or ())
+
+    @property
+    def _is_one_process(self) -> bool:
+        return self.is_one_device and not self._replicated
+
+    @property
+    @override
+    def global_rank(self) -> int:  # type: ignore[override]  # `Places` only says that there is one
+        return 0 if self._is_one_process else super().global_rank
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return 0 if self._is_one_process else super().local_rank
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return 1 if self._is_one_process else super().world_size
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment this rank's number; Lightning calls it."""
+        if self.num_nodes * self.num_processes == 1:
+            _lightning.set_rank_zero(0)
+            return
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _lightning.set_rank_zero(self.global_rank)
+
+    # Setting up
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        assert self.cluster_environment is not None
+        assert self._numbering is not None, "the Trainer has configured the launcher"
+        if self._replicated:
+            reset_seed()
+            self.set_world_ranks()
+            backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
+            _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
+        if self._settings.async_save and self._checkpoint_io is None:
+            self._checkpoint_io = AsyncCheckpointIO()
+        self._is_set_up = False
+        self._one_device = OneDevice(self.root_device, self._numbering, self._trainer)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        self._is_set_up = True
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._layer_sync and self._replicated:
+            assert self.model is not None
+            self.model = self._layer_sync.apply(self.model)
+            self._synced = True
+        super().setup(trainer)
+
+    @override
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        if not self._replicated:
+            return model
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            _lightning.sync_module_states(model)
+            return model
+        self._forward_redirection = _lightning.ddp_redirection()
+        index = self.root_device.index
+        devices = None if self.root_device.type == "cpu" else [index]
+        return nn.parallel.DistributedDataParallel(model, device_ids=devices)
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    # Steps
+
+    @override
+    def on_train_start(self) -> None:
+        if self._one_device is not None:
+            self._one_device.position.epoch_starts()
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._one_device is not None and self._trainer.training:
+            self._one_device.position.prepared()
+        return dataloader
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self._one_device is not None:
+            self._one_device.begin_batch(batch)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._one_device is None:
+            return super().training_step(*args, **kwargs)
+        with self._one_device.forward():
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        if self._one_device is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._one_device.backward():
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        model, module = self.model, self.lightning_module
+        assert module is not None, "a run has a module"
+        if isinstance(model, nn.parallel.DistributedDataParallel) and not module.automatic_optimization:
+            prepare_for_backward(model, closure_loss)
+
+    # Collectives
+
+    @property
+    def _unanswered(self) -> bool:
+        """Whether this rank is on its own: alone in the world, or the only one whose run was interrupted."""
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return not self._replicated or not dist.is_initialized() or _lightning.is_interrupted(trainer)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._unanswered:
+            nccl = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if nccl else None)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        box = [obj]
+        if not self._unanswered:
+            dist.broadcast_object_list(box, src)
+        return box[0]
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        if not isinstance(tensor, Tensor) or not self._replicated:
+            return tensor
+        return _lightning.reduce_over(tensor, group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return super().all_gather(tensor, group, sync_grads) if self._replicated else tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._unanswered else super().reduce_boolean_decision(decision, all)
+
+    # Checkpoints
+
+    def _by_identity(self) -> dict[int, str]:
+        assert self.lightning_module is not None, "a run has a module"
+        return names_by_identity(self.lightning_module.named_parameters())
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        if self._settings.save_distributed_checkpoint:
+            return flat_state(bare(optimizer), self._by_identity())
+        return super().optimizer_state(optimizer)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        stood = self._where() if "optimizer_states" in checkpoint else None
+        if self._settings.save_distributed_checkpoint:
+            return self._save_folder(checkpoint, filepath, stood)
+        everyone = self._of_replicas(stood)
+        if everyone[0] is not None:
+            checkpoint = {**checkpoint, OURS: {"replicas": everyone}}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _where(self) -> Mapping[str, Any] | None:
+        run = self._one_device
+        if run is None:
+            return self._stood
+        return {**run.position.state(), "seed": torch.initial_seed() % 2**63, "moved": 0}
+
+    def _of_replicas(self, value: Any) -> list[Any]:
+        if self._unanswered:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, value)
+        return found
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        path = Path(checkpoint_path) if "://" not in str(checkpoint_path) else None
+        if path is not None and path.is_dir():
+            found = read_whole(path, trust=self._settings.trust_checkpoint)
+        else:
+            found = super().load_checkpoint(checkpoint_path, weights_only)
+        own = found.pop(OURS, {}) if isinstance(found, dict) else {}
+        # What is loaded after the set-up is loaded by a tuner, which goes on with the numbers that it drew.
+        if self._one_device is not None and not self._is_set_up and self._trainer.training:
+            replicas = own.get("replicas") or [None]
+            self._one_device.resume(replicas[self.replica_index % len(replicas)])
+        return found
+
+    def _save_folder(self, dumped: Mapping[str, Any], path: Any, stood: Mapping[str, Any] | None) -> None:
+        assert self._numbering is not None, "the Trainer has configured the launcher"
+        numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
+        scheduled = [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
+        names, options = self._by_identity(), options_of(self._settings)
+        save_whole(
+            local_path(path), dumped, options, self._numbering, self.optimizers, names, scheduled,
+            list(names.values()), stood,
+        )  # fmt: skip
+
+    # The end
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        if self._replicated:
+            _lightning.explain_ddp(exception)
+
+    @override
+    def teardown(self) -> None:
+        run, self._one_device = self._one_device, None
+        if run is not None:
+            self._stood = self._where()
+        if isinstance(self.model, nn.parallel.DistributedDataParallel):
+            self.model = self.lightning_module
+        if self._synced and self._layer_sync is not None and self.model is not None:
+            self.model = self._layer_sync.revert(self.model)
+        self._synced = False
+        if run is not None:
+            run.close()
+        super().teardown()
