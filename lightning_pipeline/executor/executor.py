@@ -1,6 +1,7 @@
 """Runs a rank's part of a plan: one loop, and a table from the kind of action to a method."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from lightning_pipeline.executor.routes import Routes
 from lightning_pipeline.ranks import Clocks, Failure, Groups, Where
 from lightning_pipeline.recording import MessageLog, Timeline, stream_clock
 from lightning_pipeline.schedules import Action, Plan
+from lightning_pipeline.schedules.plans import SEND_B, SEND_F
 from lightning_pipeline.wire import Channel, Stage, Values
 
 
@@ -39,10 +41,14 @@ class Executor:
         self.clocks = Clocks(groups, self.failure)
         self.rank = groups.rank
         self.channels = {
-            peer: Channel(link, device=torch.device(device)) for peer, link in groups.links.items()
+            peer: Channel(link, device=torch.device(device), edge=groups.edges.get(peer))
+            for peer, link in groups.links.items()
         }
         self.log: MessageLog | None = None
         self._runs = 0
+        # Where edges move tensors, everything is launched at its place in one global order of all ranks.
+        self._in_order = bool(groups.edges)
+        self._outgoing: dict[Action, Callable[[], None]] = {}
         self._routes = Routes(self.rank, self.channels)
         self._handed: dict[tuple[str, int, int], Values | list[Tensor | None]] = {}
         self._empty: dict[tuple[int, int], int | None] = {}
@@ -92,13 +98,33 @@ class Executor:
         timeline.begin(actions)
         if torch.autograd._profiler_enabled():  # naming an action costs more than recording it
             methods = {kind: _named(kind, method) for kind, method in methods.items()}
-        for position, (stage, kind, microbatch) in enumerate(actions):
-            timeline.ask(position)
-            methods[kind](stage, microbatch)
+        if self._in_order:
+            self._launch_in_order(methods)
+        else:
+            for position, (stage, kind, microbatch) in enumerate(actions):
+                timeline.ask(position)
+                methods[kind](stage, microbatch)
         for channel in self.channels.values():
             channel.end()
         timeline.finish()
         assert not self._handed, "what one stage handed over the next one took"
+
+    def _launch_in_order(self, methods: Mapping[str, Callable[[int, int], None]]) -> None:
+        """Run actions and messages in the order of `communicate`, which no device can deadlock."""
+        position, asked = 0, False
+        for step in self._routes.steps:
+            if step.kind in (SEND_F, SEND_B):
+                self._outgoing.pop(step, _nothing)()
+                continue
+            if not asked:  # waiting for the header of a receive is waiting for what needs it
+                self.timeline.ask(position)
+                asked = True
+            if step.kind in methods:
+                methods[step.kind](step.stage, step.microbatch)
+                position, asked = position + 1, False
+            else:
+                self._routes.launch(step)
+        assert not self._outgoing, "every message has its place in the order"
 
     def _begin(self, plan: Plan, signatures: Sequence[Hashable], forward_only: bool) -> None:
         assert len(signatures) == plan.num_microbatches, "one signature for each micro-batch of the plan"
@@ -149,7 +175,9 @@ class Executor:
     def _send_values(self, stage: int, microbatch: int, values: Values) -> None:
         channel = self._routes.channel_of[stage]
         if channel is not None:
-            channel.send_values(stage, microbatch, values)
+            self._send(
+                Action(stage - 1, SEND_F, microbatch), partial(channel.send_values, stage, microbatch, values)
+            )
         else:
             leaves = [t.detach().requires_grad_(t.requires_grad) for t in values.tensors]
             self._handed["F", stage, microbatch] = Values(leaves, values.table, values.empty)
@@ -197,15 +225,28 @@ class Executor:
     def _send_gradients(self, stage: int, microbatch: int, gradients: list[Tensor | None]) -> None:
         channel = self._routes.channel_of[stage]
         if channel is not None:
-            channel.send_gradients(stage, microbatch, gradients)
+            self._send(
+                Action(stage + 1, SEND_B, microbatch),
+                partial(channel.send_gradients, stage, microbatch, gradients),
+            )
         else:
             self._handed["B", stage, microbatch] = gradients
+
+    def _send(self, message: Action, send: Callable[[], None]) -> None:
+        if self._in_order:
+            self._outgoing[message] = send
+        else:
+            send()
 
     def _backward_weight(self, stage: int, microbatch: int) -> None:
         self.timeline.start()
         if (stage, microbatch) not in self._empty:
             self.stages[stage].backward_weight(microbatch)
         self.timeline.end()
+
+
+def _nothing() -> None:
+    """An empty micro-batch sends no gradients back."""
 
 
 def _named(kind: str, method: Callable[[int, int], None]) -> Callable[[int, int], None]:

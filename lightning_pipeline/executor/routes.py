@@ -3,7 +3,8 @@
 import zlib
 from collections.abc import Hashable, Mapping, Sequence
 
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.schedules import Action, Plan
+from lightning_pipeline.schedules.plans import RECV_F, communicate
 from lightning_pipeline.wire import BACKWARD, FORWARD, Channel, Key, Opening
 
 _SENDS_GRADIENTS = ("B", "I")
@@ -21,6 +22,7 @@ class Routes:
         self.last = 0
         self.channel_of: list[Channel | None] = []
         self.expected: dict[int, list[Key]] = {}
+        self.steps: Sequence[Action] = ()
         self._checksum = 0
 
     def follow(self, plan: Plan, forward_only: bool) -> None:
@@ -31,6 +33,9 @@ class Routes:
         self.last = plan.num_stages - 1
         self.channel_of = [self._channels.get(plan.rank_of(stage)) for stage in range(plan.num_stages)]
         self.expected = {peer: self._messages(plan, peer) for peer in self._channels}
+        if any(channel.edge is not None for channel in self._channels.values()):
+            done = Plan([[a for a in row if a.kind == "F"] for row in plan]) if forward_only else plan
+            self.steps = communicate(done)[self._rank]
         self._checksum = zlib.crc32(f"{forward_only}\n{plan}".encode())
 
     def _messages(self, plan: Plan, peer: int) -> list[Key]:
@@ -43,6 +48,16 @@ class Routes:
             elif kind in gradients and stage > 0 and plan.rank_of(stage - 1) == self._rank:
                 keys.append(Key(BACKWARD, stage - 1, microbatch))
         return keys
+
+    def launch(self, receive: Action) -> None:
+        """Launch a receive: here is its place among the operations of this rank."""
+        stage, kind, microbatch = receive
+        if kind == RECV_F:
+            channel, what = self.channel_of[stage - 1], FORWARD
+        else:
+            channel, what = self.channel_of[stage + 1], BACKWARD
+        assert channel is not None, "a message comes from another rank"
+        channel.launch(what, stage, microbatch)
 
     def opening(self, number: int, signatures: Sequence[Hashable]) -> Opening:
         """What both ends compare before the first message."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from lightning_pipeline.wire import Link
+from lightning_pipeline.wire import Edge, Link
 
 CAUSE = "cause"
 T = TypeVar("T")
@@ -118,6 +118,12 @@ class Groups:
         backend: Of the pipeline and data-parallel groups, such as `nccl`. Default: `gloo`.
         init_timeout: Longest wait for a rank that comes late to the making of a group.
         step_timeout: Longest wait for one message or collective in a step.
+        edge_backend: Of the communicators that move tensors between neighbours, from device to device. None:
+            there are none; tensors go through host memory, with their headers.
+        device: Where those tensors live.
+
+    Attributes:
+        edges: By the neighbour's pipeline rank; empty without `edge_backend`.
     """
 
     def __init__(
@@ -128,6 +134,8 @@ class Groups:
         backend: str = "gloo",
         init_timeout: timedelta = timedelta(seconds=300),
         step_timeout: timedelta = timedelta(seconds=300),
+        edge_backend: str | None = None,
+        device: torch.device | None = None,
     ) -> None:
         self.numbering = Numbering.of(placement, replicas=replicas)
         self.global_rank = dist.get_rank()
@@ -144,6 +152,9 @@ class Groups:
         self.data_parallel = self._make(replicated, "data", backend, step_timeout)
         self.store = self._own_store()
         self.links = self._make_links(placement, init_timeout)
+        self.edges: dict[int, Edge] = {}
+        if edge_backend is not None:
+            self._make_edges(placement, edge_backend, device or torch.device("cpu"))
 
     def _make(
         self, rank_lists: Iterable[Sequence[int]], name: str, backend: str, timeout: timedelta
@@ -168,6 +179,19 @@ class Groups:
             elif self.rank == high:
                 links[low] = Link(low, _required(down), _required(up), timeout=self.step_timeout)
         return links
+
+    def _make_edges(self, placement: Placement, backend: str, device: torch.device) -> None:
+        # The last resort where nothing else ends a rank; our own deadline and words come long before.
+        timeout = 2 * self.step_timeout + timedelta(seconds=60)
+        for low, high in neighbours(placement):
+            pairs = [(pipeline[low], pipeline[high]) for pipeline in self.numbering.pipelines()]
+            up = self._make(pairs, f"edge_{low}_{high}", backend, timeout)
+            down = self._make(pairs, f"edge_{high}_{low}", backend, timeout)
+            for own, peer, outgoing, incoming in ((low, high, up, down), (high, low, down, up)):
+                if self.rank == own:
+                    out, into = _required(outgoing), _required(incoming)
+                    self.edges[peer] = Edge(peer, out, into, device=device, timeout=self.step_timeout)
+                    self.edges[peer].warm_up()
 
     def _own_store(self) -> Store:
         """A part of the default group's store that no earlier pipeline of this process has written to."""
@@ -220,6 +244,8 @@ class Groups:
     def _drop(self) -> None:
         for link in self.links.values():
             link.abort()
+        for edge in self.edges.values():
+            edge.abort()
         self._shared.clear()
         del self.control, self.pipeline, self.data_parallel
         while self._made:

@@ -1,9 +1,10 @@
 """Bytes between neighbouring ranks."""
 
 from lightning_pipeline.wire.channel import Channel
+from lightning_pipeline.wire.edge import Edge
 from lightning_pipeline.wire.header import BACKWARD, FORWARD
 from lightning_pipeline.wire.inbox import Key, Opening
 from lightning_pipeline.wire.link import Link, LinkError
 from lightning_pipeline.wire.stage import Stage, Values
 
-__all__ = ["BACKWARD", "FORWARD", "Channel", "Key", "Link", "LinkError", "Opening", "Stage", "Values"]
+__all__ = ["BACKWARD", "FORWARD", "Channel", "Edge", "Key", "Link", "LinkError", "Opening", "Stage", "Values"]

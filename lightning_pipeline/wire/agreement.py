@@ -80,6 +80,28 @@ class Agreement:
         specs = tuple(self.specs[index] for index in self.with_gradient)
         return Layout(specs, start=header_bytes(len(specs)))
 
+    @cached_property
+    def payload(self) -> Layout:
+        """Where the values lie where an edge moves them, apart from the header."""
+        return Layout(self.specs, start=0)
+
+    @cached_property
+    def gradient_payload(self) -> Layout:
+        """Where the gradients lie where an edge moves them back."""
+        return Layout(self.gradients.specs, start=0)
+
+    def message_bytes(self, apart: bool) -> int:
+        """Length of the message that says that values are as agreed, or how they deviate.
+
+        Args:
+            apart: Whether an edge moves the tensors, so that the message is a header alone.
+        """
+        return header_bytes(0) if apart else self.layout.num_bytes
+
+    def gradient_bytes(self, apart: bool) -> int:
+        """Length of the message that brings gradients back; `apart` as of `message_bytes`."""
+        return header_bytes(len(self.with_gradient)) if apart else self.gradients.num_bytes
+
     @property
     def idle_bytes(self) -> int:
         """Buffers of messages like this that are kept to be filled again."""

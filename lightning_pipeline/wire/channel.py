@@ -15,10 +15,11 @@ from lightning_pipeline.recording import now
 from lightning_pipeline.schedules import Action
 from lightning_pipeline.wire import header as wire
 from lightning_pipeline.wire.agreement import Agreement, Agreements
+from lightning_pipeline.wire.edge import Edge
 from lightning_pipeline.wire.header import Header, header_bytes, write_header
 from lightning_pipeline.wire.inbox import Inbox, Key, Opening
 from lightning_pipeline.wire.link import Link
-from lightning_pipeline.wire.packing import Layout, Parcel
+from lightning_pipeline.wire.packing import Parcel
 from lightning_pipeline.wire.stage import Values
 
 
@@ -27,15 +28,16 @@ class Channel:
 
     Args:
         link: Moves the bytes.
-        device: Where the tensors live. Those of an accelerator go through pinned host memory.
+        device: Where the tensors live. Without an edge, those of an accelerator go through pinned memory.
+        edge: Moves the tensors, where they go from device to device; the link then carries headers alone.
     """
 
-    def __init__(self, link: Link, *, device: torch.device) -> None:
-        self.link = link
+    def __init__(self, link: Link, *, device: torch.device, edge: Edge | None = None) -> None:
+        self.link, self.edge = link, edge
         self._pinned = device.type == "cuda"
         self._agreements = Agreements()
         self._sent: dict[tuple[int, int], Agreement | None] = {}
-        self._inbox = Inbox(link, device=device, sent=self._sent)
+        self._inbox = Inbox(link, device=device, sent=self._sent, edge=edge)
 
     @property
     def buffer_bytes(self) -> int:
@@ -50,6 +52,8 @@ class Channel:
             signatures: Per micro-batch what its metadata is remembered by; the same on both ends.
             opening: What both ends must agree on; compared before the first message is received.
         """
+        if self.edge is not None:
+            self.edge.settle()
         self._agreements.begin(signatures)
         key = self._inbox.begin(expected, signatures, opening)
         buffer = torch.empty(header_bytes(0), dtype=torch.uint8)
@@ -72,7 +76,7 @@ class Channel:
             self._send_plain(key, agreed, wire.EMPTY)
         elif agreed is not None and agreed.covers(values):
             self._sent[stage - 1, microbatch] = agreed
-            self._send_tensors(key, agreed, agreed.layout, values.tensors)
+            self._send_tensors(key, agreed, values.tensors)
         else:
             self._send_deviating(key, agreed, values)
         self._log(Action(stage - 1, "SEND_F", microbatch), began, bytes_before)
@@ -90,10 +94,10 @@ class Channel:
         self._agreements.note(key.stage, key.microbatch, actual)
         self._sent[key.stage - 1, key.microbatch] = actual
         self._send_metadata(key, actual)
-        self._send_tensors(key, actual, actual.layout, values.tensors)
+        self._send_tensors(key, actual, values.tensors)
 
     def _send_plain(self, key: Key, agreed: Agreement | None, status: int) -> None:
-        size = wire.METADATA_BYTES if agreed is None else agreed.layout.num_bytes
+        size = wire.METADATA_BYTES if agreed is None else agreed.message_bytes(self.edge is not None)
         checksum = 0 if agreed is None else agreed.checksum
         self._send(torch.empty(size, dtype=torch.uint8), key, status=status, checksum=checksum)
 
@@ -120,17 +124,20 @@ class Channel:
                     f"of {gradient.dtype}, but its tensor was {spec.shape} of {spec.dtype}"
                 )
         key = Key(wire.BACKWARD, stage, microbatch)
-        self._send_tensors(key, agreement, agreement.gradients, chosen, missing=[g is None for g in chosen])
+        self._send_tensors(key, agreement, chosen, missing=[g is None for g in chosen])
         self._log(Action(stage + 1, "SEND_B", microbatch), began, bytes_before)
 
     def _send_tensors(
         self,
         key: Key,
         agreement: Agreement,
-        layout: Layout,
         tensors: Sequence[Tensor | None],
         missing: Sequence[bool] = (),
     ) -> None:
+        if self.edge is not None:
+            self._send_apart(self.edge, key, agreement, tensors, missing)
+            return
+        layout = agreement.layout if key.kind == wire.FORWARD else agreement.gradients
         parcel = Parcel.of(layout, pinned=self._pinned)
         parcel.fill(tensors)
         self._send(
@@ -141,6 +148,28 @@ class Channel:
             missing=missing,
             release=parcel.release,
         )
+
+    def _send_apart(
+        self,
+        edge: Edge,
+        key: Key,
+        agreement: Agreement,
+        tensors: Sequence[Tensor | None],
+        missing: Sequence[bool],
+    ) -> None:
+        """The header by the link, so that the peer's host knows what comes; then the tensors by the edge."""
+        buffer = torch.empty(header_bytes(len(missing)), dtype=torch.uint8)
+        self._send(buffer, key, checksum=agreement.checksum, count=len(tensors), missing=missing)
+        edge.send(agreement.payload if key.kind == wire.FORWARD else agreement.gradient_payload, tensors)
+
+    def launch(self, kind: int, stage: int, microbatch: int) -> None:
+        """Launch the receive of tensors that an edge moves: here is its place in the order.
+
+        The host waits for the header, which the peer's host writes when it launches the send. Without an
+        edge there is nothing to do: sends do not wait for receives, and one is posted ahead at all times.
+        """
+        if self.edge is not None:
+            self._inbox.launch(Key(kind, stage, microbatch))
 
     def _send(
         self,

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,10 @@ from lightning_pipeline.recording import now
 from lightning_pipeline.schedules import Action
 from lightning_pipeline.wire import header as wire
 from lightning_pipeline.wire.agreement import Agreement, Agreements
+from lightning_pipeline.wire.edge import Edge
 from lightning_pipeline.wire.header import Header, header_bytes, read_header
 from lightning_pipeline.wire.link import Link
+from lightning_pipeline.wire.packing import Layout
 from lightning_pipeline.wire.stage import Values
 
 _KINDS = {wire.OPEN: "opening", wire.FORWARD: "values", wire.BACKWARD: "gradients"}
@@ -48,20 +51,26 @@ class Inbox:
         device: Where received tensors live. Those of an accelerator come through pinned host memory.
         sent: By stage and micro-batch what was agreed on for values sent to the peer, None for an empty
             micro-batch: the sizes of the gradients that come back.
+        edge: Moves the tensors behind the headers; None where they are in the message.
     """
 
     def __init__(
-        self, link: Link, *, device: torch.device, sent: dict[tuple[int, int], Agreement | None]
+        self,
+        link: Link,
+        *,
+        device: torch.device,
+        sent: dict[tuple[int, int], Agreement | None],
+        edge: Edge | None = None,
     ) -> None:
         self.taken: dict[tuple[int, int], Agreement] = {}
-        self._link = link
+        self._link, self._edge = link, edge
         self._device = device
         self._pinned = device.type == "cuda"
         self._sent = sent
         self._agreements = Agreements()
         self._opening = Opening(0, 0, 0, 0)
         self._expected: deque[Key] = deque()
-        self._arrived: dict[Key, Content] = {}
+        self._arrived: dict[Key, Callable[[], Content]] = {}
         self._unpack: dict[int, Callable[[Key, Header, Tensor], None]] = {
             wire.OPEN: self._unpack_opening,
             wire.FORWARD: self._unpack_values,
@@ -95,7 +104,13 @@ class Inbox:
         """Wait for a message; those that come before it are kept."""
         while key not in self._arrived:
             self._take_next()
-        return self._arrived.pop(key)
+        return self._arrived.pop(key)()
+
+    def launch(self, key: Key) -> None:
+        """Wait for the header of a message and launch the receive of its tensors."""
+        nothing = key.kind == wire.BACKWARD and self._sent[key.stage, key.microbatch] is None
+        while not nothing and key not in self._arrived:
+            self._take_next()
 
     def post_ahead(self) -> None:
         """Post the receive of the next message, if none is posted and its size is known already."""
@@ -108,13 +123,13 @@ class Inbox:
             elif (agreement := self._sent[stage, microbatch]) is None:
                 self._expected.popleft()  # nothing was sent, nothing comes back
             else:
-                self._link.post(agreement.gradients.num_bytes, pinned=self._pinned)
+                self._link.post(agreement.gradient_bytes(self._edge is not None), pinned=self._pinned)
 
     def _size_of(self, kind: int, stage: int, microbatch: int) -> int:
         if kind == wire.OPEN:
             return header_bytes(0)
         agreed = self._agreements.get(stage, microbatch)
-        return wire.METADATA_BYTES if agreed is None else agreed.layout.num_bytes
+        return wire.METADATA_BYTES if agreed is None else agreed.message_bytes(self._edge is not None)
 
     def _take_next(self) -> None:
         if self._link.is_free:
@@ -172,18 +187,25 @@ class Inbox:
         if agreed is not None:
             self._check_agreed(header, key, agreed, len(agreed.specs))
         if header.status == wire.EMPTY:
-            self._arrived[key] = Values([], empty=True)
+            self._arrived[key] = partial(Values, [], empty=True)
             return
         if header.status == wire.DEVIATES:
             if agreed is not None:
                 header, buffer = self._take_more(key, wire.METADATA_BYTES)
             agreed = self._read_metadata(header, buffer)
             self._agreements.note(stage, microbatch, agreed)
-            header, buffer = self._take_more(key, agreed.layout.num_bytes)
+            header, buffer = self._take_more(key, agreed.message_bytes(self._edge is not None))
             self._check_agreed(header, key, agreed, len(agreed.specs))
         assert agreed is not None, "values as agreed need an agreement"
         self.taken[stage, microbatch] = agreed
-        self._arrived[key] = Values(self._leaves(agreed, buffer), agreed.table)
+        arrived = self._arriving(agreed.layout, agreed.payload, buffer)
+        self._arrived[key] = partial(self._values, agreed, arrived)
+
+    def _arriving(self, layout: Layout, payload: Layout, buffer: Tensor) -> Callable[[], list[Tensor]]:
+        """What gives the tensors of a message when they are needed: from its buffer, or by the edge."""
+        if self._edge is not None:
+            return self._edge.receive(payload).tensors
+        return partial(layout.view, buffer.to(self._device))
 
     def _take_more(self, key: Key, num_bytes: int) -> tuple[Header, Tensor]:
         self._link.post(num_bytes, pinned=self._pinned)
@@ -196,11 +218,12 @@ class Inbox:
         self._link.post(header.size)
         return Agreement.read(wire.read_bytes(self._link.take(), 0, header.size))
 
-    def _leaves(self, agreed: Agreement, buffer: Tensor) -> list[Tensor]:
-        tensors = agreed.layout.view(buffer.to(self._device))
+    @staticmethod
+    def _values(agreed: Agreement, arrived: Callable[[], list[Tensor]]) -> Values:
+        tensors = arrived()
         for index in agreed.with_gradient:
             tensors[index].requires_grad_()
-        return tensors
+        return Values(tensors, agreed.table)
 
     def _unpack_gradients(self, key: Key, header: Header, buffer: Tensor) -> None:
         agreement = self._sent.pop((key.stage, key.microbatch))
@@ -208,8 +231,17 @@ class Inbox:
         positions = agreement.with_gradient
         self._check_agreed(header, key, agreement, len(positions))
         missing = wire.read_missing(buffer, len(positions))
-        views = agreement.gradients.view(buffer.to(self._device))
+        if all(missing):
+            self._arrived[key] = partial(list, [None] * len(agreement.specs))
+            return
+        arrived = self._arriving(agreement.gradients, agreement.gradient_payload, buffer)
+        self._arrived[key] = partial(self._gradients, agreement, missing, arrived)
+
+    @staticmethod
+    def _gradients(
+        agreement: Agreement, missing: Sequence[bool], arrived: Callable[[], list[Tensor]]
+    ) -> list[Tensor | None]:
         gradients: list[Tensor | None] = [None] * len(agreement.specs)
-        for index, view, absent in zip(positions, views, missing, strict=True):
+        for index, view, absent in zip(agreement.with_gradient, arrived(), missing, strict=True):
             gradients[index] = None if absent else view
-        self._arrived[key] = gradients
+        return gradients

@@ -5,6 +5,9 @@ from lightning_pipeline.schedules.plans.action import (
     BACKWARD_INPUT,
     BACKWARD_WEIGHT,
     FORWARD,
+    RECV_F,
+    SEND_B,
+    SEND_F,
     Action,
 )
 from lightning_pipeline.schedules.plans.check import check
@@ -20,6 +23,9 @@ __all__ = [
     "BACKWARD_INPUT",
     "BACKWARD_WEIGHT",
     "FORWARD",
+    "RECV_F",
+    "SEND_B",
+    "SEND_F",
     "Action",
     "Costs",
     "Plan",
