@@ -13,6 +13,7 @@ from lightning_pipeline.schedules import ForwardOnly, Schedule, get_schedule
 Seconds = float | timedelta
 PARTITIONS = ("auto", "uniform", "parameters")
 DATA = ("auto", "replicate", "broadcast")
+TRANSPORTS = ("auto", "nccl", "host")
 INTEGRITY = ("sha256", "crc32", "off")
 
 
@@ -42,6 +43,7 @@ class Settings:
     units: list[str] | None
     data_parallel_size: int | Literal["auto"]
     data: str
+    transport: str
     process_group_backend: str | None
     init_timeout: timedelta
     step_timeout: timedelta
@@ -51,25 +53,37 @@ class Settings:
     checkpoint_timeout: timedelta
     save_distributed_checkpoint: bool | None = None
 
+    def edge_backend(self, device: torch.device, backend: str) -> str | None:
+        """The backend that moves tensors from device to device; None where they go through host memory.
+
+        Args:
+            device: Where tensors live.
+            backend: Of the collectives.
+        """
+        if self.transport == "auto":
+            return backend if device.type == "cuda" and backend == "nccl" else None
+        return None if self.transport == "host" else (self.process_group_backend or "nccl")
+
 
 def read_settings(
+    *,
     stages: object,
-    num_microbatches: object,
-    schedule: object,
-    stages_per_rank: object,
-    partition: object,
-    units: object,
-    data_parallel_size: object,
-    data: object,
-    process_group_backend: str | None,
-    init_timeout: object,
-    step_timeout: object,
+    num_microbatches: object = "auto",
+    schedule: object = "1F1B",
+    stages_per_rank: object = 1,
+    partition: object = "auto",
+    units: object = None,
+    data_parallel_size: object = "auto",
+    data: object = "auto",
+    transport: object = "auto",
+    process_group_backend: str | None = None,
+    init_timeout: object = 300,
+    step_timeout: object = 300,
     integrity: object = "sha256",
     trust_checkpoint: object = False,
     async_save: object = False,
     checkpoint_timeout: object = 1800,
     save_distributed_checkpoint: object = None,
-    *,
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -88,6 +102,7 @@ def read_settings(
         units=_units(units, problems),
         data_parallel_size=_count_or_auto("data_parallel_size", data_parallel_size, problems),
         data=_one_of("data", data, DATA, problems),
+        transport=_one_of("transport", transport, TRANSPORTS, problems),
         process_group_backend=_backend(process_group_backend, problems),
         init_timeout=_duration("init_timeout", init_timeout, problems),
         step_timeout=_duration("step_timeout", step_timeout, problems),

@@ -51,7 +51,10 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         data: "replicate": every rank loads, and the first batches of each epoch are compared. "broadcast":
             one rank per replica loads and sends. "auto": as "replicate", but where the ranks' first batches
             differ, as data made without a seed do, as "broadcast", with a warning.
-        process_group_backend: For collectives. Default: Lightning's choice for the device.
+        transport: How tensors cross a cut. "nccl": from device to device, by communicators of their own.
+            "host": through host memory, over gloo. "auto": the first where collectives use NCCL, else the
+            second.
+        process_group_backend: For collectives, and between devices. Default: Lightning's choice.
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
         step_timeout: Longest wait for one message or collective in a step. Seconds or timedelta.
@@ -81,6 +84,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         units: list[str] | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         data: Literal["auto", "replicate", "broadcast"] = "auto",
+        transport: Literal["auto", "nccl", "host"] = "auto",
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,
@@ -91,10 +95,24 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         save_distributed_checkpoint: bool | None = None,
     ) -> None:
         self._settings = read_settings(
-            stages, num_microbatches, schedule, stages_per_rank, partition, units, data_parallel_size, data,
-            process_group_backend, init_timeout, step_timeout, integrity, trust_checkpoint, async_save,
-            checkpoint_timeout, save_distributed_checkpoint,
-        )  # fmt: skip
+            stages=stages,
+            num_microbatches=num_microbatches,
+            schedule=schedule,
+            stages_per_rank=stages_per_rank,
+            partition=partition,
+            units=units,
+            data_parallel_size=data_parallel_size,
+            data=data,
+            transport=transport,
+            process_group_backend=process_group_backend,
+            init_timeout=init_timeout,
+            step_timeout=step_timeout,
+            integrity=integrity,
+            trust_checkpoint=trust_checkpoint,
+            async_save=async_save,
+            checkpoint_timeout=checkpoint_timeout,
+            save_distributed_checkpoint=save_distributed_checkpoint,
+        )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}
         self._printed = ""

@@ -181,9 +181,15 @@ def _settings(given: Namespace) -> Settings:
     if stages is None:
         raise ConfigurationError("how many stages? --stages 8, or stages of PipelineStrategy in the --config")
     return read_settings(
-        stages, given.num_microbatches, _schedule(given) or "1F1B", given.stages_per_rank,
-        given.partition, given.units, 1, "replicate", None, 300, 300, title="these options cannot work",
-    )  # fmt: skip
+        stages=stages,
+        num_microbatches=given.num_microbatches,
+        schedule=_schedule(given) or "1F1B",
+        stages_per_rank=given.stages_per_rank,
+        partition=given.partition,
+        units=given.units,
+        data_parallel_size=1,
+        title="these options cannot work",
+    )
 
 
 def _schedule(given: Namespace) -> str | Schedule | None:

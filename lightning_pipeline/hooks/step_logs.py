@@ -217,12 +217,13 @@ class ReportChannel:
     Names, options and dtypes travel only when they differ from the last report of the same kind.
 
     Args:
-        outlet: From the last stage's rank to the others; its group carries tensors on `device` too.
+        outlet: From the last stage's rank to the others.
         device: Where values live.
+        group: The ranks of the outlet, for tensors on `device`.
     """
 
-    def __init__(self, outlet: Outlet, device: torch.device) -> None:
-        self._outlet, self._device = outlet, device
+    def __init__(self, outlet: Outlet, device: torch.device, group: dist.ProcessGroup) -> None:
+        self._outlet, self._device, self._group = outlet, device, group
         self._known: dict[str, Report] = {}
         self.renamed = 0
         """How often names travelled."""
@@ -266,7 +267,7 @@ class ReportChannel:
         return vector
 
     def _broadcast(self, vector: Tensor) -> None:
-        dist.broadcast(vector, src=self._outlet.source, group=self._outlet.group)
+        dist.broadcast(vector, src=self._outlet.source, group=self._group)
 
 
 def _without_values(report: Report | None) -> Report:

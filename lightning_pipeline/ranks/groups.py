@@ -115,7 +115,8 @@ class Groups:
     Args:
         placement: Which rank holds which stage.
         replicas: Data-parallel replicas of the pipeline.
-        backend: Of the pipeline and data-parallel groups, such as `nccl`. Default: `gloo`.
+        backend: Of the groups that carry tensors: `pipeline`, replicas, and stages that share a parameter,
+            such as `nccl`. Default: `gloo`.
         init_timeout: Longest wait for a rank that comes late to the making of a group.
         step_timeout: Longest wait for one message or collective in a step.
         edge_backend: Of the communicators that move tensors between neighbours, from device to device. None:
@@ -124,6 +125,8 @@ class Groups:
 
     Attributes:
         edges: By the neighbour's pipeline rank; empty without `edge_backend`.
+        pipeline: The ranks of this replica, for tensors.
+        pipeline_control: The same ranks, for objects, over gloo.
     """
 
     def __init__(
@@ -147,7 +150,12 @@ class Groups:
         everyone = [list(range(self.numbering.world_size))]
         self.control = _required(self._make(everyone, "control", "gloo", init_timeout))
         self._backend = backend
-        self.pipeline = _required(self._make(self.numbering.pipelines(), "pipeline", backend, step_timeout))
+        pipelines = self.numbering.pipelines()
+        self.pipeline = _required(self._make(pipelines, "pipeline", backend, step_timeout))
+        # Objects and flags: NCCL would take them through the device, and the host would wait for it.
+        self.pipeline_control = self.pipeline
+        if backend != "gloo":
+            self.pipeline_control = _required(self._make(pipelines, "objects", "gloo", step_timeout))
         replicated = self.numbering.replicated() if replicas > 1 else []
         self.data_parallel = self._make(replicated, "data", backend, step_timeout)
         self.store = self._own_store()
@@ -247,7 +255,7 @@ class Groups:
         for edge in self.edges.values():
             edge.abort()
         self._shared.clear()
-        del self.control, self.pipeline, self.data_parallel
+        del self.control, self.pipeline, self.pipeline_control, self.data_parallel
         while self._made:
             dist.destroy_process_group(self._made.pop())
 

@@ -87,6 +87,7 @@ class Pipeline:
         self.groups = Groups(
             placement, replicas=numbering_replicas, backend=backend,
             init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
+            edge_backend=settings.edge_backend(device, backend), device=device,
         )  # fmt: skip
         groups = self.groups
         self._ranks = groups.numbering.pipelines()[groups.replica]
@@ -103,7 +104,7 @@ class Pipeline:
         self._together: KeepTogether | None = None
 
     def _outlet(self, rank: int) -> Outlet:
-        group = self.groups.pipeline if len(self._ranks) > 1 else None
+        group = self.groups.pipeline_control if len(self._ranks) > 1 else None
         return Outlet(group, self._ranks[rank], rank == self.groups.rank)
 
     # Setting up
@@ -189,7 +190,7 @@ class Pipeline:
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
         logs = HookLogs(self._trainer, self.gather, self._end_batch)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
-        reports = ReportChannel(self._from_last, self._device)
+        reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica, self._from_last,
@@ -331,7 +332,7 @@ class Pipeline:
         """An object of every rank of this replica, by pipeline rank."""
         found: list[Any] = [None] * len(self._ranks)
         with self._watched("gathering from all stages"):
-            dist.all_gather_object(found, value, group=self.groups.pipeline)
+            dist.all_gather_object(found, value, group=self.groups.pipeline_control)
         by_rank = dict(zip(sorted(self._ranks), found, strict=True))
         return [by_rank[rank] for rank in self._ranks]
 

@@ -61,7 +61,7 @@ class Lane:
 
 
 class SerialGroup(dist.ProcessGroup):
-    """Point-to-point operations in lanes; collectives as gloo does them."""
+    """Point-to-point operations in lanes."""
 
     lanes: ClassVar[list[Lane]] = []  # of this process
     made = 0

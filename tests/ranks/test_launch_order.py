@@ -12,8 +12,10 @@ from lightning_pipeline.errors import StageFailedError
 from lightning_pipeline.executor.executor import Executor
 from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import get_schedule
+from lightning_pipeline.settings import Settings
 from tests.pool import Pool
 from tests.ranks import serial_backend
+from tests.ranks.lightning_cases import assert_same, fit
 from tests.ranks.toy import Toy, by_hand
 
 Ranks = Callable[[int], Pool]
@@ -104,3 +106,33 @@ def test_a_failure_with_tensors_in_flight_has_one_cause(ranks: Ranks) -> None:
     assert first is not None
     assert "1B1" in first
     assert "boom" in first
+
+
+def fit_serially(pipeline: dict[str, Any]) -> Any:
+    os.environ["LANES"] = "1"
+    serial_backend.register()
+    serial_backend.SerialGroup.lanes, serial_backend.SerialGroup.made = [], 0
+    with pytest.MonkeyPatch.context() as patch:  # as if "nccl" named the serial backend
+        patch.setattr(Settings, "edge_backend", lambda *_: serial_backend.NAME)
+        return fit({**pipeline, "transport": "nccl"})
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"stages": 2, "num_microbatches": 4},
+        {"stages": 2, "num_microbatches": 3, "schedule": "ZBV"},
+        {"stages": 2, "num_microbatches": 2, "schedule": "ZBH1", "data_parallel_size": 2},
+        {"stages": 4, "num_microbatches": 4, "schedule": "GPipe"},
+    ],
+    ids=lambda p: f"{p.get('schedule', '1F1B')} {p['stages']}x{p.get('data_parallel_size', 1)}",
+)
+def test_a_fit_with_ragged_batches_and_validation_equals_the_one_over_gloo(
+    ranks: Ranks, pipeline: dict[str, Any]
+) -> None:
+    size = pipeline["stages"] * pipeline.get("data_parallel_size", 1)
+    expected = [fit(None)] * size
+    if size > pipeline["stages"]:  # a replica logs its own losses
+        expected = ranks(size)(fit, pipeline, group=False)
+    for found, one in zip(ranks(size)(fit_serially, pipeline, group=False), expected, strict=True):
+        assert_same(found, one)
