@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
-from lightning_pipeline.model.replay.seeds import RANDOM_FUNCTIONS, MicrobatchSeeds, States
+from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States, generators_in
 from lightning_pipeline.model.tensors import (
+    RANDOM_FUNCTIONS,
     Poison,
     Structure,
     TensorSpec,
@@ -98,13 +99,15 @@ class GlueRun:
             output = self._program.originals[unit](*args, **kwargs)
         finally:
             self.inside = False
-        return output, self._seeds.leave(entered, again=unit in self._program.repeated)
+        given = generators_in(args, kwargs)
+        return output, self._seeds.leave(entered, given, again=unit in self._program.repeated)
 
-    def _hand_out(self, unit: int, nth: int) -> Any:
+    def _hand_out(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit of an earlier stage returned: what arrived of it, and placeholders."""
         structure, specs, states = self._returned[unit, nth]
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
-        self._seeds.follow(states, again=unit in self._program.repeated)
+        given = generators_in(args, kwargs) if states else ()
+        self._seeds.follow(states, given, again=unit in self._program.repeated)
         return tensors[0] if structure == _LONE else unflatten(list(tensors), structure)
 
     def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:

@@ -58,7 +58,7 @@ class Recomputation(GlueRun):
         if stage == program.index:
             return self._own(unit, args, kwargs)
         if stage < program.index and self._watches:
-            return self._hand_out(unit, self._nth(unit))
+            return self._hand_out(unit, self._nth(unit), args, kwargs)
         assert program.idle is not None, "a program belongs to a split model"
         return program.idle.call(unit, args, kwargs)
 

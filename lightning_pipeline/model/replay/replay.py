@@ -168,7 +168,11 @@ class Replay(GlueRun):
         if stage == self._program.index:
             output = self._own(unit, nth, args, kwargs)
         else:
-            output = self._earlier(unit, nth) if stage < self._program.index else self._later(unit, nth)
+            output = (
+                self._earlier(unit, nth, args, kwargs)
+                if stage < self._program.index
+                else self._later(unit, nth)
+            )
         if self._program.host_random:
             self._seeds.host(unit, nth)
         return output
@@ -196,13 +200,13 @@ class Replay(GlueRun):
         self._entries.append((unit, nth, structure, tuple(specs), states))
         return unflatten(tensors, structure) if copied else output
 
-    def _earlier(self, unit: int, nth: int) -> Any:
+    def _earlier(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (unit, nth) not in self._returned:
             raise self._other_path(
                 f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} "
                 f"(call {nth}), but was not on its own stage"
             )
-        return self._hand_out(unit, nth)
+        return self._hand_out(unit, nth, args, kwargs)
 
     def _later(self, unit: int, nth: int) -> Any:
         if self._own_left <= 0:

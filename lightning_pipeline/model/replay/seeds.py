@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_pipeline.model.tensors import Generators, random_state_kept
 
@@ -28,21 +27,6 @@ _BACKWARD_DRAWS = 1 << 41
 
 States = tuple[bytes | None, ...]
 """Of the generators of a micro-batch, where the user has seeded them."""
-
-RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
-    function
-    for owner, names in (
-        (torch, "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
-                "poisson binomial rrelu rrelu_ dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "
-                "feature_alpha_dropout _sample_dirichlet _standard_gamma native_dropout"),
-        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
-            "scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d"),
-        (Tensor, "bernoulli bernoulli_ multinomial normal_ uniform_ random_ exponential_ "
-                 "cauchy_ geometric_ log_normal_"),
-    )
-    for name in names.split()
-    if (function := getattr(owner, name, None)) is not None
-)  # fmt: skip
 
 
 def mix(*numbers: int) -> int:
@@ -170,16 +154,19 @@ class MicrobatchSeeds:
                 entered.append((count, seed))
         return entered
 
-    def leave(self, entered: "list[tuple[int, int] | None]", *, again: bool) -> States:
+    def leave(
+        self, entered: "list[tuple[int, int] | None]", given: list[torch.Generator], *, again: bool
+    ) -> States:
         """The call is over: back to the marks.
 
         Args:
             entered: What `enter` returned.
+            given: Generators that are arguments of the unit.
             again: Whether the step calls the unit several times: the next draws are to be others.
 
         Returns:
-            The states of generators that the user has seeded, and `None` for the others; empty where that
-            is all of them.
+            The states of generators that the user has seeded, and `None` for the others; then of those that
+            the unit was given. Empty where that is all of them.
         """
         states: list[bytes | None] = []
         for number, at in enumerate(entered):
@@ -188,16 +175,17 @@ class MicrobatchSeeds:
                 states.append(None)
             else:
                 states.append(_state(self._all[number]))
+        states += map(_state, given)
         return tuple(states) if any(states) else ()
 
-    def follow(self, states: States, *, again: bool) -> None:
+    def follow(self, states: States, given: Sequence[torch.Generator] = (), *, again: bool) -> None:
         """A unit was called on another stage: do what `leave` did there."""
-        for number in range(len(self._all)) if states or again else ():
-            state = states[number] if states else None
-            count = self._count(number) if state is None else None
+        for generator, state in zip((*self._all, *given), states, strict=False):
             if state is not None:
-                self._all[number].set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-            elif count is not None and again:
+                generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+        for number in range(len(self._all)) if again else ():
+            count = self._count(number)
+            if count is not None:
                 self._mark(number, count + 1)
 
     def lose(self, *, again: bool) -> None:
@@ -215,6 +203,11 @@ class MicrobatchSeeds:
         """Before a backward: hooks draw from here, and what is recomputed without its random state."""
         for number in self._defaults:
             self._all[number].manual_seed(mix(self._key, _BACKWARD_DRAWS, stage))
+
+
+def generators_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Generator]:
+    """The generators among the arguments of a unit."""
+    return [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
 
 
 def _state(generator: torch.Generator) -> bytes:

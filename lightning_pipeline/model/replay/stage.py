@@ -124,7 +124,7 @@ class StageProgram:
         self.has_later_calls = live.has_later_calls[self.index]
         self.idle = self._patches.idle
         self.checkpointed = step.trace.checkpointed
-        self.repeated = {call.unit for call in step.trace.calls if call.nth}
+        self.repeated = {c.unit for c in step.trace.calls if c.nth or step.trace.draws_unseen}
         self.host_random = step.trace.host_random
 
     def end(self) -> None:
@@ -188,11 +188,11 @@ class StageProgram:
         return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
 
     @contextmanager
-    def _deferring(self, queue: WeightQueue | None, *, collecting: bool = False) -> Iterator[None]:
+    def _deferring(self, queue: WeightQueue | None, roots: Sequence[Any] | None = None) -> Iterator[None]:
         if queue is None:
             yield
             return
-        with self._deferral.into(queue), queue.collecting() if collecting else nullcontext():
+        with self._deferral.into(queue), nullcontext() if roots is None else queue.collecting(roots):
             yield
 
     def _fresh(self, value: Any) -> Any:
@@ -265,7 +265,7 @@ class StageProgram:
         assert again is not None, "a forward that a backward follows says what answers code in it"
         self._patches.runner, self.mode.watcher = again, again.watcher
         try:
-            with again.running(), reentrant_checkpoint_replaced(), self._deferring(queue, collecting=True):
+            with again.running(), reentrant_checkpoint_replaced(), self._deferring(queue, roots):
                 torch.autograd.backward(roots, gradients)
         finally:
             self._patches.runner = self.mode.watcher = None

@@ -2,7 +2,9 @@
 
 While a stage runs, the functions whose weight gradient is a matrix product (linear, convolution, embedding,
 addmm) are rerouted to autograd functions whose backward computes the input gradient and queues what the
-weight gradient needs. Everything else stays in the fused backward. User code sees no difference.
+weight gradient needs. Everything else stays in the fused backward, and so does every gradient that is taken
+in another backward than the stage's own: inside a unit's forward, or inside a backward. User code sees no
+difference.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +27,22 @@ class WeightQueue:
         parameters: The parameters whose gradient is deferred, by identity.
         pending: What computes a contribution, and what tensors it needs, in the order of the backward.
         fused: What the input half computed for the same parameters, where they are also used otherwise.
+        task: The backward whose weight gradients wait, by torch's number; None outside.
     """
 
     parameters: dict[int, Tensor] = field(default_factory=dict)
     pending: list[tuple[Tensor, Accumulation, tuple[Tensor, ...]]] = field(default_factory=list)
     fused: dict[int, Tensor] = field(default_factory=dict)
+    task: int | None = None
+
+    def waits(self, *parameters: Tensor | None) -> bool:
+        """Whether a backward that comes to these parameters is to leave them for W.
+
+        Not where it runs inside another, and not where a hook wants their gradients.
+        """
+        if self.task is None or torch._C._current_graph_task_id() != self.task:
+            return False
+        return not any(_has_hooks(parameter) for parameter in parameters if parameter is not None)
 
     def defer(self, parameter: Tensor, compute: Accumulation, *needed: Tensor) -> None:
         """Leave a contribution to `parameter` for W."""
@@ -40,22 +53,33 @@ class WeightQueue:
         return [*(tensor for _, _, needed in self.pending for tensor in needed), *self.fused.values()]
 
     @contextmanager
-    def collecting(self) -> Iterator[None]:
-        """Keep what a backward accumulates into deferred parameters apart: W adds both in one go.
+    def collecting(self, roots: Sequence[Any]) -> Iterator[None]:
+        """Defer in the backward from `roots`, and keep apart what it accumulates: W adds both in one go.
 
         A fused backward sums all uses of a parameter before it adds them to `.grad`; so does this, and the
         gradients are equal to the last bit.
+
+        Args:
+            roots: The edges of the graph at which the backward begins.
         """
         before = [(parameter, parameter.grad) for parameter in self.parameters.values()]
         for parameter, _ in before:
             parameter.grad = None
+        handles = [root.node.register_prehook(self._begins) for root in roots]
         try:
             yield
         finally:
+            self.task = None
+            for handle in handles:
+                handle.remove()
             for parameter, gradient in before:
                 if parameter.grad is not None:
                     self.fused[id(parameter)] = parameter.grad
                 parameter.grad = gradient
+
+    def _begins(self, gradients: Any) -> None:
+        if self.task is None:  # torch has no public name for this number (2.13)
+            self.task = torch._C._current_graph_task_id()
 
     def drain(self) -> None:
         """Compute the weight gradients and add them to `.grad`."""
@@ -78,6 +102,14 @@ def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
         parameter.grad.add_(gradient)
 
 
+def _has_hooks(parameter: Tensor) -> bool:
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def _cast_to(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:
+    return tensor if tensor is None or dtype is None else tensor.to(dtype)
+
+
 def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The values alone: what waits for W would else keep the graph, and with it what the stage was sent."""
     return [tensor.detach() for tensor in tensors]
@@ -90,17 +122,22 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: Any
     ) -> Tensor:
-        ctx.parameters, ctx.queue = (weight, bias), queue
-        cast = weight if dtype is None else weight.to(dtype)
-        ctx.save_for_backward(x, weight if dtype is None else cast)
-        return torch._C._nn.linear(x, cast, bias if bias is None or dtype is None else bias.to(dtype))
+        ctx.parameters, ctx.queue, ctx.dtype = (weight, bias), queue, dtype
+        cast = _cast_to(weight, dtype)
+        ctx.save_for_backward(x, cast)
+        return torch._C._nn.linear(x, cast, _cast_to(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = _without_graph(ctx.saved_tensors)
-        flat = gradient.reshape(-1, gradient.shape[-1])
         parameter, bias = ctx.parameters
+        flat = gradient.reshape(-1, gradient.shape[-1])
+        if not ctx.queue.waits(parameter, bias):
+            x, weight = ctx.saved_tensors[0], _cast_to(parameter, ctx.dtype)
+            of_weight = flat.t().mm(x.reshape(-1, x.shape[-1])).to(parameter.dtype)
+            of_bias = None if bias is None else flat.sum(0).to(bias.dtype)
+            return flat.mm(weight).view(x.shape), of_weight, of_bias, None, None
+        x, weight = _without_graph(ctx.saved_tensors)
         inputs = x.reshape(-1, x.shape[-1])
         ctx.queue.defer(parameter, lambda: flat.t().mm(inputs).to(parameter.dtype), flat, inputs)
         if bias is not None:
@@ -114,16 +151,20 @@ class _Addmm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, bias: Tensor, x: Tensor, weight: Tensor, queue: WeightQueue, dtype: Any) -> Tensor:
-        ctx.parameters, ctx.queue = (weight, bias), queue
-        cast = weight if dtype is None else weight.to(dtype)
+        ctx.parameters, ctx.queue, ctx.dtype = (weight, bias), queue, dtype
+        cast = _cast_to(weight, dtype)
         ctx.save_for_backward(x, cast)
-        return torch.addmm(bias if dtype is None else bias.to(dtype), x, cast)
+        return torch.addmm(_cast_to(bias, dtype), x, cast)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
+        if not ctx.queue.waits(parameter, bias):
+            x, weight = ctx.saved_tensors[0], _cast_to(parameter, ctx.dtype)
+            of_weight = x.t().mm(gradient).to(parameter.dtype)
+            return gradient.sum(0).to(bias.dtype), gradient.mm(weight.t()), of_weight, None, None
+        x, weight = _without_graph(ctx.saved_tensors)
         ctx.queue.defer(parameter, lambda: x.t().mm(gradient).to(parameter.dtype), x, gradient)
         ctx.queue.defer(bias, lambda: gradient.sum(0).to(bias.dtype), gradient)
         return None, gradient.mm(weight.t()) if ctx.needs_input_grad[1] else None, None, None, None
@@ -136,21 +177,27 @@ class _Convolution(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, queue: WeightQueue, dtype: Any, options: Any
     ) -> Tensor:
-        ctx.parameters, ctx.queue, ctx.options = (weight, bias), queue, options
-        cast = weight if dtype is None else weight.to(dtype)
+        ctx.parameters, ctx.queue, ctx.dtype, ctx.options = (weight, bias), queue, dtype, options
+        cast = _cast_to(weight, dtype)
         ctx.save_for_backward(x, cast)
-        return torch.convolution(x, cast, bias if bias is None or dtype is None else bias.to(dtype), *options)
+        return torch.convolution(x, cast, _cast_to(bias, dtype), *options)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
-        x, weight = _without_graph(ctx.saved_tensors)
         parameter, bias = ctx.parameters
         sizes, options = None if bias is None else list(bias.shape), ctx.options
+        waits = ctx.queue.waits(parameter, bias)
+        saved = ctx.saved_tensors
+        x, weight = _without_graph(saved) if waits else (saved[0], _cast_to(parameter, ctx.dtype))
 
         def part(*mask: bool) -> Any:
             return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *options, list(mask))
 
+        if not waits:
+            result, of_weight, of_bias = part(True, True, bias is not None)
+            of_bias = None if bias is None else of_bias.to(bias.dtype)
+            return result, of_weight.to(parameter.dtype), of_bias, None, None, None
         ctx.queue.defer(
             parameter, lambda: part(False, True, False)[1].to(parameter.dtype), gradient, x, weight
         )
@@ -176,14 +223,16 @@ class _Embedding(torch.autograd.Function):
         (gradient,) = gradients
         (indices,) = _without_graph(ctx.saved_tensors)
         parameter, (padding, by_frequency) = ctx.parameter, ctx.options
-        ctx.queue.defer(
-            parameter,
-            lambda: torch.ops.aten.embedding_dense_backward(
+
+        def compute() -> Tensor:
+            result: Tensor = torch.ops.aten.embedding_dense_backward(
                 gradient, indices, parameter.shape[0], padding, by_frequency
-            ),
-            gradient,
-            indices,
-        )
+            )
+            return result
+
+        if not ctx.queue.waits(parameter):
+            return compute(), None, None, None, None
+        ctx.queue.defer(parameter, compute, gradient, indices)
         return None, None, None, None, None
 
 
@@ -221,14 +270,14 @@ class Deferral:
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """Whether the gradients of these are ours to defer: plain leaves that need one and have no hooks."""
-        if not torch.is_grad_enabled() or _under_modes():
+        if not torch.is_grad_enabled() or _under_modes() or _transformed():
             return False
         for tensor in tensors:
             if tensor is None:
                 continue
             if not (type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_leaf and tensor.requires_grad):
                 return False
-            if tensor._backward_hooks or tensor._post_accumulate_grad_hooks:
+            if _has_hooks(tensor):
                 return False
         queue = self.queue
         assert queue is not None, "functions are rerouted only while a queue is set"
@@ -278,6 +327,12 @@ class Deferral:
             return result
 
         return convolution
+
+
+def _transformed() -> bool:
+    """Whether this runs in `torch.func.vmap`, `grad` and the like, or with forward-mode derivatives."""
+    forward_mode: Any = torch.autograd.forward_ad
+    return torch._C._functorch.maybe_current_level() is not None or forward_mode._current_level >= 0
 
 
 def _under_modes() -> bool:

@@ -2,7 +2,7 @@
 
 from lightning_pipeline.model.tensors.cache import Remembered
 from lightning_pipeline.model.tensors.containers import filled_by, items_of, objects_below
-from lightning_pipeline.model.tensors.generators import Generators
+from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators
 from lightning_pipeline.model.tensors.meta import StandIns, weights_needed
 from lightning_pipeline.model.tensors.placeholder import (
     PlaceholderMode,
@@ -41,6 +41,7 @@ from lightning_pipeline.model.tensors.taint import Poison
 
 __all__ = [
     "NOTHING",
+    "RANDOM_FUNCTIONS",
     "Generators",
     "Held",
     "ModuleState",

@@ -1,4 +1,4 @@
-"""Random generators that modules own as attributes: torch's, numpy's and Python's."""
+"""Who draws random numbers: functions of torch, and generators that modules own as attributes."""
 
 import random
 from collections.abc import Iterable
@@ -7,9 +7,26 @@ from typing import Any
 
 import numpy
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 _KINDS = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
+
+
+RANDOM_FUNCTIONS: frozenset[Any] = frozenset(
+    function
+    for owner, names in (
+        (torch, "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal "
+                "poisson binomial rrelu rrelu_ dropout dropout_ alpha_dropout alpha_dropout_ feature_dropout "
+                "feature_alpha_dropout _sample_dirichlet _standard_gamma native_dropout"),
+        (F, "dropout dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout rrelu gumbel_softmax "
+            "scaled_dot_product_attention multi_head_attention_forward fractional_max_pool2d"),
+        (Tensor, "bernoulli bernoulli_ multinomial normal_ uniform_ random_ exponential_ "
+                 "cauchy_ geometric_ log_normal_"),
+    )
+    for name in names.split()
+    if (function := getattr(owner, name, None)) is not None
+)  # fmt: skip
 
 
 class Generators:

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
+    RANDOM_FUNCTIONS,
     Tag,
     TagStore,
     TensorSpec,
@@ -37,11 +38,12 @@ class Glue:
     Attributes:
         unknown_line: Where the trace stopped knowing what the values are; empty before.
         written_states: Parameters and buffers that glue writes, by name.
+        draws: Whether a function runs that is known to draw random numbers.
     """
 
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
-        self.unknown_line = ""
+        self.unknown_line, self.draws = "", False
         self.written_states: dict[str, Tensor] = {}
         self.overwritten: list[str] = []  # those that are scaled or mixed, which is no adding up
         self._seen_states: set[str] = set()
@@ -82,6 +84,8 @@ class Glue:
             if empty:
                 raise weights_needed(tags, self._tracer.root)
             self._tracer.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
+        if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
+            self._tracer.trace.draws_unseen = True
         result = func(*args, **kwargs)
         results = list(operands_of((result,), {}))
         for tensor in results:
@@ -225,7 +229,11 @@ class GlueFunctions(TorchFunctionMode):
                     )
             elif func is Tensor.register_hook:
                 tracer.glue.hook_registered(args[0])
-        return func(*args, **(kwargs or {}))
+        tracer.glue.draws = func in RANDOM_FUNCTIONS
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            tracer.glue.draws = False
 
 
 def operands_of(args: Any, kwargs: Any) -> Iterator[Tensor]:

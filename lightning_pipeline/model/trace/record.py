@@ -86,6 +86,8 @@ class Trace:
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
+        draws_unseen: Whether code between units draws torch's random numbers in a function that is not known
+            to, such as one of `torch.jit.script`.
         host_random: Whether a unit draws from numpy's or Python's random state.
         result: What the returned value depends on, a part of `tail`.
         returned: Keys of the dictionary that the step returns.
@@ -112,6 +114,7 @@ class Trace:
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
     writes_batch: bool = False
+    draws_unseen: bool = False
     host_random: bool = False
     result: set[Tag] = field(default_factory=set)
     returned: list[Any] = field(default_factory=list)

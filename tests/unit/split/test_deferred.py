@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
@@ -113,7 +114,7 @@ def split(
         queue = WeightQueue()
         with deferral.into(queue):
             y = module(x)
-            with queue.collecting():
+            with queue.collecting([get_gradient_edge(y)]):
                 y.backward(torch.ones_like(y))
         queue.drain()
     return {name: parameter.grad for name, parameter in module.named_parameters()}, queue, module
@@ -143,9 +144,9 @@ def test_weight_gradients_come_only_with_w() -> None:
     layer, queue = nn.Linear(4, 4), WeightQueue()
     x = torch.randn(3, 4, requires_grad=True)
     with Deferral().into(queue):
-        y = layer(x)
-        with queue.collecting():
-            y.sum().backward()
+        y = layer(x).sum()
+        with queue.collecting([get_gradient_edge(y)]):
+            y.backward()
     assert x.grad is not None
     assert layer.weight.grad is None
     queue.drain()
@@ -161,6 +162,19 @@ def test_parameters_with_hooks_stay_in_the_fused_backward(register: str) -> None
         layer(torch.randn(3, 4)).sum().backward()
     assert len(calls) == 1
     assert layer.weight.grad is not None
+
+
+def test_a_hook_that_a_weight_gets_after_the_forward_is_called_with_the_whole_gradient() -> None:
+    calls: list[Tensor] = []
+    layer, queue = nn.Linear(4, 4), WeightQueue()
+    with Deferral().into(queue):
+        y = layer(layer(torch.randn(3, 4))).sum()
+        layer.weight.register_hook(calls.append)
+        with queue.collecting([get_gradient_edge(y)]):
+            y.backward()
+    queue.drain()
+    assert len(calls) == 1
+    assert torch.equal(calls[0], layer.weight.grad)
 
 
 def test_frozen_weights_pass_the_gradient_on() -> None:
