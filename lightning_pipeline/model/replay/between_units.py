@@ -26,6 +26,7 @@ from lightning_pipeline.model.tensors import (
     user_line,
     written_tensors,
 )
+from lightning_pipeline.model.trace import has_backward_hooks, with_backward_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -67,6 +68,7 @@ class GlueRun:
         self._drawing = self._in_operation = False
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
+        self._partial_ids: set[int] = set()
         self._poison = Poison(program.mode, self._poisoned_read)
         self._outer_hooks = top_hooks()
         self.remembered = program.remembered
@@ -96,7 +98,11 @@ class GlueRun:
         entered = self._seeds.enter(unit)
         self.inside = True
         try:
-            output = self._program.originals[unit](*args, **kwargs)
+            module, forward = self._program.module_of(unit), self._program.originals[unit]
+            if has_backward_hooks(module):
+                output = with_backward_hooks(module, forward, args, kwargs)
+            else:
+                output = forward(*args, **kwargs)
         finally:
             self.inside = False
         given = generators_in(args, kwargs)
@@ -117,6 +123,8 @@ class GlueRun:
         elif key in self._program.mutated:
             tensor = tensor.clone()
         self._handed_ids.add(id(tensor))
+        if key in self._program.read_before:
+            self._partial_ids.add(id(tensor))
         return tensor
 
     def _check_not_lost(self) -> None:
@@ -194,6 +202,10 @@ class GlueRun:
         """Whether glue got this very tensor as the output of a unit of an earlier stage."""
         return id(tensor) in self._handed_ids
 
+    def has_part_of_gradient(self, tensor: Tensor) -> bool:
+        """Whether an earlier stage reads this tensor too, so that its gradient is whole only there."""
+        return id(tensor) in self._partial_ids
+
     def random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A random call between units."""
         self.draws = True
@@ -254,6 +266,8 @@ class _GlueFunctions(TorchFunctionMode):
             return func(*args, **kwargs)
         if func is Tensor.register_hook and run.is_handed(args[0]):
             return _NoHandle()
+        if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):
+            return None
         kept = run.keeping(args, kwargs)
         if kept is None:
             result = self._between(func, args, kwargs)

@@ -86,7 +86,8 @@ class SplitModel:
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
         self._residence = Residence(root, needed, set(stages), self.mode)
         self._guards = AttributeGuards(root)
-        self._parameters = ParameterGuard(root, self._shared_modules())
+        self._spread = self._shared_modules()
+        self._parameters = ParameterGuard(root, self._spread)
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
         self._modules = list(root.modules())
         self._metrics = metrics_of(root)
@@ -239,6 +240,7 @@ class SplitModel:
             split_backward: Whether the plan has I and W actions.
         """
         assert self._open is None, "the batch before was not finished"
+        self._check_backward_hooks()
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
         if not self.has_last_stage:
             self._guards.install(trace.attributes)
@@ -269,6 +271,17 @@ class SplitModel:
         self.kept = self._programs[max(self._programs)].kept = Kept(self.root, trace) if several else None
         for program in self._programs.values():
             program.begin(self._step)
+
+    def _check_backward_hooks(self) -> None:
+        for module in self._spread:
+            if module._backward_hooks:
+                name = next(name for name, one in self.root.named_modules() if one is module)
+                raise SplitError(
+                    f"register_full_backward_hook: the backward hook of {(name or type(module).__name__)!r}, "
+                    "which is spread over stages, would need the gradients of its inputs and of its outputs "
+                    "on one of them: put it on a module inside, or keep that whole with "
+                    f"PipelineStrategy(units=['{name}'])"
+                )
 
     def _new_count(self, microbatches: Sequence[MicrobatchArguments]) -> SavedCount:
         """Counts what the stages hold beside parameters, buffers, plain tensors of modules and the batch."""

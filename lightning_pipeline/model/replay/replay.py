@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ValueKey
@@ -18,9 +18,11 @@ from lightning_pipeline.model.tensors import (
     alias,
     flatten,
     is_placeholder,
+    tensors_in,
     unflatten,
     user_line,
 )
+from lightning_pipeline.model.trace import has_backward_hooks
 from lightning_pipeline.wire import Values
 
 if TYPE_CHECKING:
@@ -76,8 +78,7 @@ class Replay(GlueRun):
             needs_grad = tensor.requires_grad and torch.is_grad_enabled()
             leaf = tensor if needs_grad else None
             self.replayed.leaves.append(leaf)
-            self._raw[key] = tensor
-            self._received[key] = alias(tensor) if needs_grad else tensor
+            self._received[key] = self._raw[key] = alias(tensor) if needs_grad else tensor
 
     # ---- running
 
@@ -198,7 +199,26 @@ class Replay(GlueRun):
             if key in program.mutated:
                 tensors[leaf], copied = tensor.clone(), True
         self._entries.append((unit, nth, structure, tuple(specs), states))
-        return unflatten(tensors, structure) if copied else output
+        output = unflatten(tensors, structure) if copied else output
+        module = program.module_of(unit)
+        if module._forward_hooks and not program.is_last and has_backward_hooks(module):
+            self._unchanged_by_hooks(unit, module, output)
+        return output
+
+    def _unchanged_by_hooks(self, unit: int, module: nn.Module, returned: Any) -> None:
+        """Hooks on gradients are below forward hooks here: refuse where it makes a difference."""
+        versions = [tensor._version for tensor in tensors_in(returned)]
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            handle.remove()
+            if output is not returned or versions != [tensor._version for tensor in tensors_in(returned)]:
+                raise SplitError(
+                    f"a forward hook of unit {self._program.unit_name(unit)!r} changes what the unit "
+                    "returns, and hooks on gradients of the same module would see another gradient than on "
+                    "one device: do the one in the module's forward, or put the other on a module inside it"
+                )
+
+        handle = module.register_forward_hook(look)
 
     def _earlier(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (unit, nth) not in self._returned:

@@ -123,9 +123,16 @@ class StageProgram:
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
         self.idle = self._patches.idle
+        self.read_before = self._read_before(step.trace)
         self.checkpointed = step.trace.checkpointed
         self.repeated = {c.unit for c in step.trace.calls if c.nth or step.trace.draws_unseen}
         self.host_random = step.trace.host_random
+
+    def _read_before(self, trace: Trace) -> set[ValueKey]:
+        """Values of earlier stages that units of earlier stages read, as this one may."""
+        calls = trace.calls
+        tags = {t for c in calls if self.stage_of[c.unit] < self.index for t in c.reads if t.kind == "value"}
+        return {(calls[tag.call].unit, calls[tag.call].nth, tag.leaf) for tag in tags}
 
     def end(self) -> None:
         """Let go of the batch."""
@@ -287,6 +294,10 @@ class StageProgram:
     def _current_step(self) -> Step:
         assert self._step is not None, "begin() comes before the first action"
         return self._step
+
+    def module_of(self, unit: int) -> nn.Module:
+        """The module of a unit."""
+        return self._patches.units[unit].module
 
     def unit_name(self, unit: int) -> str:
         """Name of a unit."""

@@ -1,7 +1,7 @@
 """One step of the whole module, run once without its work, and what was seen."""
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
-from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hooks, with_backward_hooks
 from lightning_pipeline.model.trace.record import Call, Trace, step_function, trace_step
 from lightning_pipeline.model.trace.sinks import metrics_of, replaced, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import find_units, finer_names
@@ -12,6 +12,7 @@ __all__ = [
     "UnitPatches",
     "find_units",
     "finer_names",
+    "has_backward_hooks",
     "metrics_of",
     "reentrant_checkpoint_replaced",
     "replaced",
@@ -19,4 +20,5 @@ __all__ = [
     "stub_metrics",
     "stub_sinks",
     "trace_step",
+    "with_backward_hooks",
 ]

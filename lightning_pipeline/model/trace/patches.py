@@ -3,11 +3,21 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from torch import nn
+from torch.utils.hooks import BackwardHook
+
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.trace.units import Unit
+
+Hooks = Callable[[], Any]
 
 
 class Runner(Protocol):
     """Decides what a call of a unit does: a trace, a replay, or nothing special."""
+
+    @property
+    def inside(self) -> Any:
+        """What is true while a unit runs."""
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of unit number `unit`."""
@@ -34,12 +44,16 @@ class UnitPatches:
     def install(self) -> None:
         """Patch every unit."""
         for number, unit in enumerate(self.units):
-            vars(unit.module)["forward"] = self._answer(number)
+            held = vars(unit.module)
+            held["forward"] = self._answer(number)
+            held["_get_backward_hooks"] = self._outside_steps(unit.module._get_backward_hooks, ([], []))
+            held["_get_backward_pre_hooks"] = self._outside_steps(unit.module._get_backward_pre_hooks, [])
 
     def remove(self) -> None:
         """Give every unit its own `forward` back."""
         for unit, own in zip(self.units, self._own, strict=True):
-            vars(unit.module).pop("forward", None)
+            for name in ("forward", "_get_backward_hooks", "_get_backward_pre_hooks"):
+                vars(unit.module).pop(name, None)
             if own is not None:
                 vars(unit.module)["forward"] = own
 
@@ -51,6 +65,43 @@ class UnitPatches:
             return runner.call(number, args, kwargs)
 
         return forward
+
+    def _outside_steps(self, hooks: Hooks, none: Any) -> Hooks:
+        """In a step `with_backward_hooks` calls them, on the stage that runs the unit.
+
+        `Module.__call__` would put them around what the forward returns: above what a stage sends, and
+        again around what the others receive.
+        """
+
+        def answer() -> Any:
+            inside_a_step = self.runner is not None and not self.runner.inside
+            return none if inside_a_step else hooks()
+
+        return answer
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Whether hooks on gradients are around a module: its own, or those of all modules."""
+    every: Any = nn.modules.module
+    own = module._backward_hooks or module._backward_pre_hooks
+    return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
+
+
+def with_backward_hooks(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Call `forward` as `Module.__call__` does, with the module's hooks on gradients around it."""
+    kind: Any = type(module)
+    full, legacy = kind._get_backward_hooks(module)
+    before = kind._get_backward_pre_hooks(module)
+    if legacy:
+        raise SplitError(
+            f"register_backward_hook of {kind.__name__} is on a unit of a pipeline: torch calls such hooks "
+            "with gradients of single operations; use register_full_backward_hook"
+        )
+    hook = BackwardHook(module, full, before)  # type: ignore[no-untyped-call]
+    output = forward(*hook.setup_input_hook(args), **kwargs)  # type: ignore[no-untyped-call]
+    return hook.setup_output_hook(output)  # type: ignore[no-untyped-call]
 
 
 def _original(unit: Unit) -> Callable[..., Any]:
