@@ -106,6 +106,8 @@ class ParameterGuard:
 class IdleRunner:
     """Answers calls of units outside a step: own ones run, those of other stages raise."""
 
+    inside = False
+
     def __init__(self, root: nn.Module, patches: UnitPatches, programs: dict[int, StageProgram]) -> None:
         self._root, self._patches, self._programs = root, patches, programs
 

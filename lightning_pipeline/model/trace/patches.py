@@ -99,9 +99,9 @@ def with_backward_hooks(
             f"register_backward_hook of {kind.__name__} is on a unit of a pipeline: torch calls such hooks "
             "with gradients of single operations; use register_full_backward_hook"
         )
-    hook = BackwardHook(module, full, before)  # type: ignore[no-untyped-call]
-    output = forward(*hook.setup_input_hook(args), **kwargs)  # type: ignore[no-untyped-call]
-    return hook.setup_output_hook(output)  # type: ignore[no-untyped-call]
+    hook = BackwardHook(module, full, before)
+    output = forward(*hook.setup_input_hook(args), **kwargs)
+    return hook.setup_output_hook(output)
 
 
 def _original(unit: Unit) -> Callable[..., Any]:
