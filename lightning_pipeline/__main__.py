@@ -1,23 +1,17 @@
 """The command line: `lightning-pipeline` or `python -m lightning_pipeline`."""
 
+import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any
+from importlib.metadata import version
 
-import jsonargparse
+_DESCRIPTION = """\
+Pipeline parallelism for the LightningModule you already have.
 
-from lightning_pipeline.commands import consolidate, inspect, plan, verify_folder
-from lightning_pipeline.errors import PipelineError
+  plan         Predict cut, memory, step and bubble of a run without starting it.
+  checkpoint   Consolidate, inspect or verify a checkpoint folder.
 
-COMMANDS: dict[str, Any] = {
-    "checkpoint": {
-        "_help": "Consolidate, inspect or verify a checkpoint folder.",
-        "consolidate": consolidate,
-        "inspect": inspect,
-        "verify": verify_folder,
-    },
-    "plan": plan,
-}
+`lightning-pipeline COMMAND --help` says more."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,11 +21,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: Default: the process's own.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="lightning-pipeline",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=version("lightning-pipeline"))
+    parser.add_argument("command", choices=["plan", "checkpoint"])
+    parser.parse_args(given[:1])
+    # Late, for commands bring torch and Lightning, seconds that `--help` and `--version` need not take.
+    from lightning_pipeline.commands import checkpoint, plan
+    from lightning_pipeline.errors import PipelineError
+
     try:
-        if given[:1] == ["plan"]:  # has a parser of its own, which reads configs of LightningCLI
-            plan(given[1:])
-        else:
-            jsonargparse.auto_cli(COMMANDS, args=given, prog="lightning-pipeline")
+        {"plan": plan, "checkpoint": checkpoint}[given[0]](given[1:])
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
 

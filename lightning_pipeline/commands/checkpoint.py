@@ -1,15 +1,30 @@
 """`lightning-pipeline checkpoint ...`: what can be done with a checkpoint folder outside a run."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jsonargparse
 import torch
 
 from lightning_pipeline.checkpoint import to_file, to_safetensors, verify
 from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
 
 _MIB = 1 << 20
+
+
+def checkpoint(arguments: Sequence[str]) -> None:
+    """Consolidate, inspect or verify a checkpoint folder.
+
+    Args:
+        arguments: After `checkpoint`.
+
+    Raises:
+        PipelineError: What was asked for cannot be.
+    """
+    commands: dict[str, Any] = {"consolidate": consolidate, "inspect": inspect, "verify": verify_folder}
+    jsonargparse.auto_cli(commands, args=list(arguments), prog="lightning-pipeline checkpoint")
 
 
 def consolidate(

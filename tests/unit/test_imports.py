@@ -28,8 +28,18 @@ made = parser.instantiate_classes(parser.parse_args([*given, "--trainer.accelera
 assert type(made.trainer.strategy) is lightning_pipeline.PipelineStrategy
 assert lightning.pytorch.strategies.StrategyRegistry["pipeline"]
 """
+HELP = """
+import sys
+from lightning_pipeline.__main__ import main
+for option in ("--help", "--version"):
+    try:
+        main([option])
+    except SystemExit as end:
+        assert end.code == 0
+assert not {"torch", "lightning", "jsonargparse"} & set(sys.modules)
+"""
 
 
-@pytest.mark.parametrize("program", [BEFORE, AFTER], ids=["package first", "strategy first"])
+@pytest.mark.parametrize("program", [BEFORE, AFTER, HELP], ids=["package first", "strategy first", "help"])
 def test_in_a_fresh_process(program: str) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=100)
