@@ -10,9 +10,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_pipeline.checkpoint import load_from_checkpoint
     from lightning_pipeline.strategy import PipelineStrategy
 
-__all__ = ["PipelineStrategy"]
+__all__ = ["PipelineStrategy", "load_from_checkpoint"]
 
 _LIGHTNING = "lightning.pytorch"
 _LIGHT = ("lightning_pipeline.schedules", "lightning_pipeline.errors")  # rooms that import no Lightning
@@ -22,6 +23,9 @@ def __getattr__(name: str) -> Any:
     # Late, so that `import lightning_pipeline.schedules` stays free of torch.
     if name == "PipelineStrategy":
         return _make_known().PipelineStrategy
+    if name == "load_from_checkpoint":
+        _make_known()
+        return importlib.import_module("lightning_pipeline.checkpoint").load_from_checkpoint
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint import tell_of_folders
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
 from lightning_pipeline.hooks import called_once, configure, with_global_norm
@@ -123,6 +124,12 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         text = f"PipelineStrategy(stages={self._settings.stages!r}, schedule={self._settings.schedule!r})"
         mend = "of `lightning`: use `from lightning.pytorch import Trainer`, not pytorch_lightning's"
         return f"<{text} {mend}>"
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        # What a run made, and what only works with it, is not pickled; Lightning wraps optimizers anew.
+        gone = dict.fromkeys(("_pipeline", "_one_device", "_device_mesh"))
+        return {**vars(self), **gone, "_unlink": [], "_told": {}, "_wrapped_optimizers": []}
 
     @classmethod
     @override
@@ -240,6 +247,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
+        self.note_hyper_parameters(self.lightning_module)
         with self.optimizers_on_demand(self.lightning_module), self._telling():
             self._running.split_module(trainer, self.precision_plugin)
         self.note_names(trainer)
@@ -457,6 +465,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             self.finish_saving()
         finally:
             self.note_position()
+            self.leave_callbacks()
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
                 pipeline.close()
@@ -466,6 +475,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             self.precision_plugin.teardown()
             if self.accelerator is not None:
                 self.accelerator.teardown()
+            if _lightning.brings_checkpoint_io(self):
+                self.checkpoint_io.teardown()
 
 
 PipelineStrategy.register_strategies(StrategyRegistry)
+tell_of_folders()

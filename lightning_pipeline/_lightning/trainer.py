@@ -4,8 +4,10 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 """
 
 import inspect
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -27,6 +29,9 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_z
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+
+# Loads a checkpoint for `load_from_checkpoint`. Since 2.0.
+from lightning.pytorch.core import saving
 
 # Calls configure_optimizers and reads what it returns, as a strategy does. Since 2.0.
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
@@ -94,6 +99,8 @@ __all__ = [
     "on_sigterm",
     "optimizers_to_device",
     "prepared_batch",
+    "read_folders_by",
+    "reading_folders",
     "reduce_over",
     "request_loaders",
     "set_device_mesh",
@@ -221,6 +228,37 @@ def evaluation_loop(trainer: Trainer) -> Any:
     if trainer.state.fn == TrainerFn.VALIDATING:
         return trainer.validate_loop
     return trainer.test_loop if trainer.state.fn == TrainerFn.TESTING else trainer.predict_loop
+
+
+_FolderReader = Callable[[str], dict[str, Any]]
+_folder_reader: list[_FolderReader] = []
+
+
+def read_folders_by(read: _FolderReader) -> None:
+    """Where `load_from_checkpoint` is given a folder, take this reader's answer. Since 2.0.
+
+    Lightning opens the path as a file. To be deleted when a module may bring its own loading.
+    """
+    if not _folder_reader:
+        original = saving.pl_load
+
+        def load(path_or_url: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(path_or_url, str | os.PathLike) and os.path.isdir(path_or_url):
+                return _folder_reader[-1](os.fspath(path_or_url))
+            return original(path_or_url, *args, **kwargs)
+
+        saving.pl_load = load
+    _folder_reader[:1] = [read]
+
+
+@contextmanager
+def reading_folders(read: _FolderReader) -> Iterator[None]:
+    """Inside, take this reader's answer in its place."""
+    _folder_reader.append(read)
+    try:
+        yield
+    finally:
+        _folder_reader.remove(read)
 
 
 def sync_module_states(module: torch.nn.Module) -> None:
@@ -436,12 +474,15 @@ def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) ->
     return lambda: vars(callback).pop("_link_checkpoint", None) and None
 
 
-def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> None:
+def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> Callable[[], None]:
     """Let the version counter of `ModelCheckpoint` see what has no name on disk yet. Since 2.3.
 
     Args:
         callback: Of the run that begins.
         coming: Whether a path will be a checkpoint; must say the same on every rank.
+
+    Returns:
+        Undoes it.
     """
     exists = type(callback).file_exists  # not what a run before has put on the instance
 
@@ -449,6 +490,7 @@ def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) 
         return exists(callback, filepath, trainer) or coming(filepath)
 
     callback.file_exists = file_exists  # type: ignore[method-assign]
+    return lambda: vars(callback).pop("file_exists", None) and None
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:

@@ -2,15 +2,20 @@
 
 from lightning_pipeline.checkpoint.after_run import save_whole
 from lightning_pipeline.checkpoint.consolidate import read_whole, to_file, to_safetensors, verify
-from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of
+from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
+from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of, writes_one_file
 
 __all__ = [
     "Checkpoints",
     "Holdings",
+    "Put",
+    "load_from_checkpoint",
     "options_of",
     "read_whole",
     "save_whole",
+    "tell_of_folders",
     "to_file",
     "to_safetensors",
     "verify",
+    "writes_one_file",
 ]

@@ -1,6 +1,7 @@
 """Saves after a run has ended, when every rank holds the whole module and no group is left."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
+from lightning_pipeline.checkpoint.one_file import Put
 from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, Options
 from lightning_pipeline.ranks import Numbering
 
@@ -22,6 +24,8 @@ def save_whole(
     schedulers: Sequence[int],
     order: Sequence[str],
     stood: Mapping[str, Any] | None,
+    objects: Sequence[tuple[tuple[str, ...], bytes]] = (),
+    put: Put | None = None,
 ) -> None:
     """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
 
@@ -35,6 +39,8 @@ def save_whole(
         schedulers: The optimizer of each LR scheduler, by index.
         order: All parameter names of the module.
         stood: Where this replica stood in its data when the run ended.
+        objects: What was pickled already, and where it stands in what Lightning dumps.
+        put: Saves one-file checkpoints in place of us, as a plugin does.
 
     Raises:
         CheckpointWriteError: It was not written.
@@ -44,12 +50,12 @@ def save_whole(
     store = None
     if joined and dist.group.WORLD is not None:
         store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
-    options = Options(options.integrity, options.trust, False, options.timeout)
+    options = replace(options, in_background=False)
     checkpoints = Checkpoints(options, numbering, store)
     held = Holdings(
         tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
         parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
-        position=lambda: stood, topology={"ranks": numbering.num_ranks},
+        position=lambda: stood, topology={"ranks": numbering.num_ranks}, objects=objects, put=put,
     )  # fmt: skip
     try:
         checkpoints.save(path, {**dumped, "state_dict": state}, held)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.checkpoint.contents import schedulers_for, to_numbered, whole_groups
+from lightning_pipeline.checkpoint.contents import read_meta, schedulers_for, to_numbered, whole_groups
 from lightning_pipeline.checkpoint.folder import (
     META,
     METADATA,
@@ -19,7 +19,6 @@ from lightning_pipeline.checkpoint.folder import (
     OURS,
     Manifest,
     Reader,
-    load_object,
     optimizer_key,
     read_manifest,
     stamp_file,
@@ -48,7 +47,7 @@ def verify(folder: Path) -> Manifest:
     return manifest
 
 
-def to_file(folder: Path, file: Path, *, trust: bool) -> None:
+def to_file(folder: Path, file: Path, *, trust: bool, position: bool = False) -> None:
     """Write a one-file checkpoint as a run on one device would: weights, optimizers, and the rest.
 
     Tensors are written out of the mapped files of the checkpoint, so that memory may stay smaller than the
@@ -58,12 +57,15 @@ def to_file(folder: Path, file: Path, *, trust: bool) -> None:
         folder: The checkpoint.
         file: New or replaced.
         trust: Whether objects of any class may be unpickled.
+        position: Whether where the run stood in its data is written, too, under this package's key.
 
     Raises:
         CheckpointError: The folder cannot be read.
     """
     reader = _verified(folder, trust=trust)
-    checkpoint, _ = _read(folder, reader, file, trust=trust)
+    checkpoint, own = _read(folder, reader, file, trust=trust)
+    if position and own.get("replicas"):
+        checkpoint[OURS] = {"replicas": own["replicas"]}
     _replace(file, reader, lambda temporary: torch.save(checkpoint, temporary))
 
 
@@ -90,9 +92,9 @@ def read_whole(folder: Path, *, trust: bool) -> dict[str, Any]:
 def _read(
     folder: Path, reader: Reader, beside: Path, *, trust: bool
 ) -> tuple[dict[str, Any], Mapping[str, Any]]:
-    checkpoint = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
-    own = checkpoint.pop(OURS, {})
     tensors = _Mapped(reader, beside)
+    checkpoint = read_meta(folder, trust=trust, state=lambda name: tensors.get(f"{MODEL}.{name}"))
+    own = checkpoint.pop(OURS, {})
     states = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
     checkpoint["state_dict"] = {**states, **own.get("extra", {})}
     if "lr_schedulers" in checkpoint:

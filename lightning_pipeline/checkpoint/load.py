@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.checkpoint.contents import Misfits, StateEntries, compare, fill, names_of
+from lightning_pipeline.checkpoint.contents import Misfits, StateEntries, compare, fill, names_of, read_meta
 from lightning_pipeline.checkpoint.folder import (
     META,
     METADATA,
@@ -17,7 +17,6 @@ from lightning_pipeline.checkpoint.folder import (
     OURS,
     Manifest,
     Reader,
-    load_object,
     optimizer_key,
     read_manifest,
     stamp_file,
@@ -127,7 +126,7 @@ def open_folder(path: Path, target: Target, ranks: Ranks, *, editable: bool = Fa
 
     def open_here() -> tuple[Reader, dict[str, Any]]:
         reader = Reader(path, trust=target.trust, stamps=stamps, editable=editable)
-        return reader, load_object(path / META, f"checkpoint file {path / META}", trust=target.trust)
+        return reader, read_meta(path, trust=target.trust)
 
     reader, meta = ranks.everyone_local(what, open_here)
     extra = meta.get(OURS, {}).get("extra", {})

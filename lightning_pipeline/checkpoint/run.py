@@ -24,11 +24,14 @@ from lightning_pipeline.checkpoint.contents import (
     groups_of,
     joined,
     schedulers_for,
+    set_apart,
     tensor_digests,
+    with_objects,
     writers_of,
 )
-from lightning_pipeline.checkpoint.folder import MODEL, OURS, is_folder, is_plain, optimizer_key
+from lightning_pipeline.checkpoint.folder import MODEL, OURS, is_folder, optimizer_key
 from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
+from lightning_pipeline.checkpoint.one_file import Put, write_file
 from lightning_pipeline.checkpoint.plain_file import open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
@@ -47,13 +50,26 @@ class Options:
     trust: bool
     in_background: bool
     timeout: timedelta
+    one_file: bool = False
 
 
-def options_of(settings: Settings) -> Options:
-    """The settings that checkpoints need."""
+def writes_one_file(settings: Settings, num_stages: int) -> bool:
+    """Whether a checkpoint is Lightning's one file, and no folder."""
+    asked = settings.save_distributed_checkpoint
+    return num_stages == 1 if asked is None else not asked
+
+
+def options_of(settings: Settings, num_stages: int) -> Options:
+    """The settings that checkpoints need.
+
+    Args:
+        settings: Of the strategy.
+        num_stages: Of the pipeline.
+    """
     return Options(
-        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout
-    )
+        settings.integrity, settings.trust_checkpoint, settings.async_save, settings.checkpoint_timeout,
+        writes_one_file(settings, num_stages),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +88,8 @@ class Holdings:
         load_extra: Gives modules their extra state, by name.
         position: This replica's random states and loaders; asked on one rank of a replica.
         topology: How the run is spread over ranks, for the manifest.
+        objects: What was pickled already, and where it stands in what Lightning dumps.
+        put: Saves one-file checkpoints in place of us, as a plugin does.
     """
 
     tensors: Mapping[str, Tensor]
@@ -85,6 +103,8 @@ class Holdings:
     load_extra: Callable[[Mapping[str, Any]], None]
     position: Callable[[], Any]
     topology: Mapping[str, Any]
+    objects: Sequence[tuple[tuple[str, ...], bytes]] = ()
+    put: Put | None = None
 
 
 def _rest(dumped: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,11 +153,12 @@ class Checkpoints:
         """
         self._background.wait()
         part = self._part(path, dumped, held)
+        written: Any = partial(write_file, put=held.put) if self._options.one_file else write
         if self._at_once or not self._options.in_background:
-            write(part, path, self._ranks, self._options.integrity)
+            written(part, path, self._ranks, self._options.integrity)
             return
         self._coming = {path.absolute()}
-        self._background.start(partial(write, part.staged(), path, self._ranks, self._options.integrity))
+        self._background.start(partial(written, part.staged(), path, self._ranks, self._options.integrity))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -221,7 +242,8 @@ class Checkpoints:
         return found[0]
 
     def _meta(self, dumped: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]) -> bytes:
-        rest = dict(dumped)
+        rest, apart = set_apart(dumped)
+        apart += held.objects
         first = [entry for entry in told if entry["replica"] == 0]
         speaking = [entry for entry in told if entry["position"]]
         added = {name: entry for rank in first for name, entry in rank["added"].items()}
@@ -232,13 +254,15 @@ class Checkpoints:
             "schedulers": list(held.schedulers),
             "extra": {name: entry.value for name, entry in added.items() if not entry.is_tensor},
         }
-        self._warn_of_objects(rest)
+        with_objects(rest, apart)
+        if not self._options.one_file:
+            self._warn_of_objects({place[0] for place, _ in apart})
         return as_bytes(rest)
 
-    def _warn_of_objects(self, rest: Mapping[str, Any]) -> None:
-        if self._options.trust or is_plain(dict(rest)):
+    def _warn_of_objects(self, keys: set[str]) -> None:
+        if self._options.trust:
             return
-        for key in {key for key, value in rest.items() if not is_plain(value)} - self._warned:
+        for key in keys - self._warned:
             self._warned.add(key)
             rank_zero_warn(
                 f"{key!r} in the checkpoint holds objects that only PipelineStrategy(trust_checkpoint=True) "

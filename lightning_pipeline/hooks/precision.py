@@ -1,6 +1,5 @@
 """Precision across stages: which plugins work, and clipping by one norm over all of them."""
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
@@ -29,6 +28,11 @@ class _GlobalNorm(Precision):
     pipeline_clip_by_norm: ClipByNorm
 
     @override
+    def __reduce__(self) -> Any:
+        plain = next(kind for kind in type(self).__mro__[1:] if kind is not _GlobalNorm)
+        return _blank, (plain,), dict(vars(self))
+
+    @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.pipeline_clip_by_norm(self.main_params(optimizer), float(clip_val))
 
@@ -48,13 +52,17 @@ def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
     """
     _refuse_unserved(plugin)
     kind = type(plugin)
-    if not issubclass(kind, _GlobalNorm):
-        names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
-        kind = type(kind.__name__, (_GlobalNorm, kind), names)
-    wrapped = cast(Any, copy.copy(plugin))
-    wrapped.__class__ = kind
+    wrapped = _blank(kind) if not issubclass(kind, _GlobalNorm) else object.__new__(kind)
+    vars(wrapped).update(vars(plugin))
     wrapped.pipeline_clip_by_norm = clip_by_norm
     return cast(Precision, wrapped)
+
+
+def _blank(kind: type[Precision]) -> Any:
+    """An instance without attributes of a plugin's class with our part."""
+    names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
+    ours = type(kind.__name__, (_GlobalNorm, kind), names)
+    return object.__new__(ours)
 
 
 def _refuse_unserved(plugin: Precision) -> None:

@@ -1,13 +1,14 @@
 """The strategy's hooks for checkpoints."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from lightning.fabric.plugins import CheckpointIO
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint import Holdings, options_of, save_whole
+from lightning_pipeline.checkpoint import Holdings, Put, options_of, save_whole, writes_one_file
 from lightning_pipeline.checkpoint.contents import (
     as_told,
     bare,
@@ -23,6 +24,8 @@ from lightning_pipeline.checkpoint.contents import (
     extra_states,
     flat_state,
     load_extra_states,
+    names_by_identity,
+    pickled,
 )
 from lightning_pipeline.checkpoint.folder import discard, local_path
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
@@ -40,6 +43,11 @@ class CheckpointHooks(Answers, PlainStrategy):
     _names: Mapping[int, str] = {}
     _written: Mapping[int, str] = {}
     _stood: Mapping[str, Any] | None = None
+    _pickled: Mapping[str, tuple[Any, bytes]] = {}
+
+    def __init__(self) -> None:
+        self._unlink: list[Callable[[], None]] = []
+        super().__init__()
 
     def note_names(self, trainer: Trainer) -> None:
         """Once the module is split: what its parameters are called, and how its callbacks link.
@@ -50,9 +58,47 @@ class CheckpointHooks(Answers, PlainStrategy):
         self._names, self._written = self._running.names(), self._running.written_names()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                local_path(callback.dirpath or "")
-                _lightning.link_through(callback, self._link_checkpoint)
-                _lightning.count_as_existing(callback, self._is_coming)
+                if not self._is_one_file:
+                    local_path(callback.dirpath or "")
+                self._unlink.append(_lightning.link_through(callback, self._link_checkpoint))
+                self._unlink.append(_lightning.count_as_existing(callback, self._is_coming))
+
+    def leave_callbacks(self) -> None:
+        """The run ends: its callbacks may be used in another."""
+        while self._unlink:
+            self._unlink.pop()()
+
+    @property
+    def _is_one_file(self) -> bool:
+        """Whether a checkpoint is Lightning's one file, and no folder."""
+        return writes_one_file(self._settings, self._layout()[0].num_stages)
+
+    def note_hyper_parameters(self, module: LightningModule) -> None:
+        """Before the module is split: pickle what is not simple among its hyper-parameters, such as modules.
+
+        Their tensors are those of the module's state, which a checkpoint has anyway.
+        """
+        names = names_by_identity(held_states(module).items())
+        values = dict(module.hparams)
+        try:
+            found = pickled(values, names)
+        except Exception as error:  # as Lightning does where one device saves
+            rank_zero_warn(f"hyper_parameters that cannot be pickled are not in checkpoints: {error!r}")
+            found = {}
+        self._pickled = {key: (values[key], content) for key, content in found.items()}
+
+    def _without_pickled(
+        self, dumped: dict[str, Any]
+    ) -> tuple[dict[str, Any], list[tuple[tuple[str, ...], bytes]]]:
+        """What Lightning dumped, without what was pickled before the module was split."""
+        key = LightningModule.CHECKPOINT_HYPER_PARAMS_KEY
+        values = dumped.get(key)
+        if not isinstance(values, Mapping):
+            return dumped, []
+        known = {name: self._pickled[name][0] for name in values if name in self._pickled}
+        same = {name for name, value in known.items() if values[name] is value}
+        rest = {**dumped, key: {name: value for name, value in values.items() if name not in same}}
+        return rest, [((key, name), self._pickled[name][1]) for name in sorted(same)]
 
     @property
     @override
@@ -71,11 +117,12 @@ class CheckpointHooks(Answers, PlainStrategy):
         Raises:
             ConfigurationError: The user brought a plugin, which stages have no use for.
         """
-        if _lightning.brings_checkpoint_io(self) and not self.is_one_device:
+        if _lightning.brings_checkpoint_io(self) and not self._is_one_file:
             raise ConfigurationError(
                 f"CheckpointIO plugin {type(self._checkpoint_io).__name__} writes one file from one rank, "
                 "and no rank of a pipeline has the whole model: remove it. PipelineStrategy writes folders "
-                "by itself, in the background with async_save=True"
+                "by itself, in the background with async_save=True, and one file with "
+                "save_distributed_checkpoint=False"
             )
 
     @property
@@ -106,22 +153,35 @@ class CheckpointHooks(Answers, PlainStrategy):
     @pipelined
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        if storage_options is not None:
+        if storage_options is not None and not self._is_one_file:
             raise CheckpointError(
-                "storage_options reach only one-file checkpoints, and stages write a folder: leave them out"
+                "storage_options reach only one-file checkpoints, and stages write a folder: leave them out, "
+                "or use PipelineStrategy(save_distributed_checkpoint=False)"
             )
         if self._alone:
             rank_zero_warn(f"{filepath} was not saved: the run was interrupted, and it needs all ranks")
             return
-        path = local_path(self.broadcast(filepath))
+        told = self.broadcast(filepath)
+        put = self._put_by_plugin(told, storage_options) if self._is_one_file else None
+        path = Path(told) if put is not None else local_path(told)
+        dumped, objects = self._without_pickled(checkpoint)
         if self._pipeline is not None:
-            self._pipeline.checkpoints.save(path, checkpoint, self._held(whole=False))
+            held = replace(self._held(whole=False), objects=objects, put=put)
+            self._pipeline.checkpoints.save(path, dumped, held)
         else:
-            options, (_, numbering) = options_of(self._settings), self._layout()
+            placement, numbering = self._layout()
+            options = options_of(self._settings, placement.num_stages)
             save_whole(
-                path, checkpoint, options, numbering, self.optimizers, self._written,
-                self._scheduled(), self._order(), self._stood,
+                path, dumped, options, numbering, self.optimizers, self._written, self._scheduled(),
+                self._order(), self._stood, objects, put,
             )  # fmt: skip
+
+    def _put_by_plugin(self, path: Any, storage_options: Any) -> Put | None:
+        """What saves a one-file checkpoint where a plugin or a remote store does."""
+        if not (storage_options or "://" in str(path) or _lightning.brings_checkpoint_io(self)):
+            return None
+        io = self.checkpoint_io
+        return lambda checkpoint, _: io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
     def finish_saving(self) -> None:
         """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.

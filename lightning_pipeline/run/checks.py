@@ -14,7 +14,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline._lightning import (
     STEPS,
-    brings_checkpoint_io,
     configured_to_log_graph,
     is_overridden,
     syncs_batch_norm,
@@ -82,8 +81,6 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
         )
     if syncs_batch_norm(trainer.strategy) and trainer.strategy.num_replicas > 1:  # type: ignore[attr-defined]
         yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
-    if brings_checkpoint_io(trainer.strategy):
-        yield "a CheckpointIO plugin writes one file, but each stage writes its own part: remove the plugin"
     for logger in trainer.loggers:
         if configured_to_log_graph(logger):
             yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"

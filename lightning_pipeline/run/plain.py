@@ -253,7 +253,7 @@ class PlainStrategy(Places, ParallelStrategy):
         assert self._numbering is not None, "the Trainer has configured the launcher"
         numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
         scheduled = [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
-        names, options = self._by_identity(), options_of(self._settings)
+        names, options = self._by_identity(), options_of(self._settings, 1)
         save_whole(
             local_path(path), dumped, options, self._numbering, self.optimizers, names, scheduled,
             list(names.values()), stood,

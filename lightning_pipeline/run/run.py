@@ -96,7 +96,9 @@ class Pipeline:
         self._from_zero = Outlet(groups.control, 0, groups.global_rank == 0)
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
         self.feed = Feed(groups.replica, self._ranks, self.gather, self._from_last, settings.data)
-        self.checkpoints = Checkpoints(options_of(settings), groups.numbering, groups.store)
+        self.checkpoints = Checkpoints(
+            options_of(settings, placement.num_stages), groups.numbering, groups.store
+        )
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._failed = self._is_split = False

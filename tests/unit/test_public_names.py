@@ -7,6 +7,7 @@ import pytest
 PUBLIC = {
     "lightning_pipeline": [
         "PipelineStrategy",
+        "load_from_checkpoint",
     ],
     "lightning_pipeline.callbacks": [
         "BubbleMonitor",

@@ -13,6 +13,7 @@ from lightning_pipeline.checkpoint.contents.extra_state import (
 from lightning_pipeline.checkpoint.contents.fitting import Misfits, StateEntries, compare
 from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_groups
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
+from lightning_pipeline.checkpoint.contents.objects import pickled, read_meta, set_apart, with_objects
 from lightning_pipeline.checkpoint.contents.optimizers import (
     bare,
     fill,
@@ -57,10 +58,14 @@ __all__ = [
     "on_host",
     "options_of",
     "owned_by",
+    "pickled",
+    "read_meta",
     "schedulers_for",
+    "set_apart",
     "shapes_of",
     "tensor_digests",
     "to_numbered",
     "whole_groups",
+    "with_objects",
     "writers_of",
 ]
