@@ -99,29 +99,26 @@ def run(tests: Path, part: str, results: Path, stages: int, only: list[str] | No
         only: Names of tests; default: all of the folder.
         timeout: Seconds for one test.
     """
-    results.unlink(missing_ok=True)
+    if only is None:
+        results.unlink(missing_ok=True)
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(tests), str(here.parent), str(here.parent.parent)])
     environment = {**os.environ, STAGES: str(stages), RESULTS: str(results), "PYTHONPATH": path}
     environment["CUDA_VISIBLE_DEVICES"] = ""
     chosen = [f"tests_pytorch/{part}", "-k", NOT_HERE] if only is None else only
     command = [
-        sys.executable, "-m", "pytest", "-p", "lightning_suite", "-p", "no:cacheprovider", "-q", "--tb=short",
-        f"--timeout={timeout}", "--disable-pytest-warnings", "--continue-on-collection-errors", *chosen,
+        sys.executable, "-m", "pytest", f"--rootdir={tests}", "-p", "lightning_suite", "-q", "--tb=short",
+        "-p", "no:cacheprovider", f"--timeout={timeout}", "--disable-pytest-warnings",
+        "--continue-on-collection-errors", *chosen,
     ]  # fmt: skip
     log = results.with_suffix(".log").open("w")
     subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)
 
 
 def read(results: Path) -> dict[str, dict[str, Any]]:
-    """The worst outcome of each test."""
-    found: dict[str, dict[str, Any]] = {}
-    for line in results.read_text().splitlines() if results.exists() else ():
-        entry = json.loads(line)
-        known = found.get(entry["test"])
-        if known is None or known["outcome"] == "passed":
-            found[entry["test"]] = entry
-    return found
+    """The last outcome of each test."""
+    entries = map(json.loads, results.read_text().splitlines() if results.exists() else ())
+    return {entry["test"]: entry for entry in entries}
 
 
 def counted(given: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) -> tuple[int, dict[str, str]]:
@@ -135,10 +132,14 @@ def counted(given: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) 
     failed = {
         name: entry["reason"]
         for name, entry in own.items()
-        if entry["outcome"] == "failed" and plain.get(name, {}).get("outcome") == "passed"
+        if entry["outcome"] == "failed" and plain.get(name, {}).get("outcome", "passed") == "passed"
     }
     passed = sum(entry["outcome"] == "passed" for entry in own.values())
     return passed + len(failed), failed
+
+
+def _failed(given: Path) -> list[str]:
+    return [test for test, entry in read(given).items() if entry["outcome"] == "failed"]
 
 
 def main() -> None:
@@ -148,6 +149,7 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("lightning_suite_results"))
     parser.add_argument("--timeout", type=int, default=120)
+    parser.add_argument("--failed", action="store_true", help="run only what failed the last time")
     parser.add_argument("--list", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -156,9 +158,11 @@ def main() -> None:
     for part in options.parts:
         name = part.replace("/", "_")
         given, plain = out / f"{name}.given.jsonl", out / f"{name}.plain.jsonl"
-        if not options.list:
+        if options.failed and _failed(given):
+            run(tests, part, given, 1, _failed(given), options.timeout)
+        elif not (options.failed or options.list):
             run(tests, part, given, 1, None, options.timeout)
-        failed = [test for test, entry in read(given).items() if entry["outcome"] == "failed"]
+        failed = _failed(given)
         if failed and not options.list:
             run(tests, part, plain, 0, failed, options.timeout)
         count, why = counted(read(given), read(plain))

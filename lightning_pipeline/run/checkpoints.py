@@ -58,8 +58,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         self._names, self._written = self._running.names(), self._running.written_names()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                if not self._is_one_file:
-                    local_path(callback.dirpath or "")
+                local_path(callback.dirpath or "")
                 self._unlink.append(_lightning.link_through(callback, self._link_checkpoint))
                 self._unlink.append(_lightning.count_as_existing(callback, self._is_coming))
 
@@ -163,7 +162,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             return
         told = self.broadcast(filepath)
         put = self._put_by_plugin(told, storage_options) if self._is_one_file else None
-        path = Path(told) if put is not None else local_path(told)
+        path = local_path(told)
         dumped, objects = self._without_pickled(checkpoint)
         if self._pipeline is not None:
             held = replace(self._held(whole=False), objects=objects, put=put)
@@ -177,8 +176,8 @@ class CheckpointHooks(Answers, PlainStrategy):
             )  # fmt: skip
 
     def _put_by_plugin(self, path: Any, storage_options: Any) -> Put | None:
-        """What saves a one-file checkpoint where a plugin or a remote store does."""
-        if not (storage_options or "://" in str(path) or _lightning.brings_checkpoint_io(self)):
+        """What saves a one-file checkpoint where a plugin does."""
+        if not (storage_options or _lightning.brings_checkpoint_io(self)):
             return None
         io = self.checkpoint_io
         return lambda checkpoint, _: io.save_checkpoint(checkpoint, path, storage_options=storage_options)

@@ -67,6 +67,11 @@ class PlainStrategy(Places, ParallelStrategy):
 
     @property
     @override
+    def node_rank(self) -> int:
+        return 0 if self._is_one_process else super().node_rank
+
+    @property
+    @override
     def world_size(self) -> int:
         return 1 if self._is_one_process else super().world_size
 
