@@ -14,6 +14,7 @@ Seconds = float | timedelta
 PARTITIONS = ("auto", "uniform", "parameters")
 DATA = ("auto", "replicate", "broadcast")
 TRANSPORTS = ("auto", "nccl", "host")
+START_METHODS = ("popen", "fork", "spawn", "forkserver")
 INTEGRITY = ("sha256", "crc32", "off")
 
 
@@ -52,6 +53,7 @@ class Settings:
     async_save: bool
     checkpoint_timeout: timedelta
     save_distributed_checkpoint: bool | None = None
+    start_method: str = "popen"
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.
@@ -84,6 +86,7 @@ def read_settings(
     async_save: object = False,
     checkpoint_timeout: object = 1800,
     save_distributed_checkpoint: object = None,
+    start_method: object = "popen",
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -113,6 +116,7 @@ def read_settings(
         save_distributed_checkpoint=_flag_or_none(
             "save_distributed_checkpoint", save_distributed_checkpoint, problems
         ),
+        start_method=_one_of("start_method", start_method, START_METHODS, problems),
     )
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above

@@ -1,5 +1,6 @@
 """The strategy: the only place that knows Lightning's strategy hooks."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
@@ -11,7 +12,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -67,6 +68,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             timedelta.
         save_distributed_checkpoint: Whether a checkpoint is a folder that each stage writes its part of, or
             Lightning's one file. Default: one file with one stage, a folder otherwise.
+        start_method: How Lightning starts the processes where nobody else does: "popen" runs the script once
+            per rank; "fork" works in notebooks; "spawn" and "forkserver" need picklable modules.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -94,6 +97,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         async_save: bool = False,
         checkpoint_timeout: float | timedelta = 1800,
         save_distributed_checkpoint: bool | None = None,
+        start_method: Literal["popen", "fork", "spawn", "forkserver"] = "popen",
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -113,17 +117,21 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             async_save=async_save,
             checkpoint_timeout=checkpoint_timeout,
             save_distributed_checkpoint=save_distributed_checkpoint,
+            start_method=start_method,
         )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}
         self._printed = ""
         self.num_nodes = 1
+        if "pytorch_lightning" in sys.modules:
+            rank_zero_warn(
+                "pytorch_lightning is imported, whose Trainer takes PipelineStrategy for an invalid name: "
+                "use `from lightning.pytorch import Trainer`"
+            )
         super().__init__()
 
     def __repr__(self) -> str:
-        text = f"PipelineStrategy(stages={self._settings.stages!r}, schedule={self._settings.schedule!r})"
-        mend = "of `lightning`: use `from lightning.pytorch import Trainer`, not pytorch_lightning's"
-        return f"<{text} {mend}>"
+        return f"PipelineStrategy(stages={self._settings.stages!r}, schedule={self._settings.schedule!r})"
 
     @override
     def __getstate__(self) -> dict[str, Any]:
@@ -203,12 +211,17 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._placement, self._numbering = fit_to_devices(
             self._settings, self.num_processes, self.num_nodes, device
         )
+        if self._settings.stages == "auto" and self._numbering.world_size == 1:
+            rank_zero_warn(
+                "the pipeline has one stage, for there is one device: give Trainer(devices=N); on CPU "
+                "devices='auto' is 1"
+            )
         self._serve_precision()
         self.check_checkpoint_io()
         alone = self.is_one_device and self._numbering.world_size == 1
         if not alone and not self.cluster_environment.creates_processes_externally:
             self._launcher = _lightning.make_launcher(
-                self.cluster_environment, self.num_processes, self.num_nodes
+                self, self._settings.start_method, self.num_processes, self.num_nodes
             )
 
     @override
@@ -221,6 +234,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
+        _lightning.silence_leaf_specs()
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
         self.set_world_ranks()
@@ -262,7 +276,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def _print_stages(self) -> None:
         table = str(self._running.table or "")
         if table not in ("", self._printed):
-            rank_zero_info(table)
+            rank_zero_info(f"{table}\n{self._running.says}")
             self._printed = table
 
     @pipelined

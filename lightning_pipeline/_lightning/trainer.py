@@ -28,7 +28,7 @@ from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 
 # Loads a checkpoint for `load_from_checkpoint`. Since 2.0.
 from lightning.pytorch.core import saving
@@ -45,7 +45,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
 # Re-runs the script once per device. Since 1.6.
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 
 # Asks for loaders as the loops do. Since 2.0.
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
@@ -77,6 +77,7 @@ __all__ = [
     "combined_loader_of",
     "configured_to_log_graph",
     "count_as_existing",
+    "count_replicas_as_devices",
     "ddp_redirection",
     "evaluation_loop",
     "explain_ddp",
@@ -106,12 +107,14 @@ __all__ = [
     "set_device_mesh",
     "set_rank_zero",
     "set_received_sigterm",
+    "silence_leaf_specs",
     "silence_sync_dist_advice",
     "skip_without_loss",
     "sync_module_states",
     "syncs_batch_norm",
     "takes",
     "time_based_validation",
+    "uploads_checkpoints",
     "will_sanity_check",
 ]
 
@@ -132,9 +135,11 @@ def is_interrupted(trainer: Trainer | None) -> bool:
     return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
-def make_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> Any:
-    """The launcher of Lightning's own multi-process strategies. It has no public name. Since 1.6."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+def make_launcher(strategy: Any, start_method: str, num_processes: int, num_nodes: int) -> Any:
+    """The launchers of Lightning's own multi-process strategies. They have no public names. Since 1.6."""
+    if start_method == "popen":
+        return _SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
+    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]  # checked
 
 
 def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
@@ -281,6 +286,11 @@ def silence_sync_dist_advice() -> None:
     warnings.filterwarnings(
         "ignore", r"It is recommended to use `self\.log\(.*sync_dist=True", PossibleUserWarning
     )
+
+
+def silence_leaf_specs() -> None:
+    """Lightning asks torch 2.13 for a class that it warns of, on every rank and in every run. Since 2.0."""
+    warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
 
 
 def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:
@@ -524,7 +534,24 @@ def brings_checkpoint_io(strategy: Any) -> bool:
 
 def configured_to_log_graph(logger: Any) -> bool:
     """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
-    return bool(getattr(logger, "_log_graph", False))
+    return getattr(logger, "_log_graph", False) is True  # a DummyLogger answers every name
+
+
+def uploads_checkpoints(logger: Any) -> bool:
+    """`WandbLogger(log_model=...)` and its like: they upload files, not folders. Since 1.5."""
+    return getattr(logger, "_log_model", False) in (True, "all")
+
+
+def count_replicas_as_devices(trainer: Trainer, stages: int) -> None:
+    """Let `ThroughputMonitor` count a batch once, not once for each stage of its pipeline. Since 2.1.
+
+    What it calls a device is a replica then, also in the share of its peak that is used.
+    """
+    for callback in getattr(trainer, "callbacks", ()):
+        for throughput in callback._throughputs.values() if isinstance(callback, ThroughputMonitor) else ():
+            throughput.world_size //= stages
+            if throughput.available_flops:
+                throughput.available_flops *= stages
 
 
 def claim_cpu(module: LightningModule) -> None:

@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import (
     WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._lightning import (
     STEPS,
@@ -19,6 +20,7 @@ from lightning_pipeline._lightning import (
     syncs_batch_norm,
     takes,
     time_based_validation,
+    uploads_checkpoints,
 )
 from lightning_pipeline.settings import Problems
 
@@ -82,6 +84,12 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
     if syncs_batch_norm(trainer.strategy) and trainer.strategy.num_replicas > 1:  # type: ignore[attr-defined]
         yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
     for logger in trainer.loggers:
+        if uploads_checkpoints(logger):
+            rank_zero_warn(
+                f"{type(logger).__name__}(log_model=...) uploads checkpoints that are one file, and those of "
+                "a pipeline are folders: nothing will be uploaded. `lightning-pipeline checkpoint "
+                "consolidate` makes one file of a folder"
+            )
         if configured_to_log_graph(logger):
             yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"
 

@@ -18,7 +18,6 @@ from lightning_pipeline.checkpoint.contents import Owns, extra_states, names_by_
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
-from lightning_pipeline.forecast import name_of
 from lightning_pipeline.hooks import (
     EpochEndHooks,
     GlobalNorms,
@@ -45,6 +44,7 @@ from lightning_pipeline.ranks import (
     sum_gradients,
 )
 from lightning_pipeline.run.equal_start import start_equal
+from lightning_pipeline.run.headline import headline, too_small
 from lightning_pipeline.run.in_step import KeepTogether, LowersGuards
 from lightning_pipeline.run.out_of_memory import watch_memory
 from lightning_pipeline.run.replan import Reordering
@@ -118,7 +118,7 @@ class Pipeline:
             trainer: In its setup; with no data the module stays whole, for nothing will run.
             plugin: Whose context the forwards run in.
         """
-        self._trainer, self._module = trainer, trainer.lightning_module
+        self._trainer, self._module, settings = trainer, trainer.lightning_module, self._settings
         seed = seed_of_run(self._from_zero)
         self.feed.seed = seed
         self.seed, self.position = seed, Position(trainer)
@@ -131,6 +131,7 @@ class Pipeline:
         self._undo.append(early.restore)
         first = early.first_arguments()
         if trainer.training:
+            _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
             self._undo += [self.position.install(), summarize_before_split(trainer)]
             self._undo += [equal_groups(self.any_of), _lightning.skip_without_loss(trainer)]
             self._add_callbacks(trainer, LowersGuards(self, self.groups.numbering.replicas), together)
@@ -139,10 +140,15 @@ class Pipeline:
         step, args = first
         number = self._choose_number(args)
         parts = split_arguments(self._module, args, number)
+        self._says = headline(
+            self._plans.plan(number, forward_only=not trainer.training), settings.schedule,
+            batch_size=parts.batch_size, replicas=self.groups.numbering.replicas,
+            chosen=settings.num_microbatches == "auto", trains=trainer.training,
+        )  # fmt: skip
         context = plugin.forward_context
         with as_the_loop_will(trainer, step):
             self._cut = choose_cut(
-                self._module, step, parts.args[0], self._placement.num_stages, self._settings, context,
+                self._module, step, parts.args[0], self._placement.num_stages, settings, context,
                 self._from_zero, self.agreed,
             )  # fmt: skip
         recorder = LogRecorder(self._module)
@@ -165,12 +171,7 @@ class Pipeline:
         self._at_least = 1 + trains_batch_norm(self._module)
 
         def choose() -> int:
-            size = samples_of(self._module, args)
-            number = self._plans.choose_number(size, at_least=self._at_least)
-            rank_zero_info(
-                f"num_microbatches='auto': {number} for a batch of {size} and {name_of(self._plans.schedule)}"
-            )
-            return number
+            return self._plans.choose_number(samples_of(self._module, args), at_least=self._at_least)
 
         return int(self._from_zero.share(choose))
 
@@ -221,6 +222,11 @@ class Pipeline:
     def table(self) -> StageTable | None:
         """The stages; `None` when there was no data to split the module with."""
         return self._cut.table if self._is_split else None
+
+    @property
+    def says(self) -> str:
+        """What the run does, in a line; empty when there was no data."""
+        return self._says if self._is_split else ""
 
     @property
     def last_plan(self) -> Plan | None:
@@ -397,6 +403,10 @@ class Pipeline:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+        if self.last_plan is not None and not self._failed and self._placement.num_ranks > 1:
+            text = too_small(self.executor.timeline.last)
+            if text is not None:
+                rank_zero_info(text)
         if self._is_split:
             self._make_whole()
         if not self._failed:

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 SCRIPT = ["-m", "tests.ranks.launched"]
 
@@ -41,3 +43,13 @@ def test_two_trainers_in_one_script(launcher: str) -> None:
         (r, k, s) for r in "01" for k, s in (("0", "1"), ("1", "0"))
     ]
     assert len({line[3] for line in found}) == 1
+
+
+def test_a_notebook_forks_its_ranks() -> None:
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ranks.forked"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert found.returncode == 0, found.stderr
+    module, run = Regression(), trainer(None, max_epochs=1)
+    run.fit(module, loader(), loader(seed=4))
+    total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
+    assert f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}" in found.stdout

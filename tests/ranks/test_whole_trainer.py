@@ -1,5 +1,6 @@
 """With what every user has on, such as progress bar, logger and checkpoints, a run is that of one device."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.callbacks import Callback, RichProgressBar, ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 from torchmetrics import MeanMetric, MeanSquaredError
@@ -86,3 +88,93 @@ def test_metrics_of_replicas_are_read_by_a_bar_on_one_rank(ranks: Ranks, tmp_pat
     for found_weights, logs in others:
         reduced = {name: first[1][name] for name in ("mean", "train_error", "plain_epoch", "second")}
         assert_same((found_weights, {name: logs[name] for name in reduced}), (first[0], reduced))
+
+
+def fast(pipeline: dict[str, Any] | None, folder: str, steps: Any) -> Any:
+    module, run = Regression(), trainer(pipeline, writes=True, fast_dev_run=steps, default_root_dir=folder)
+    run.fit(module, loader(24), loader(seed=4))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("steps", [True, 3])
+def test_a_fast_run_takes_the_default_logger(ranks: Ranks, tmp_path: Path, steps: Any) -> None:
+    expected = fast(None, str(tmp_path / "one"), steps)
+    for found in ranks(2)(fast, TWO, str(tmp_path / "two"), steps):
+        assert_same(found, expected)
+
+
+def searched(pipeline: dict[str, Any] | None, folder: str) -> list[float]:
+    module = Regression()
+    run = trainer(pipeline, writes=True, default_root_dir=folder)
+    tuner = Tuner(run)
+    found = []
+    for _ in range(2):
+        search = tuner.lr_find(module, loader(24, shuffle=True), num_training=6, update_attr=False)
+        found += search.results["loss"]
+    return found
+
+
+def test_the_search_for_a_learning_rate_with_the_default_logger_is_that_of_one_device(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pl.seed_everything(3, verbose=False)
+    expected = searched(None, str(tmp_path / "one"))
+    for found in ranks(2)(seeded_search, TWO, str(tmp_path / "two")):
+        assert found == pytest.approx(expected, rel=1e-6)
+
+
+def seeded_search(pipeline: dict[str, Any], folder: str) -> list[float]:
+    pl.seed_everything(3, verbose=False)
+    return searched(pipeline, folder)
+
+
+class Keeps(Callback):
+    """What a logger would get."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, float] = {}
+
+    def on_train_end(self, run: pl.Trainer, module: pl.LightningModule) -> None:
+        self.rates = {name: float(v) for name, v in run.logged_metrics.items() if "per_sec" in name}
+
+
+class Slow(Regression):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        time.sleep(0.02)  # so that a batch takes about as long everywhere
+
+
+def throughput(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    keeps, module = Keeps(), Slow()
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+    run = trainer(
+        pipeline, writes=True, default_root_dir=folder, callbacks=[monitor, keeps], max_epochs=2,
+        limit_val_batches=0,
+    )  # fmt: skip
+    run.fit(module, loader(64))
+    return keeps.rates
+
+
+def test_throughput_counts_a_batch_once(ranks: Ranks, tmp_path: Path) -> None:
+    one = throughput(None, str(tmp_path / "one"))
+    rates, _ = ranks(2)(throughput, TWO, str(tmp_path / "two"))
+    assert rates.keys() == one.keys()
+    assert rates["train/device/samples_per_sec"] == pytest.approx(8 * rates["train/device/batches_per_sec"])
+    both, *_ = ranks(4)(throughput, {**TWO, "data_parallel_size": 2}, str(tmp_path / "four"))
+    assert both["train/samples_per_sec"] == pytest.approx(2 * both["train/device/samples_per_sec"])
+
+
+def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
+    first, second = ranks(2).outcomes(says, {"stages": 2})
+    assert (
+        first.output.count("1F1B: 8 micro-batches (num_microbatches='auto') of a batch of 8, 2 stages") == 1
+    )
+    assert first.output.count("at equal stages 11% of the time is idle. Every rank sees") == 1
+    assert first.output.count("a pipeline does not pay") == 1
+    assert "num_microbatches" not in second.output
+
+
+def says(pipeline: dict[str, Any]) -> None:
+    module, run = Regression(), trainer(pipeline)
+    run.fit(module, loader(24), loader(seed=4))
+    run.validate(module, loader(seed=4), verbose=False)
+    run.predict(module, loader(seed=4))

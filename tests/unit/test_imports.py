@@ -14,7 +14,7 @@ import lightning.pytorch as pl
 pl.strategies.StrategyRegistry["pipeline"]
 import pickle
 strategy = pickle.loads(pickle.dumps(lightning_pipeline.PipelineStrategy(2)))
-assert repr(strategy).startswith("<PipelineStrategy(stages=2")
+assert repr(strategy).startswith("PipelineStrategy(stages=2")
 """
 AFTER = """
 import lightning_pipeline.strategy

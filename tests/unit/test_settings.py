@@ -42,7 +42,7 @@ def test_settings_are_read() -> None:
         ({"num_microbatches": 0}, r"num_microbatches=0"),
         ({"stages_per_rank": 0}, r"stages_per_rank=0"),
         ({"stages_per_rank": 2}, r"schedule='1F1B' holds 1 stage.* and cannot hold stages_per_rank=2"),
-        ({"schedule": OneFOneB(), "stages_per_rank": 3}, r"contradicts OneFOneB\(\), which holds 1"),
+        ({"schedule": OneFOneB(), "stages_per_rank": 3}, r"contradicts 1F1B, which holds 1"),
         ({"schedule": "2F2B"}, r"no schedule '2F2B': known are .*1F1B.*GPipe"),
         ({"schedule": "ForwardOnly"}, r"schedule='ForwardOnly' would train nothing: it has no backwards"),
         ({"schedule": 7}, r"schedule=7 is no schedule"),
@@ -115,8 +115,18 @@ def test_the_registered_name_takes_all_devices() -> None:
 
 
 def test_the_other_lightning_says_what_to_import() -> None:
-    with pytest.raises(ValueError, match=r"use `from lightning\.pytorch import Trainer`"):
-        pytorch_lightning.Trainer(accelerator="cpu", devices=2, strategy=PipelineStrategy(stages=2))
+    assert pytorch_lightning is not None  # imported above
+    with pytest.warns(UserWarning, match=r"use `from lightning\.pytorch import Trainer`"):
+        PipelineStrategy(stages=2)
+
+
+def test_a_strategy_prints_as_it_is_written() -> None:
+    assert repr(PipelineStrategy(stages=2)) == "PipelineStrategy(stages=2, schedule=1F1B)"
+
+
+def test_one_device_for_a_pipeline_warns() -> None:
+    with pytest.warns(UserWarning, match=r"one stage, for there is one device: give Trainer\(devices=N\)"):
+        pl.Trainer(accelerator="cpu", strategy="pipeline", logger=False)
 
 
 def test_half_precision_with_a_scaler_is_refused() -> None:

@@ -18,6 +18,9 @@ class OneFOneB(Schedule):
         1F0 1B0 1F1 1B1 1F2 1B2
     """
 
+    def __repr__(self) -> str:
+        return "1F1B"
+
     def plan(self, num_ranks: int, num_microbatches: int) -> Plan:
         """Work the rule out for any number of ranks and micro-batches, at least 1 each."""
         require_sizes(num_ranks, num_microbatches)

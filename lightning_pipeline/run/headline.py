@@ -1,0 +1,54 @@
+"""What a run says about itself: once at its start, and at its end where a pipeline did not pay."""
+
+from collections.abc import Iterable
+from statistics import median
+
+from lightning_pipeline.recording import Event
+from lightning_pipeline.schedules import Costs, Plan, Schedule, simulate
+
+_PAYS_FROM = 2e-3  # seconds of a stage's forward; below it handing work out takes longer than the work
+
+
+def headline(
+    plan: Plan, schedule: Schedule, *, batch_size: int | None, replicas: int, chosen: bool, trains: bool
+) -> str:
+    """Schedule, sizes and layout in a line, and what `trainer.world_size` counts.
+
+    Args:
+        plan: Of a training batch.
+        schedule: That made it.
+        batch_size: Samples of the first batch; `None` where it does not tell.
+        replicas: Of the pipeline.
+        chosen: Whether the number of micro-batches was the strategy's choice.
+        trains: Whether batches are trained on.
+    """
+    number, count = plan.num_microbatches, "1 micro-batch" if plan.num_microbatches == 1 else None
+    parts = [count or f"{number} micro-batches"]
+    parts[0] += " (num_microbatches='auto')" if chosen else ""
+    parts[0] += f" of a batch of {batch_size}" if batch_size is not None else ""
+    parts.append(
+        f"{plan.num_stages} stages on {plan.num_ranks} ranks x {replicas} replica{'s'[: replicas > 1]}"
+    )
+    text = f"{schedule!r}: {', '.join(parts)}"
+    if trains:
+        text += f"; at equal stages {simulate(plan, Costs(1, 1, 1)).bubble:.0%} of the time is idle"
+    return (
+        f"{text}. Every rank sees its replica's whole batch: trainer.world_size counts stages too, so divide "
+        "batches and scale learning rates by strategy.num_replicas"
+    )
+
+
+def too_small(events: Iterable[Event]) -> str | None:
+    """What to say where the actions of this rank are so short that one device may well be faster.
+
+    Args:
+        events: Of a step.
+    """
+    forwards = [(event.ended - event.started) / 1e9 for event in events if event.action.kind == "F"]
+    if not forwards or median(forwards) >= _PAYS_FROM:
+        return None
+    return (
+        f"A stage's forward of one micro-batch takes {1e3 * median(forwards):.1f} ms here. "
+        f"Below some {1e3 * _PAYS_FROM:.0f} ms a pipeline does not pay: use larger batches, fewer "
+        "micro-batches or fewer stages. Models this small train faster on one device"
+    )
