@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
+from torch import Tensor
 
 
 class _AsNonReentrant:
@@ -18,6 +19,9 @@ class _AsNonReentrant:
     @staticmethod
     def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Checkpoint `function(*args)` the non-reentrant way."""
+        if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
+            with torch.no_grad():  # as there: torch warns that such a region is not trained
+                return function(*args)
         return torch.utils.checkpoint.checkpoint(
             function, *args, use_reentrant=False, preserve_rng_state=preserve
         )
