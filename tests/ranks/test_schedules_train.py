@@ -1,4 +1,4 @@
-"""Every schedule really trains: the gradients of all parameters are those of one process."""
+"""Each family of schedules really trains: the gradients of all parameters are those of one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,10 +17,10 @@ from tests.pool import Pool
 from tests.unit.split.models import Residual
 
 Ranks = Callable[[int], Pool]
-SCHEDULES = (
-    "GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "ZBH1", "ZBH2", "InterleavedZeroBubble", "ZBV", "VHalf", "VMin",
-    "DualPipeV", "Auto",
-)  # fmt: skip
+# One of each family; test_launch_order runs all of them on toy stages, where the order is all that counts.
+CASES = [
+    ("1F1B", 4, 4), ("Interleaved1F1B", 2, 8), ("ZBH1", 2, 9), ("ZBV", 4, 4), ("DualPipeV", 2, 9), ("Auto", 2, 8),
+]  # fmt: skip
 BATCH = 18
 
 
@@ -104,8 +104,7 @@ def gradients_of_rank(name: str, schedule: str, stages: int, microbatches: int) 
     return module.gradients
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), [(2, 8), (2, 9), (4, 4)])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("schedule", "stages", "microbatches"), CASES)
 def test_a_schedule_trains_with_the_gradients_of_one_process(
     ranks: Ranks, schedule: str, stages: int, microbatches: int
 ) -> None:
