@@ -29,11 +29,13 @@ class Position:
         self._resumed = False
         self._saved: Mapping[str, Any] | None = None
         self._is_set = False
+        self._loader_states: list[Any] = []  # the loop loads and forgets them before its first epoch
 
     def prepared(self) -> None:
         """A loader of training was prepared: the loop makes its iterator next, which draws from here."""
         if self._resumed:
             self._set("now")
+            self._loader_states = _lightning.loader_states_to_load(self._trainer.fit_loop)
         self._created = self._now()
 
     def install(self) -> Callable[[], None]:
@@ -120,7 +122,8 @@ class Position:
 
     def _hand_over_to_loaders(self) -> bool:
         loop = self._trainer.fit_loop
-        states = (self._saved or {}).get("loader") or _lightning.loader_states_to_load(loop)
+        own = (self._saved or {}).get("loader")
+        states = own or _lightning.loader_states_to_load(loop) or self._loader_states
         if not states:
             return False
         combined = _lightning.combined_loader_of(loop)

@@ -237,6 +237,37 @@ def test_a_resumed_run_takes_nothing_from_a_stream(tmp_path: Path) -> None:
     assert module.seen == [51, 52, 53]
 
 
+class Standing:
+    """Knows where it stands, and goes on there."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < 10:
+            self.at += 1
+            yield torch.tensor(float(self.at))
+
+    def __len__(self) -> int:
+        return 10
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+def test_a_loader_that_knows_where_it_stands_goes_on_there_once(tmp_path: Path) -> None:
+    first = trainer(ONE, max_steps=2, max_epochs=-1)
+    first.fit(Recording(), Standing())
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    module = Recording()
+    resumed = trainer(ONE, max_steps=4, max_epochs=-1)
+    resumed.fit(module, Standing(), ckpt_path=tmp_path / "saved.ckpt", weights_only=False)
+    assert module.seen == [3, 4]
+
+
 @pytest.mark.parametrize("make", [Regression, Adversarial, Quasi])
 def test_the_monitors_tell_what_one_device_does(make: Callable[[], Any], tmp_path: Path) -> None:
     monitors = [BubbleMonitor(), StageMemoryMonitor(), PipelineTimeline(steps=[1], dirpath=tmp_path)]
