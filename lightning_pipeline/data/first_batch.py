@@ -37,6 +37,7 @@ class EarlyLoaders:
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._sources: list[Any] = []
+        self._asked: dict[TrainerFn, Any] = {}
 
     def first_arguments(self) -> tuple[str, tuple[Any, ...]] | None:
         """The step that this run will call first, and its arguments.
@@ -46,7 +47,7 @@ class EarlyLoaders:
         """
         function = self._trainer.state.fn
         assert function is not None, "a Trainer that runs knows what"
-        asked = {one: self._request(one) for one in self._order(function)}
+        asked = self._asked = {one: self._request(one) for one in self._order(function)}
         candidates = [function]
         if function == TrainerFn.FITTING and self._trainer.enable_validation:
             candidates.append(TrainerFn.VALIDATING)  # the sanity check runs without training data, too
@@ -58,6 +59,18 @@ class EarlyLoaders:
                     step = _lightning.STEPS[one]
                     return step, self._step_arguments(step, loaders, found[0])
         return None
+
+    def later_arguments(self, first: str) -> tuple[str, tuple[Any, ...]] | None:
+        """Another step whose loaders the run asks for before its first step: that of the sanity check.
+
+        Args:
+            first: The step that will be called first.
+        """
+        step, loaders = _lightning.STEPS[TrainerFn.VALIDATING], self._asked.get(TrainerFn.VALIDATING)
+        if loaders is None or first == step:
+            return None
+        found = self._first(loaders, sequential=True)
+        return None if found is None else (step, self._step_arguments(step, loaders, found[0]))
 
     def _is_limited_to_none(self, function: TrainerFn) -> bool:
         return _lightning.batch_limit(self._trainer, function) == 0

@@ -59,6 +59,7 @@ from lightning_pipeline.run.setup import (
     move,
     seed_of_run,
     split_module,
+    trace_later,
 )
 from lightning_pipeline.run.step import Plans, StepRunner, samples_of, split_arguments, trains_batch_norm
 from lightning_pipeline.run.summary import summarize_before_split
@@ -151,6 +152,13 @@ class Pipeline:
                 self._module, step, parts.args[0], self._placement.num_stages, settings, context,
                 self._from_zero, self.agreed,
             )  # fmt: skip
+        later = early.later_arguments(step)
+        if later is not None:
+            parts = split_arguments(self._module, later[1], number)
+            with as_the_loop_will(trainer, later[0]):
+                self._cut = self.agreed(
+                    lambda: trace_later(self._module, self._cut, later[0], parts.args[0], context)
+                )
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)

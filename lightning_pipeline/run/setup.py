@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,11 +11,12 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipeline.checkpoint.contents import EXTRA, load_extra_states
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.cut import Partition, StageTable, partition
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
-from lightning_pipeline.model.trace import find_units, trace_step
+from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.settings import Settings
 
@@ -27,10 +28,12 @@ class Cut:
     Attributes:
         partition: What the split is made from.
         table: The stages, as rank 0 sees them.
+        later: Traces of other steps that the run will call, made while the module was whole.
     """
 
     partition: Partition
     table: StageTable
+    later: tuple[Trace, ...] = ()
 
 
 def choose_cut(
@@ -71,6 +74,37 @@ def choose_cut(
     if names != [row.units[0] for row in chosen.table().rows[1:]]:
         chosen = agreed(lambda: partition(chosen.trace, num_stages, how=names))
     return Cut(chosen, table)
+
+
+def trace_later(
+    module: LightningModule, cut: Cut, step: str, args: tuple[Any, ...],
+    forward_context: Callable[[], AbstractContextManager[Any]],
+) -> Cut:  # fmt: skip
+    """The cut with the trace of another step, so that what no stage could run is refused before the run.
+
+    A step that stumbles over what hooks before it are to set is left to be traced when it comes.
+
+    Args:
+        module: Whole, on CPU, in the mode in which the step is called.
+        cut: Of its first step.
+        step: Name of the other one.
+        args: Its arguments, of one micro-batch.
+        forward_context: The precision plugin's.
+
+    Raises:
+        SplitError: The step cannot be cut.
+    """
+    try:
+        with torch.no_grad():
+            trace = trace_step(
+                module, step, args, units=cut.partition.trace.units, forward_context=forward_context,
+                seen=cut.partition.trace.calls,
+            )  # fmt: skip
+    except SplitError as error:
+        if needs_values(error):
+            raise
+        return cut
+    return replace(cut, later=(*cut.later, trace))
 
 
 @contextmanager
@@ -114,8 +148,9 @@ def split_module(
     """
     sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
     return SplitModel(
-        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed
-    )
+        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
+        later=cut.later,
+    )  # fmt: skip
 
 
 def held_states(module: LightningModule, *, transient: bool = False) -> dict[str, Tensor]:

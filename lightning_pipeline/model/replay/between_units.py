@@ -15,18 +15,20 @@ from lightning_pipeline.model.cut import ValueKey
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States, generators_in
 from lightning_pipeline.model.tensors import (
     RANDOM_FUNCTIONS,
+    Given,
     Poison,
     Structure,
     TensorSpec,
     is_placeholder,
     map_tensors,
+    takes_containers,
     tensors_in,
     top_hooks,
     unflatten,
     user_line,
     written_tensors,
 )
-from lightning_pipeline.model.trace import has_backward_hooks, with_backward_hooks
+from lightning_pipeline.model.trace import Watch, has_backward_hooks, with_backward_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
 Returned = dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...], States]]
 """What units of earlier stages returned for a micro-batch, by unit and number of the call."""
+Around = Given | Watch
 _LONE = Structure("tensor", 0)
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
@@ -72,6 +75,7 @@ class GlueRun:
         self._poison = Poison(program.mode, self._poisoned_read)
         self._outer_hooks = top_hooks()
         self.remembered = program.remembered
+        self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.functions = _GlueFunctions(self)
 
     # ---- units
@@ -84,10 +88,23 @@ class GlueRun:
         if ours:  # out of the way, where no mode of the user's is above it
             _pop_mode()
         try:
-            return self._answer(unit, args, kwargs)
+            output = self._answer(unit, args, kwargs)
         finally:
             if ours:
                 _push_mode(self.functions)
+        if self._put_off:
+            self._call_hooks(unit)
+        return output
+
+    def _call_hooks(self, unit: int) -> None:
+        """Forward hooks inside a unit, which run as what they are: code between units."""
+        hooks, self._put_off = self._put_off, []
+        for hook in hooks:
+            if hook() is not None:
+                raise SplitError(
+                    f"a forward hook inside unit {self._program.unit_name(unit)!r} returns a value now, and "
+                    "none when the step was traced: what it changes would not reach the unit"
+                )
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
@@ -108,13 +125,31 @@ class GlueRun:
         given = generators_in(args, kwargs)
         return output, self._seeds.leave(entered, given, again=unit in self._program.repeated)
 
+    def _around(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
+        """What takes the outputs of this call apart, and puts them together."""
+        ports = self._program.ports.get((unit, nth))
+        if ports is not None:
+            return self._program.watch(unit, ports, Given(args, kwargs))
+        return Given(args, kwargs) if takes_containers(args, kwargs) else None
+
+    def _put_together(self, tensors: list[Tensor], structure: Structure, around: Around | None) -> Any:
+        """What a call hands out, with these tensors."""
+        if around is None:
+            return unflatten(tensors, structure)
+        if isinstance(around, Watch):
+            around.restart()  # what was seen is in the structure, with these tensors
+            self._put_off = around.put_off(tensors, structure)
+        return around.put_together(tensors, structure)
+
     def _hand_out(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit of an earlier stage returned: what arrived of it, and placeholders."""
         structure, specs, states = self._returned[unit, nth]
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         given = generators_in(args, kwargs) if states else ()
         self._seeds.follow(states, given, again=unit in self._program.repeated)
-        return tensors[0] if structure == _LONE else unflatten(list(tensors), structure)
+        if structure == _LONE:
+            return tensors[0]
+        return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
 
     def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
         tensor = self._received.get(key)

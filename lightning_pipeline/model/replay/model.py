@@ -62,6 +62,7 @@ class SplitModel:
             index and the user's arguments.
         forward_context: Makes the precision's context for one forward, such as autocast.
         seed: Base of all random draws inside steps; the same on every rank.
+        later: Traces of other steps, made when the module was whole; what has none is traced when it comes.
 
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
@@ -74,6 +75,7 @@ class SplitModel:
         self, root: nn.Module, cut: Partition, stages: Sequence[int], *,
         sinks: Mapping[str, Sink] | None = None, seed: int = 0,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        later: Sequence[Trace] = (),
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._sinks = dict(sinks or {})
@@ -89,6 +91,8 @@ class SplitModel:
         self._spread = self._shared_modules()
         self._parameters = ParameterGuard(root, self._spread)
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
+        for trace in later:
+            self._know(trace)
         self._modules = list(root.modules())
         self._metrics = metrics_of(root)
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
@@ -243,7 +247,7 @@ class SplitModel:
         self._check_backward_hooks()
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
         if not self.has_last_stage:
-            self._guards.install(trace.attributes)
+            self._guards.install(trace.guarded_attributes())
         if self._isolation is not None:
             self._isolation.begin(trace)
         context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
@@ -318,19 +322,22 @@ class SplitModel:
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,
                 sinks=tuple(self._sinks) or ("log", "log_dict"),
+                seen=[call for trace, _ in self._known.values() for call in trace.calls],
             )  # fmt: skip
 
     def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
-        trace = self._traced(step, microbatch)
+        return self._know(self._traced(step, microbatch))
+
+    def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
         wrong = backward_edges(trace, self._stage_of)
         if wrong:
             source, reader = wrong[0]
             raise SplitError(
-                f"in {step} the output of {source!r} flows into {reader!r}, which is on an earlier stage: "
-                "choose a partition that keeps them together, or in this order"
+                f"in {trace.step} the output of {source!r} flows into {reader!r}, which is on an earlier "
+                "stage: choose a partition that keeps them together, or in this order"
             )
-        self._known[step] = (trace, self.cut.liveness(trace))
-        return self._known[step]
+        self._known[trace.step] = (trace, self.cut.liveness(trace))
+        return self._known[trace.step]
 
     def _at(self, microbatch: int) -> None:
         self._microbatch = microbatch

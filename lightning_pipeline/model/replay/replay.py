@@ -1,6 +1,7 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ValueKey
-from lightning_pipeline.model.replay.between_units import GlueRun
+from lightning_pipeline.model.replay.between_units import Around, GlueRun
 from lightning_pipeline.model.replay.recomputation import Recomputation
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States
 from lightning_pipeline.model.tensors import (
@@ -19,10 +20,9 @@ from lightning_pipeline.model.tensors import (
     flatten,
     is_placeholder,
     tensors_in,
-    unflatten,
     user_line,
 )
-from lightning_pipeline.model.trace import has_backward_hooks
+from lightning_pipeline.model.trace import Watch, has_backward_hooks
 from lightning_pipeline.wire import Values
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ class Replay(GlueRun):
             output = (
                 self._earlier(unit, nth, args, kwargs)
                 if stage < self._program.index
-                else self._later(unit, nth)
+                else self._later(unit, nth, args, kwargs)
             )
         if self._program.host_random:
             self._seeds.host(unit, nth)
@@ -184,11 +184,13 @@ class Replay(GlueRun):
             count = "is called" if not nth else f"is called {nth + 1} times"
             raise self._other_path(f"unit {program.unit_name(unit)!r} {count}")
         self._own_left -= 1
-        output, states = self._really(unit, args, kwargs)
-        return self._record(unit, nth, output, states)
+        around = self._around(unit, nth, args, kwargs)
+        with around if isinstance(around, Watch) else nullcontext():
+            output, states = self._really(unit, args, kwargs)
+        return self._record(unit, nth, output, around, states)
 
-    def _record(self, unit: int, nth: int, output: Any, states: States) -> Any:
-        tensors, structure = flatten(output)
+    def _record(self, unit: int, nth: int, output: Any, around: Around | None, states: States) -> Any:
+        tensors, structure = flatten(output) if around is None else around.take_apart(output)
         program, specs, copied = self._program, [], False
         for leaf, tensor in enumerate(tensors):
             if is_placeholder(tensor):
@@ -199,7 +201,10 @@ class Replay(GlueRun):
             if key in program.mutated:
                 tensors[leaf], copied = tensor.clone(), True
         self._entries.append((unit, nth, structure, tuple(specs), states))
-        output = unflatten(tensors, structure) if copied else output
+        if copied:
+            output = self._put_together(tensors, structure, around)
+        elif isinstance(around, Watch):
+            self._put_off = around.put_off(tensors, structure)
         module = program.module_of(unit)
         if module._forward_hooks and not program.is_last and has_backward_hooks(module):
             self._unchanged_by_hooks(unit, module, output)
@@ -228,7 +233,7 @@ class Replay(GlueRun):
             )
         return self._hand_out(unit, nth, args, kwargs)
 
-    def _later(self, unit: int, nth: int) -> Any:
+    def _later(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._own_left <= 0:
             self._exited = True
             raise StageDone
@@ -241,7 +246,7 @@ class Replay(GlueRun):
         structure, specs = traced
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._program.repeated)
-        return unflatten(list(tensors), structure)
+        return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:
         line = f" [at {user_line(self._program.root)}]" if line is None else line

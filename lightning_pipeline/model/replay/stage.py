@@ -17,6 +17,7 @@ from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import Kept
 from lightning_pipeline.model.tensors import (
+    Given,
     PlaceholderMode,
     Remembered,
     SavedCount,
@@ -24,7 +25,14 @@ from lightning_pipeline.model.tensors import (
     TensorSpec,
     map_tensors,
 )
-from lightning_pipeline.model.trace import Trace, UnitPatches, reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace import (
+    PortSpec,
+    Trace,
+    Transient,
+    UnitPatches,
+    Watch,
+    reentrant_checkpoint_replaced,
+)
 from lightning_pipeline.wire import Values
 
 TracedOutput = tuple[Structure, list[TensorSpec]]
@@ -95,6 +103,7 @@ class StageProgram:
         mode: PlaceholderMode, *, is_last: bool,
     ) -> None:  # fmt: skip
         self.index, self.root, self.is_last = index, root, is_last
+        self._modules = list(root.modules())
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -127,6 +136,7 @@ class StageProgram:
         self.checkpointed = step.trace.checkpointed
         self.repeated = {c.unit for c in step.trace.calls if c.nth or step.trace.draws_unseen}
         self.host_random = step.trace.host_random
+        self.ports = step.trace.ports
 
     def _read_before(self, trace: Trace) -> set[ValueKey]:
         """Values of earlier stages that units of earlier stages read, as this one may."""
@@ -179,6 +189,7 @@ class StageProgram:
         args, kwargs = step.microbatches[microbatch]
         replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
         self._patches.runner, self.mode.watcher = replay, replay
+        emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
         try:
             with reentrant_checkpoint_replaced():
                 done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
@@ -187,6 +198,7 @@ class StageProgram:
         finally:
             self._patches.runner = self.mode.watcher = None
             replay.close()
+            emptied.restore()
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
         count = self._current_step().count
@@ -302,6 +314,10 @@ class StageProgram:
     def unit_name(self, unit: int) -> str:
         """Name of a unit."""
         return self._patches.units[unit].name
+
+    def watch(self, unit: int, ports: PortSpec, given: Given) -> Watch:
+        """Of a call of a unit that gives something away beside its output."""
+        return Watch(self._modules, self._patches.units[unit].module, ports, given)
 
     def placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
         """The placeholder for a value, made once; one that glue changes in place is made anew."""

@@ -1,8 +1,15 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
 from lightning_pipeline.model.tensors.cache import Remembered
-from lightning_pipeline.model.tensors.containers import filled_by, items_of, objects_below
+from lightning_pipeline.model.tensors.containers import (
+    contents_of,
+    filled_by,
+    items_of,
+    objects_below,
+    refill,
+)
 from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators
+from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.meta import StandIns, weights_needed
 from lightning_pipeline.model.tensors.placeholder import (
     PlaceholderMode,
@@ -31,6 +38,7 @@ from lightning_pipeline.model.tensors.structure import (
     NOTHING,
     Structure,
     TensorSpec,
+    describe,
     flatten,
     map_tensors,
     tensors_in,
@@ -43,6 +51,7 @@ __all__ = [
     "NOTHING",
     "RANDOM_FUNCTIONS",
     "Generators",
+    "Given",
     "Held",
     "ModuleState",
     "ObjectState",
@@ -57,6 +66,8 @@ __all__ = [
     "TagStore",
     "TensorSpec",
     "alias",
+    "contents_of",
+    "describe",
     "filled_by",
     "flatten",
     "forget_placeholders",
@@ -66,9 +77,11 @@ __all__ = [
     "named_function",
     "objects_below",
     "random_state_kept",
+    "refill",
     "stepping_aside",
     "storage_bytes",
     "storage_key",
+    "takes_containers",
     "tensors_in",
     "top_hooks",
     "unflatten",

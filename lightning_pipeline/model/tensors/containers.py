@@ -3,7 +3,7 @@
 import argparse
 import sys
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,13 +58,34 @@ def items_of(container: Container | tuple[Any, ...]) -> Iterable[tuple[Any, Any]
     return dict.items(container) if isinstance(container, dict) else enumerate(container)
 
 
+def contents_of(container: Container) -> Any:
+    """A copy of what a container holds, as a plain list, dictionary or set."""
+    if isinstance(container, dict):
+        return dict(items_of(container))
+    return set(container) if isinstance(container, set) else list(container)
+
+
 def refill(container: Any, saved: Any) -> None:
-    """Give a container the contents that it had."""
+    """Give a container the contents that it had, past what its own class allows (an immutable dictionary)."""
     if isinstance(container, list):
-        container[:] = saved
-        return
-    container.clear()
-    if isinstance(container, deque):
-        container.extend(saved)
+        list.__setitem__(container, slice(None), saved)
+    elif isinstance(container, deque):
+        deque.clear(container)
+        deque.extend(container, saved)
+    elif isinstance(container, dict):
+        _refill_dict(container, saved)
     else:
-        container.update(saved)
+        set.clear(container)
+        set.update(container, saved)
+
+
+def _refill_dict(container: dict[Any, Any], saved: dict[Any, Any]) -> None:
+    if len(container) == len(saved) and all(
+        mine is theirs and value is known
+        for (mine, value), (theirs, known) in zip(items_of(container), items_of(saved), strict=True)
+    ):
+        return
+    kind: Any = OrderedDict if isinstance(container, OrderedDict) else dict
+    kind.clear(container)
+    for key, value in items_of(saved):
+        kind.__setitem__(container, key, value)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_pipeline.model.tensors.shape_rules import real_masks_counted, shapes_by_rule
 from lightning_pipeline.model.tensors.structure import TensorSpec
 
 _LIBRARIES = (
@@ -48,10 +49,16 @@ class PlaceholderMode(FakeTensorMode):
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation on a placeholder."""
         watcher, kwargs = self.watcher or self.idle, kwargs or {}
-        if watcher is None:
-            return super().dispatch(func, types, args, kwargs)
-        base = super().dispatch
-        return watcher.placeholder_operation(func, args, kwargs, lambda: base(func, types, args, kwargs))
+        base, args = super().dispatch, real_masks_counted(func, args)
+
+        def run() -> Any:
+            made = shapes_by_rule(func, args, kwargs)
+            if made is None:
+                return base(func, types, args, kwargs)
+            made = tuple(self.make(one) if isinstance(one, TensorSpec) else one for one in made)
+            return made if len(made) > 1 else made[0]
+
+        return run() if watcher is None else watcher.placeholder_operation(func, args, kwargs, run)
 
     def make(self, spec: TensorSpec) -> Tensor:
         """A fresh placeholder like `spec`; where that requires a gradient, it is no leaf of autograd."""

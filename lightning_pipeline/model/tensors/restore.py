@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.tensors.containers import filled_by, items_of, refill
+from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
 from lightning_pipeline.model.tensors.generators import Generators
 from lightning_pipeline.model.tensors.placeholder import is_placeholder
 
@@ -92,7 +92,7 @@ def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) 
             continue
         seen.add(id(held))
         if not isinstance(held, tuple):
-            found.append((held, held.copy()))
+            found.append((held, contents_of(held)))
         if len(held) <= 1000:
             pending.extend((item, left - 1) for _, item in items_of(held))
     return found

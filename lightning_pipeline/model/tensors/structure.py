@@ -7,7 +7,7 @@ between stages; the rest is described once and rebuilt on the other side.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,8 +52,8 @@ class Opaque(NamedTuple):
 class Structure(NamedTuple):
     """One node of a taken-apart value: how to rebuild it from its children.
 
-    `kind` is "tensor" (`payload`: position among the tensors), "constant" (`payload`: the value) or a
-    container (`payload`: its class and keys).
+    `kind` is "tensor" (`payload`: position among the tensors), "constant" (`payload`: the value), "given"
+    (`payload`: place among the arguments; see `given.Given`) or a container (`payload`: its class and keys).
     """
 
     kind: str
@@ -78,36 +78,55 @@ def flatten(value: Any) -> tuple[list[Tensor], Structure]:
     tensors: list[Tensor] = []
     if isinstance(value, Tensor):  # the common case, kept short
         return [value], _LONE_TENSOR
-    return tensors, _describe(value, tensors)
+    return tensors, describe(value, tensors)
 
 
-def _describe(value: Any, tensors: list[Tensor]) -> Structure:
-    if isinstance(value, Tensor):
-        tensors.append(value)
-        return Structure("tensor", len(tensors) - 1)
-    if isinstance(value, dict):
-        children = tuple(_describe(item, tensors) for item in value.values())
-        return Structure("dict", (type(value), tuple(value)), children)
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        children = tuple(_describe(item, tensors) for item in value)
-        return Structure("sequence", type(value), children)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        children = tuple(_describe(getattr(value, name), tensors) for name in names)
-        return Structure("dataclass", (type(value), names), children)
+def describe(value: Any, tensors: list[Tensor], given: Mapping[int, int] | None = None) -> Structure:
+    """The structure of `value`; its tensors are appended.
+
+    Args:
+        value: Anything.
+        tensors: Is added to.
+        given: Places of what is known to whoever puts it together, by id. Constants never are.
+    """
     if isinstance(value, _CONSTANTS):
         return Structure("constant", value)
+    if given and id(value) in given:
+        return Structure("given", given[id(value)])
+    if isinstance(value, Tensor):
+        return Structure("tensor", _position(value, tensors, once=given is not None))
+    if isinstance(value, dict):
+        children = tuple(describe(item, tensors, given) for item in value.values())
+        return Structure("dict", (type(value), tuple(value)), children)
+    if isinstance(value, list | tuple):
+        children = tuple(describe(item, tensors, given) for item in value)
+        return Structure("sequence", type(value), children)
+    if dataclasses.is_dataclass(value):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        children = tuple(describe(getattr(value, name), tensors, given) for name in names)
+        return Structure("dataclass", (type(value), names), children)
     return Structure("constant", Opaque(f"{type(value).__module__}.{type(value).__qualname__}"))
 
 
-def unflatten(tensors: list[Any], structure: Structure) -> Any:
+def _position(tensor: Tensor, tensors: list[Tensor], *, once: bool) -> int:
+    if once:
+        for position, known in enumerate(tensors):
+            if known is tensor:
+                return position
+    tensors.append(tensor)
+    return len(tensors) - 1
+
+
+def unflatten(tensors: list[Any], structure: Structure, given: Sequence[Any] = ()) -> Any:
     """Put a value together again from its tensors, or from what should stand in their places."""
     kind, payload, nodes = structure
     if kind == "tensor":
         return tensors[payload]
     if kind == "constant":
         return payload
-    children = [unflatten(tensors, node) for node in nodes]
+    if kind == "given":
+        return given[payload]
+    children = [unflatten(tensors, node, given) for node in nodes]
     return _REBUILD[kind](payload, children)
 
 

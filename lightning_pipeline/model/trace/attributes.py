@@ -117,6 +117,7 @@ class Attributes:
                 "it; on another stage it would have an old value. Return it from forward instead [at "
                 f"{user_line(self._tracer.root)}]"
             )
+        self._tracer.note_side_read(module, name)
 
     def _written(self, module: nn.Module, name: str) -> None:
         if self._tracer.inside is None and id(module) in self._glue:

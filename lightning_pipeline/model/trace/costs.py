@@ -25,10 +25,17 @@ def _recurrent_flops(data: Any, *args: Any, **kwargs: Any) -> int:
     return count
 
 
+def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
+    """Every row of the left side is multiplied with one of the right side's matrices."""
+    count: int = 2 * left.numel() * right.shape[-1]
+    return count
+
+
 # torch's counter has no formula for attention on CPU and so counts none of its work (torch 2.13)
 _OWN_FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+    torch.ops.aten._grouped_mm: _grouped_flops,
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,  # nn.LSTM on CPU
     torch.ops.aten._cudnn_rnn: _recurrent_flops,
 }

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     Generators,
+    Given,
     ObjectState,
     TensorSpec,
     alias,
@@ -35,12 +36,16 @@ class FakeRun:
         self._tracer = tracer
         self._generators = Generators(tracer.root.modules())
 
-    def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a unit with no values in it; what it costs is noted on `call`."""
+    def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
+        """The output of a unit with no values in it; what it costs is noted on `call`.
+
+        Lists and dictionaries among the arguments, which `given` holds, are changed as the unit does it.
+        """
         tracer = self._tracer
         module = tracer.patches.units[call.unit].module
         args, kwargs = tracer.glue.without_poison((args, kwargs))
-        before = AttributeSnapshot(module.modules())
+        copies = Given(args, kwargs)
+        self._before = AttributeSnapshot(module.modules())
         draws = _host_draws(self._generators)
         tracer.inside = call
         try:
@@ -48,8 +53,8 @@ class FakeRun:
         finally:
             tracer.inside = None
         tracer.trace.host_random |= draws != _host_draws(self._generators)
-        tracer.attributes.changed_by_unit(call, before.changed())
-        return output
+        tracer.attributes.changed_by_unit(call, self._before.changed())
+        return given.carry_over(copies, output, lambda tensor: tensor)
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._tracer.patches.originals[call.unit]
@@ -61,6 +66,8 @@ class FakeRun:
             raise
         except Exception as error:
             objects.restore()
+            if self._tracer.watch is not None:
+                self._tracer.watch.restart()
             return self._run_really(call, args, kwargs, error)
 
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
@@ -71,14 +78,15 @@ class FakeRun:
                 f"unit {unit.name!r} cannot be traced on the meta device: {type(cause).__name__}: {cause}; "
                 "build the module with its weights"
             ) from cause
-        if any(is_placeholder(value) for module in unit.module.modules() for value in vars(module).values()):
-            raise SplitError(
-                f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}"
-            ) from cause
+        given = Given(args, kwargs)
+        if self._is_absent(unit.module):
+            return self._as_before(call, given, cause)
         args, kwargs = map_tensors(_made_up, (args, kwargs))
+        copies = Given(args, kwargs)
         call.saved.clear()
         call.activation_bytes = 0
         counter = FlopCounterMode(display=False)
+        self._tracer.runs_really = True
         try:
             with counter, self._tracer.keeping.in_unit(call):
                 output = self._tracer.patches.originals[call.unit](*args, **kwargs)
@@ -87,8 +95,34 @@ class FakeRun:
                 f"unit {unit.name!r} cannot be traced: {type(cause).__name__}: {cause}; nor does it run on "
                 f"made-up input: {type(error).__name__}: {error}"
             ) from error
+        finally:
+            self._tracer.runs_really = False
         call.flops = call.cost = float(counter.get_total_flops())
-        return map_tensors(self._tracer.mode.like, output)
+        return given.carry_over(copies, output, self._tracer.mode.like)
+
+    def _is_absent(self, module: nn.Module) -> bool:
+        """Whether placeholders stand for its weights; not what the attempt to run it fake has set."""
+        own = {(id(part), name) for part, name in self._before.changed()}
+        return any(
+            is_placeholder(value) and (id(part), name) not in own
+            for part in module.modules()
+            for name, value in vars(part).items()
+        )
+
+    def _as_before(self, call: "Call", given: Given, cause: Exception) -> Any:
+        """What the unit returned for inputs of these shapes in a trace of the whole module."""
+        unit = self._tracer.patches.units[call.unit]
+        known = [one for one in self._tracer.seen if one.unit == call.unit and one.inputs == call.inputs]
+        if not known:
+            raise SplitError(
+                f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
+                "called with other shapes than when the module was whole, keep it and its neighbours whole "
+                f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
+            ) from cause
+        call.flops, call.cost = known[0].flops, known[0].cost
+        grad = torch.is_grad_enabled()
+        specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known[0].specs]
+        return given.put_together(list(map(self._tracer.mode.make, specs)), known[0].structure)
 
     def count(
         self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

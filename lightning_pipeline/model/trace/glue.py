@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lightning_pipeline.model.trace.tracer import Tracer
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _MIXING = ("aten::mul_", "aten::div_", "aten::lerp_", "aten::clamp_", "aten::maximum_")
 
 
@@ -207,7 +208,10 @@ class GlueOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._tracer.inside is not None or self._tracer.keeping.is_packing:
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+            if self._tracer.runs_really:
+                self._tracer.note_made(operands_of((result,), {}))
+            return result
         return self._tracer.glue.operation(func, args, kwargs or {})
 
 
@@ -220,6 +224,8 @@ class GlueFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tracer = self._tracer
+        if func == _SET_DATA and is_placeholder(args[1]) and not is_placeholder(args[0]):
+            return None  # `weight.data = weight.data.to(device)` in a unit, which keeps its values here
         if tracer.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
                 values = tracer.tags.union(tensors_in((args, kwargs or {})))

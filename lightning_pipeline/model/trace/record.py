@@ -7,6 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
@@ -24,7 +29,10 @@ from lightning_pipeline.model.tensors import (
     user_line,
 )
 from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.ports import Place, Porting, PortSpec
 from lightning_pipeline.model.trace.units import Unit
+
+_NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @dataclass(slots=True)
@@ -36,6 +44,7 @@ class Call:
         unit: Number of the unit.
         nth: Which call of this unit, from 0.
         reads: What its arguments, and what it read beside them, came from.
+        inputs: Shapes and types of the tensors among its arguments.
         structure: How its output is put together.
         specs: Its output tensors.
         flops: Floating-point operations of the forward.
@@ -51,6 +60,7 @@ class Call:
     unit: int
     nth: int
     reads: set[Tag] = field(default_factory=set)
+    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
     structure: Structure = NOTHING
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
@@ -93,6 +103,9 @@ class Trace:
         returned: Keys of the dictionary that the step returns.
         sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
         handed: Number of the memory behind each value (call, leaf).
+        side_reads: Attributes that units set, and the code between them reads: module number and name.
+        ports: What calls (unit, nth) give away beside their output.
+        transient: Containers that units fill and the end of the step empties.
     """
 
     root: nn.Module
@@ -120,6 +133,24 @@ class Trace:
     returned: list[Any] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     handed: dict[tuple[int, int], int] = field(default_factory=dict)
+    side_reads: set[Place] = field(default_factory=set)
+    ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
+    transient: frozenset[Place] = frozenset()
+
+    def leaking_units(self) -> frozenset[int]:
+        """Units that change something beside their output which is read elsewhere."""
+        read = {(call.index, tag.call) for call in self.calls for tag in call.reads if tag.kind == "effect"}
+        leaks = {source for reader, source in read if reader != source}
+        leaks |= {tag.call for tag in self.tail if tag.kind == "effect"}
+        return frozenset(self.calls[index].unit for index in leaks)
+
+    def guarded_attributes(self) -> list[tuple[Any, str]]:
+        """Of `attributes`, those that other stages than the last one do not have."""
+        modules = list(self.root.modules())
+        carried = {
+            (id(modules[way.place[0]]), way.place[1]) for spec in self.ports.values() for way in spec.ways
+        }
+        return [(holder, name) for holder, name in self.attributes if (id(holder), name) not in carried]
 
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
@@ -136,6 +167,7 @@ def trace_step(
     mode: PlaceholderMode | None = None,
     sinks: Sequence[str] = ("log", "log_dict"),
     forward_context: ContextFactory = nullcontext,
+    seen: Sequence[Call] = (),
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -152,35 +184,68 @@ def trace_step(
         mode: The placeholders' mode of that split.
         sinks: Methods of `root` that take values away, such as `log`.
         forward_context: Makes the precision's context, such as autocast.
+        seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
     """
+    patched = patches or UnitPatches(units)
+    placeholders = mode or PlaceholderMode()
+    batch = tuple(args), dict(kwargs or {})
+
+    def once(porting: Porting | None = None) -> Trace:
+        if patches is None:
+            patched.install()
+        try:
+            return _traced(root, step, batch, patched, placeholders, sinks, forward_context, seen, porting)
+        finally:
+            if patches is None:
+                patched.remove()
+
+    return _with_ports(once(), once)
+
+
+def _traced(
+    root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
+    sinks: Sequence[str], forward_context: ContextFactory, seen: Sequence[Call], porting: Porting | None,
+) -> Trace:  # fmt: skip
     from lightning_pipeline.model.trace.tracer import Tracer
 
-    own_patches = patches is None
-    patches = patches or UnitPatches(units)
-    mode = mode or PlaceholderMode()
-    clone = map_tensors(lambda tensor: tensor.detach().clone(), (tuple(args), dict(kwargs or {})))
+    clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
     saved = ModuleState(root)
-    if own_patches:
-        patches.install()
     tracer = None
     try:
         weightless = StandIns(mode).put_into(root)
-        tracer = Tracer(root, step, patches, mode, sinks, weightless)
+        tracer = Tracer(root, step, patches, mode, sinks, weightless, seen, porting)
         with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
         if tracer is not None:
             tracer.close()
         saved.restore()
-        if own_patches:
-            patches.remove()
     made = tracer.made
     del tracer, clone
     forget_placeholders(made)
     return trace
+
+
+def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:
+    """Trace once more, with ports, where units change something beside their output that is read.
+
+    Hooks inside units are left where they are unless attributes and containers do not explain it all.
+    """
+    leaking = trace.leaking_units()
+    best = trace
+    for hooks in (False, True):
+        if not best.leaking_units():
+            break
+        try:
+            other = again(Porting(leaking, frozenset(trace.side_reads), hooks))
+        except SplitError:
+            continue  # what is refused with ports works without, on one stage
+        if len(other.leaking_units()) < len(best.leaking_units()):
+            best = other
+    return best
 
 
 def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
@@ -195,6 +260,12 @@ def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
 def refuse(reason: str, root: nn.Module) -> SplitError:
     """The error for something that the split cannot carry, with the user's line."""
     return SplitError(f"{reason} [at {user_line(root)}]")
+
+
+def needs_values(error: SplitError) -> bool:
+    """Whether a trace was refused for what no cut allows, and not for an error in the step itself."""
+    cause = error.__cause__
+    return cause is None or isinstance(cause, (SplitError, *_NO_VALUES))
 
 
 def in_function_transform() -> bool:

@@ -2,22 +2,21 @@
 
 import sys
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
+    Given,
     PlaceholderMode,
     Tag,
     TagStore,
-    flatten,
     is_placeholder,
     storage_key,
     tensors_in,
-    unflatten,
     written_tensors,
 )
 from lightning_pipeline.model.trace.attributes import Attributes
@@ -25,6 +24,7 @@ from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_re
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
 from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.ports import Place, Porting, PortSpec, Watch, candidates, transient
 from lightning_pipeline.model.trace.record import (
     Call,
     ContextFactory,
@@ -48,13 +48,19 @@ class Tracer:
         mode: PlaceholderMode,
         sinks: Any,
         weightless: bool = False,
+        seen: Sequence[Call] = (),
+        porting: Porting | None = None,
     ) -> None:
         self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
-        self.trace = Trace(root, step, patches.units)
+        self.trace, self.seen = Trace(root, step, patches.units), seen
+        self._porting, self._modules = porting, list(root.modules())
+        self.watch: Watch | None = None  # of a call with ports
+        self._filled: dict[Place, list[Any]] = {}  # containers that units fill, and what was in them
         self.tags = TagStore()
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
         self.inside: Call | None = None
+        self.runs_really = False  # the unit inside which we are, on made-up input
         self.ended_early = False  # so that what the rest of the step writes was not seen
         self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
@@ -63,7 +69,8 @@ class Tracer:
         self._regions: dict[int, tuple[Any, list[int]]] = {}
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
-        self.attributes = Attributes(self, self._find_glue_modules())
+        self._glue_modules = self._find_glue_modules()
+        self.attributes = Attributes(self, self._glue_modules)
         self._sinks = sinks
         self.glue = Glue(self)
         self.keeping = Keeping(self)
@@ -121,6 +128,7 @@ class Tracer:
         self._check_written_states()
         self._close_regions()
         self.glue.check_hooks()
+        self.trace.transient = transient(self._modules, self._filled)
         return self.trace
 
     def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -166,14 +174,43 @@ class Tracer:
         self.trace.calls.append(call)
         self._note_region(call)
         call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
-        contents = [_contents(container) for container in _containers((args, kwargs))]
-        output = self._fake.run(call, args, kwargs)
-        if contents != [_contents(container) for container in _containers((args, kwargs))]:
-            raise refuse(f"unit {self._name(unit)} changes a list or dictionary that it is given", self.root)
-        tensors, call.structure = flatten(output)
+        given = Given(args, kwargs)
+        inputs = list(tensors_in((args, kwargs)))
+        call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        self.watch = self._watch(unit, given)
+        with self.watch or nullcontext():
+            output = self._fake.run(call, args, kwargs, given)
+        if self.watch is None:
+            tensors, call.structure = given.take_apart(output)
+        else:
+            self.trace.ports[unit, call.nth] = self.watch.narrow()
+            self._filled = self.watch.held_before() | self._filled
+            tensors, call.structure = self.watch.take_apart(output)
         values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
-        self._note_shared(call, list(tensors_in((args, kwargs))), tensors, values)
-        result = unflatten(list(values), call.structure)
+        self._note_shared(call, inputs, tensors, values)
+        if self.watch is None:
+            return given.put_together(values, call.structure)
+        return self._through_ports(call, self.watch, values)
+
+    def _watch(self, unit: int, given: Given) -> Watch | None:
+        if self._porting is None or unit not in self._porting.units:
+            return None
+        module = self.patches.units[unit].module
+        ways = candidates(self._modules, module, self._glue_modules, self._porting.places)
+        return Watch(self._modules, module, PortSpec(ways, self._porting.hooks), given)
+
+    def _through_ports(self, call: Call, watch: Watch, values: list[Tensor]) -> Any:
+        """The output of a call, after the hooks inside the unit have seen what they are to see."""
+        result = watch.put_together(values, call.structure)
+        watch.restart()
+        changed = set(self.trace.mutated)
+        for hook in watch.put_off(values, call.structure):
+            if hook() is not None or self.trace.mutated != changed:
+                raise refuse(
+                    f"a forward hook inside unit {self._name(call.unit)} changes what the unit computes, and "
+                    "one beside it keeps values for later",
+                    self.root,
+                )
         return result
 
     def _before_call(self, unit: int) -> None:
@@ -210,6 +247,11 @@ class Tracer:
 
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)
+
+    def note_side_read(self, module: nn.Module, name: str) -> None:
+        """Code between units reads a tensor from an attribute that a unit has set."""
+        numbers = (number for number, one in enumerate(self._modules) if one is module)
+        self.trace.side_reads.update((number, name) for number in numbers)
 
     # ---- operations inside units
 
@@ -251,6 +293,13 @@ class Tracer:
         for tensor in results:
             if not self.tags.of(tensor):
                 self.tags.add(tensor, own)
+
+    def note_made(self, results: Iterable[Tensor]) -> None:
+        """A unit that runs on made-up input has computed these; what stays of them is an effect."""
+        assert self.inside is not None, "a unit runs"
+        for tensor in results:
+            if not self.tags.of(tensor):
+                self.tags.add(tensor, frozenset({Tag("effect", self.inside.index)}))
 
     def origin(self, tensor: Tensor) -> Tensor:
         """The real tensor that a placeholder is a view of, or the tensor itself."""
@@ -314,22 +363,6 @@ class Tracer:
 def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Tensors that are neither parameters nor buffers, among them what stands for those of other stages."""
     return [(name, value) for name, value in vars(module).items() if isinstance(value, Tensor)]
-
-
-def _containers(value: Any) -> list[Any]:
-    found: list[Any] = []
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, list | dict):
-            found.append(item)
-        if isinstance(item, list | tuple | dict):
-            pending.extend(item.values() if isinstance(item, dict) else item)
-    return found
-
-
-def _contents(container: Any) -> tuple[int, ...]:
-    return tuple(id(item) for item in (container.values() if isinstance(container, dict) else container))
 
 
 def _hint(error: Exception) -> str:

@@ -9,7 +9,8 @@ from torch import nn
 from lightning_pipeline.errors import PartitionError
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_ADAPTER_ATTRIBUTES = ("parametrizations", "base_layer", "lora_A")  # a layer dressed up, not a container
+# A layer dressed up, not a container. The last is of every adapter of peft, beside its `base_layer`.
+_ADAPTER_ATTRIBUTES = ("parametrizations", "lora_A", "adapter_layer_names")
 
 
 @dataclass(frozen=True, slots=True)

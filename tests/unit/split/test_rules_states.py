@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.nets import WIDTH, Block, Net, assert_refused, assert_works, batch_of, same_or_refused
+from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused
 
 
 class AuxiliaryLoss(Block):
@@ -116,26 +116,6 @@ class OwnCounter(Net):
 @pytest.mark.parametrize("kind", [HookOnUnit, OwnCounter])
 def test_what_a_hook_on_a_unit_keeps_and_what_a_unit_counts_is_right(kind):
     assert_works(kind, steps=2)
-
-
-class ListArgument(Net):
-    class Appends(Block):
-        def forward(self, x, feats):
-            feats.append(x)
-            return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__(ListArgument.Appends)
-
-    def body(self, h):
-        feats = []
-        for layer in self.layers:
-            h = layer(h, feats)
-        return h + sum(feats)
-
-
-def test_a_unit_that_fills_a_list_it_is_given_is_refused():
-    assert_refused(ListArgument, "layers.0.*changes a list")
 
 
 class Annealed(Net):

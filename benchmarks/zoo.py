@@ -1,0 +1,330 @@
+"""Does every model that trains on one device train over stages? Each tiny, all numbers compared.
+
+    python -m benchmarks.zoo --records zoo.jsonl            # what is not in there yet; the table at the end
+    python -m benchmarks.zoo --records zoo.jsonl --only llama
+    python -m benchmarks.zoo --records zoo.jsonl --docs docs/models.md --workers 0
+
+Losses, every gradient and buffers of 2 and 3 stages against one process on the same micro-batches, in float64
+where the model allows it. One line for each (model type, class).
+"""
+
+import copy
+import json
+import multiprocessing
+import signal
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from jsonargparse import auto_cli
+from torch import Tensor, nn
+
+from benchmarks.zoo_transformers import build, pairs
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.model.cut.partitioning import partition
+from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
+from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace.units import find_units
+from lightning_pipeline.wire.stage import Values
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+OUTCOMES = ("equal", "close", "refused", "wrong", "crash", "died", "slow", "not run")
+
+
+class Trained(nn.Module):
+    """A model and its loss: its own, or the mean square of everything that it returns."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def log(self, name: str, value: Any) -> None:
+        """Takes nothing."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """As a LightningModule would write it."""
+        outputs = self.model(**batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is not None:
+            return loss if loss.dim() == 0 else loss.mean()
+        found = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
+        return torch.stack([t.pow(2).mean().to(found[0].dtype) for t in found]).sum()
+
+
+# ---- one process, and stages
+
+
+def alone(module: nn.Module, batches: list[Arguments], seed: int = 0) -> tuple[list[Tensor], nn.Module]:
+    """Losses, and a copy of the module with its gradients and buffers."""
+    module = copy.deepcopy(module)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    losses = []
+    for args, kwargs in batches:
+        loss: Tensor = module.training_step(*map_tensors(Tensor.clone, args), **kwargs)  # type: ignore[operator]
+        (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return losses, module
+
+
+def staged(module: nn.Module, cut: Any, batches: list[Arguments]) -> tuple[list[Any], list[SplitModel]]:
+    """The same over stages, one after another in this process."""
+    splits = []
+    for stage in range(cut.num_stages):
+        mine, own = copy.deepcopy((module, cut))
+        splits.append(SplitModel(mine, own, [stage], sinks={"log": lambda *args: None}))
+    weights = [1 / len(batches)] * len(batches)
+    for split in splits:
+        split.begin("training_step", batches, weights=weights, key=(0, 0))
+    sent = []
+    for index in range(len(batches)):
+        values: Values | None = None
+        row = []
+        for stage, split in enumerate(splits):
+            values = split.stage(stage).forward(index, _received(values))
+            row.append(values)
+        sent.append(row)
+    for index in range(len(batches)):
+        _backward(splits, index, sent[index])
+    return [split.finish() for split in splits][-1].losses, splits
+
+
+def _received(values: Values | None) -> Values | None:
+    if values is None:
+        return None
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
+    return Values(tensors, values.table, values.empty)
+
+
+def _backward(splits: list[SplitModel], index: int, sent: list[Values | None]) -> None:
+    gradients: Any = None
+    for stage in reversed(range(len(splits))):
+        values = sent[stage]
+        if values is not None:
+            gradients = [
+                g if t.requires_grad else None for g, t in zip(gradients, values.tensors, strict=True)
+            ]
+        gradients = splits[stage].stage(stage).backward(index, gradients)
+
+
+def difference(module: nn.Module, losses: list[Tensor], mine: list[Any], splits: list[SplitModel]) -> float:
+    """The largest difference of a loss, gradient or buffer, relative to the largest entry of its kind."""
+    worst = max(_relative(a, b) for a, b in zip(mine, losses, strict=True))
+    gradients: dict[str, Tensor | None] = {}
+    for split in splits:
+        for name, parameter in split.owned_parameters():
+            known, more = gradients.get(name), parameter.grad
+            gradients[name] = more if known is None else known if more is None else known + more
+    own = {name: p.grad for name, p in module.named_parameters()}
+    largest = max((float(g.abs().max()) for g in own.values() if g is not None and g.numel()), default=0.0)
+    for name, expected in own.items():
+        found = gradients[name]
+        if (found is None) != (expected is None):
+            return float("inf")
+        if expected is not None and found is not None:
+            worst = max(worst, _relative(found, expected, max(largest, 1e-30)))
+    buffers = dict(module.named_buffers())
+    for split in splits:
+        for name, state in split.owned_states().items():
+            if not isinstance(state, nn.Parameter) and name in buffers:
+                worst = max(worst, _relative(state, buffers[name]))
+    return worst
+
+
+def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    if not expected.numel():
+        return 0.0
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return float("inf")
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    scale = scale or max(float(expected.abs().max()), 1e-30)
+    return float((found - expected).abs().max()) / scale
+
+
+# ---- one pair
+
+
+def run_pair(kind: str, name: str) -> dict[str, Any]:
+    """What becomes of one architecture under one head."""
+    record: dict[str, Any] = {"type": kind, "class": name}
+    start = time.perf_counter()
+    try:
+        module, batches, expected = _trains(kind, name)
+    except Exception as error:
+        return record | {"outcome": "not run", "why": _short(error)}
+    losses, reference = expected
+    record["draws"] = not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
+    precise = losses[0].dtype == torch.float64
+    record |= {"dtype": str(losses[0].dtype), "alone_s": round(time.perf_counter() - start, 2)}
+    try:
+        start = time.perf_counter()
+        units = find_units(module, at_least=3)
+        trace = trace_step(module, "training_step", *batches[0], units=units)
+        record |= {"trace_s": round(time.perf_counter() - start, 2), "units": len(units)}
+        if record["draws"]:  # the draws of one process are not promised: those of one stage are
+            losses, (whole,) = staged(module, partition(trace, 1), batches)
+            whole.restore()
+            reference = whole.root
+        worst = 0.0
+        for stages in (2, 3):
+            record["stages"] = stages
+            cut = partition(trace, stages, how="uniform")
+            shares = cut.table().rows
+            record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
+            worst = max(worst, difference(reference, losses, *staged(module, cut, batches)))
+    except PipelineError as error:
+        return record | {"outcome": "refused", "why": _short(error)}
+    except Exception as error:
+        return record | {"outcome": "crash", "why": _short(error)}
+    record["difference"] = worst
+    limit = 1e-9 if precise else 1e-4
+    record["outcome"] = (
+        "equal" if worst <= limit else "close" if worst <= (1e-5 if precise else 1e-3) else "wrong"
+    )
+    return record
+
+
+def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module]]:
+    """The module and the first batches of its recipe with which one process trains."""
+    model, recipe = build(kind, name)
+    failed: Exception = ValueError("no recipe for its inputs")
+    for dtype in (torch.float64, torch.float32):
+        model = model.to(dtype)
+        module = Trained(model).train()
+        for attempt in recipe.attempts():
+            try:
+                batches: list[Arguments] = [((_cast(batch, dtype), 0), {}) for batch in attempt()]
+                expected = alone(module, batches)
+                if not all(bool(loss.isfinite()) for loss in expected[0]):
+                    raise ValueError("the loss is not finite")
+            except Exception as error:
+                failed = error
+            else:
+                return module, batches, expected
+    raise failed
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:600]
+
+
+# ---- all of them
+
+
+@contextmanager
+def _limited(seconds: int) -> Iterator[None]:
+    def stop(number: int, frame: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+
+
+def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int) -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    for kind, name in todo:
+        now.write_text(json.dumps([kind, name]))
+        try:
+            with _limited(seconds):
+                record = run_pair(kind, name)
+        except TimeoutError as error:
+            record = {"type": kind, "class": name, "outcome": "slow", "why": str(error)}
+        if "more than" in record.get("why", "") and record["why"].startswith("TimeoutError"):
+            record["outcome"] = "slow"
+        _append(records, record)
+    now.unlink(missing_ok=True)
+
+
+def _append(records: Path, record: dict[str, Any]) -> None:
+    with records.open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _known(records: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    lines = records.read_text().splitlines() if records.exists() else []
+    return {(record["type"], record["class"]): record for record in map(json.loads, lines)}
+
+
+def sweep(records: Path, only: str, again: tuple[str, ...], workers: int, seconds: int, limit: int) -> None:
+    """Run what is not recorded yet, in processes that are started again where one dies."""
+    known = _known(records)
+    todo = [
+        pair for pair in pairs()
+        if only in "/".join(pair) and (pair not in known or known[pair]["outcome"] in again)
+    ][: limit or None]  # fmt: skip
+    shares = {index: todo[index::workers] for index in range(workers)}
+    running: dict[int, Any] = {}
+    context = multiprocessing.get_context("spawn")
+    while any(shares.values()) or running:
+        for index, share in list(shares.items()):
+            now = records.with_suffix(f".now{index}")
+            if index in running:
+                running[index].join(timeout=0.5)
+                if running[index].is_alive():
+                    continue
+                died = running.pop(index).exitcode
+                if died and now.exists():
+                    kind, name = json.loads(now.read_text())
+                    _append(records, {"type": kind, "class": name, "outcome": "died", "why": f"exit {died}"})
+                    shares[index] = share[share.index((kind, name)) + 1 :]
+                else:
+                    shares[index] = []
+            if shares[index] and index not in running:
+                running[index] = context.Process(target=_work, args=(shares[index], records, now, seconds))
+                running[index].start()
+
+
+def table(records: Path) -> str:
+    """Outcomes by number, and every one that is neither equal nor left out."""
+    known = _known(records)
+    counts = Counter(record["outcome"] for record in known.values())
+    trained = sum(count for outcome, count in counts.items() if outcome != "not run")
+    lines = [f"{trained} of {len(known)} pairs train in one process."]
+    lines += [f"  {outcome:8} {counts[outcome]:5}" for outcome in OUTCOMES if counts[outcome]]
+    times = sorted(record["trace_s"] for record in known.values() if "trace_s" in record)
+    if times:
+        lines.append(f"Trace: median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s.")
+    for (kind, name), record in sorted(known.items()):
+        if record["outcome"] not in ("equal", "not run"):
+            detail = record.get("why") or f"difference {record.get('difference', 0):.1e}"
+            lines.append(f"{record['outcome']:8} {kind}/{name}: {detail[:230]}".replace("\n", " "))
+    return "\n".join(lines)
+
+
+def main(
+    records: Path = Path("zoo.jsonl"), only: str = "", again: list[str] | None = None, workers: int = 1,
+    seconds: int = 90, limit: int = 0,
+) -> None:  # fmt: skip
+    """Run what is not recorded yet and print the table.
+
+    Args:
+        records: One line for each pair; what is in there is not run again.
+        only: Part of `type/class`.
+        again: Outcomes that are run again.
+        workers: Processes. 0: only print.
+        seconds: Longest time for a pair.
+        limit: Largest number of pairs. 0: all.
+    """
+    if workers:
+        sweep(records, only, tuple(again or ()), workers, seconds, limit)
+    print(table(records))
+
+
+if __name__ == "__main__":
+    auto_cli(main, as_positional=False)

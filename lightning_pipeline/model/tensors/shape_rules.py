@@ -1,0 +1,93 @@
+"""Shapes of results that torch does not work out without values, though they are known here.
+
+A mask, or the lengths of sequences, come from the batch more often than not. Every stage has the batch, so
+how many elements such a mask selects is known on every stage, whether or not the values are.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_pipeline.model.tensors.structure import TensorSpec
+
+_aten = torch.ops.aten
+_MASKS = (torch.bool, torch.uint8)
+_BY_INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+
+
+def real_masks_counted(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operation, with the places that real masks select instead of these masks.
+
+    Args:
+        func: The operator.
+        args: `h[mask]` has (h, [mask]).
+    """
+    if func not in _BY_INDEX or not any(map(_is_real_mask, args[1])):
+        return args
+    places: list[Any] = []
+    for index in args[1]:
+        places.extend(index.nonzero(as_tuple=True) if _is_real_mask(index) else [index])
+    return args[0], places, *args[2:]
+
+
+def shapes_by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
+    """The results of an operation that has a rule here, each described or real; None where it has none."""
+    rule = _RULES.get(func)
+    return None if rule is None else rule(*args, **kwargs)
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, FakeTensor)
+
+
+def _is_real_mask(value: Any) -> bool:
+    return _is_real(value) and value.dtype in _MASKS
+
+
+def _described(tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> TensorSpec:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    stride = tuple(strides[: len(shape)])
+    return TensorSpec(shape, stride, dtype or tensor.dtype, tensor.device.type, False)
+
+
+def _grouped_mm(
+    self: Tensor, mat2: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> tuple[TensorSpec]:
+    """Each of several matrices times its own rows (or columns) of another; `offs` says where these end.
+
+    torch's own rule (2.13) takes bfloat16 only, the kernel float32 too.
+    """
+    rows, columns = self.shape[-2], mat2.shape[-1]
+    groups = [offs.shape[0]] if self.dim() == mat2.dim() == 2 else list(mat2.shape[:-2])
+    shape = (*groups, rows, columns) if self.dim() == mat2.dim() else (rows, columns)
+    return (_described(self, shape, out_dtype),)
+
+
+def _masked_select(self: Tensor, mask: Tensor) -> tuple[TensorSpec] | None:
+    if not _is_real(mask):
+        return None
+    shape = torch.broadcast_shapes(self.shape, mask.shape)
+    return (_described(self, (int(mask.expand(shape).sum()),)),)
+
+
+def _pack_padded_sequence(
+    input: Tensor, lengths: Tensor, batch_first: bool
+) -> tuple[TensorSpec, Tensor] | None:
+    """Rows of all sequences, the longest first, step by step; and how many sequences have each step."""
+    if not _is_real(lengths):
+        return None
+    steps = torch.arange(int(lengths.max()))
+    batch_sizes = (lengths[None, :] > steps[:, None]).sum(1)
+    return _described(input, (int(lengths.sum()), *input.shape[2:])), batch_sizes
+
+
+_RULES: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
+    _aten._grouped_mm.default: _grouped_mm,
+    _aten.masked_select.default: _masked_select,
+    _aten._pack_padded_sequence.default: _pack_padded_sequence,
+}

@@ -1,0 +1,70 @@
+"""Units whose shapes torch cannot work out without values, in later traces too."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.unit.split.nets import MORE_CUTS, WIDTH, Block, Net, assert_works, batch_of, seeded
+from tests.unit.split.pipe import alone, assert_same, piped
+
+
+class Experts(nn.Module):
+    """As `transformers` computes a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, WIDTH, WIDTH))
+
+    def forward(self, x):
+        ends = torch.tensor([1, x.shape[0]], dtype=torch.int32)
+        return x + F.grouped_mm(torch.tanh(x), self.weight, offs=ends)
+
+
+class Mixture(Net):
+    def __init__(self) -> None:
+        super().__init__(Experts)
+        self.float()
+
+    def validation_step(self, batch, batch_idx):
+        return self.training_step(batch, batch_idx)
+
+
+def test_experts_in_float32_are_traced_after_the_split_too():
+    torch.manual_seed(0)
+    module = Mixture()
+    batch = {name: tensor.float() for name, tensor in batch_of().items()}
+    assert_same(piped(module, batch, 3), alone(module, batch), exact=True)
+    expected = alone(module, batch, step="validation_step")
+    mine = piped(module, batch, 2, step="validation_step", split_by="training_step")
+    for one, other in zip(mine.outputs, expected.outputs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+class Steered(Block):
+    def forward(self, x):
+        return super().forward(x if float(x.detach().sum()) < 1e9 else -x)
+
+
+class Twice(Net):
+    """Two passes through units that look at values: later stages' outputs are met half way."""
+
+    def __init__(self) -> None:
+        super().__init__(Steered)
+
+    def training_step(self, batch, batch_idx):
+        first = self.body(self.emb(batch["x"]))
+        return self.loss(self.body(self.emb(2 * batch["x"])) + first, batch)
+
+    validation_step = training_step
+
+
+def test_a_unit_that_looks_at_values_and_is_called_twice_works():
+    assert_works(Twice, cuts=MORE_CUTS)
+
+
+def test_a_unit_that_looks_at_values_can_be_validated():
+    module, batch = seeded(Twice), batch_of()
+    mine = piped(module, batch, 2, step="validation_step", split_by="training_step")
+    expected = alone(module, batch, step="validation_step")
+    for one, other in zip(mine.outputs, expected.outputs, strict=True):
+        torch.testing.assert_close(one, other)
