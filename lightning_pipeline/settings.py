@@ -52,6 +52,8 @@ class Settings:
     trust_checkpoint: bool
     async_save: bool
     checkpoint_timeout: timedelta
+    hook_timeout: timedelta = timedelta(seconds=1800)
+    resume: str | None = None
     save_distributed_checkpoint: bool | None = None
     start_method: str = "popen"
 
@@ -85,6 +87,8 @@ def read_settings(
     trust_checkpoint: object = False,
     async_save: object = False,
     checkpoint_timeout: object = 1800,
+    hook_timeout: object = 1800,
+    resume: object = None,
     save_distributed_checkpoint: object = None,
     start_method: object = "popen",
     title: str = "PipelineStrategy cannot be set up",
@@ -113,6 +117,8 @@ def read_settings(
         trust_checkpoint=_flag("trust_checkpoint", trust_checkpoint, problems),
         async_save=_flag("async_save", async_save, problems),
         checkpoint_timeout=_duration("checkpoint_timeout", checkpoint_timeout, problems),
+        hook_timeout=_duration("hook_timeout", hook_timeout, problems),
+        resume=None if resume is None else _one_of("resume", resume, ("auto",), problems),
         save_distributed_checkpoint=_flag_or_none(
             "save_distributed_checkpoint", save_distributed_checkpoint, problems
         ),
@@ -200,6 +206,8 @@ def _schedule_by_name(name: str, stages_per_rank: int) -> Schedule:
         return get_schedule(name, stages_per_rank=stages_per_rank)
     except ConfigurationError:
         made = get_schedule(name)
+        if made.stages_per_rank == stages_per_rank:
+            return made
         raise ConfigurationError(
             f"schedule={name!r} holds {made.stages_per_rank} stage(s) per rank and cannot hold "
             f"stages_per_rank={stages_per_rank}: choose a schedule that interleaves stages"

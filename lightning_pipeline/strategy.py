@@ -29,7 +29,11 @@ from lightning_pipeline.run import (
     OptimizersOnDemand,
     Pipeline,
     Prospect,
+    begin,
     check_run,
+    compare_modules,
+    compare_optimizers,
+    compare_runs,
     pipelined,
 )
 from lightning_pipeline.schedules import Schedule
@@ -59,13 +63,18 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         process_group_backend: For collectives, and between devices. Default: Lightning's choice.
         init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
             timedelta.
-        step_timeout: Longest wait for one message or collective in a step. Seconds or timedelta.
+        step_timeout: Longest wait for a rank that is stopped or cut off, or for ranks that wait for each
+            other. Seconds or timedelta.
+        hook_timeout: Longest wait for a rank that is alive inside your own code, such as an upload in a hook.
+            After `step_timeout` there is a warning. Seconds or timedelta.
         integrity: Checksums of checkpoint files, compared before anything is loaded: "sha256", "crc32"
             (faster), or "off".
         trust_checkpoint: Whether checkpoints may hold objects of any class; reading those can run code.
         async_save: Whether checkpoints are written while training goes on, from a copy in host memory.
         checkpoint_timeout: Longest wait for a rank while a checkpoint is written or read. Seconds or
             timedelta.
+        resume: "auto": `fit` goes on from the newest whole checkpoint in the `ModelCheckpoint` folders, as a
+            job that `torchrun` or SLURM starts again should. A `ckpt_path` wins.
         save_distributed_checkpoint: Whether a checkpoint is a folder that each stage writes its part of, or
             Lightning's one file. Default: one file with one stage, a folder otherwise.
         start_method: How Lightning starts the processes where nobody else does: "popen" runs the script once
@@ -92,6 +101,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,
+        hook_timeout: float | timedelta = 1800,
+        resume: Literal["auto"] | None = None,
         integrity: Literal["sha256", "crc32", "off"] = "sha256",
         trust_checkpoint: bool = False,
         async_save: bool = False,
@@ -116,6 +127,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             trust_checkpoint=trust_checkpoint,
             async_save=async_save,
             checkpoint_timeout=checkpoint_timeout,
+            hook_timeout=hook_timeout,
+            resume=resume,
             save_distributed_checkpoint=save_distributed_checkpoint,
             start_method=start_method,
         )
@@ -240,6 +253,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
+        assert self.lightning_module is not None, "a run has a module"
+        trainer = self.lightning_module.trainer
+        compare_runs(trainer, self._settings)
         if dist.get_world_size() != numbering.world_size:
             raise ConfigurationError(
                 f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
@@ -250,6 +266,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
+        begin(self._pipeline, trainer, self._settings)
 
     # Setting up
 
@@ -260,6 +277,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
+        compare_modules(self.lightning_module, self._running.world)
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
         self.note_hyper_parameters(self.lightning_module)
         with self.optimizers_on_demand(self.lightning_module), self._telling():
@@ -292,6 +310,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         whole = running.split.all_names if running.table is not None else None
         made = configure(trainer.lightning_module, running.parameters(), whole, running.gather)
         self.optimizers, self.lr_scheduler_configs = made.optimizers, made.schedulers
+        compare_optimizers(self.optimizers, self.lr_scheduler_configs, running.world)
 
     @property
     @override
@@ -413,7 +432,11 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @pipelined
     @override
     def barrier(self, name: str | None = None) -> None:
-        if not self._alone:
+        if self._alone:
+            return
+        if self._pipeline is not None:
+            self._pipeline.world.barrier(f"the barrier {name!r}" if name else "a barrier")
+        else:
             nccl = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if nccl else None)
 
@@ -431,7 +454,10 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             return self._told[src, obj]
         box = [obj]
         if not self._alone:
-            dist.broadcast_object_list(box, src)
+            if self._pipeline is not None:
+                box = [self._pipeline.world.share("a broadcast", lambda: obj, src)]
+            else:
+                dist.broadcast_object_list(box, src)
         if known:
             self._told[src, obj] = box[0]
         return box[0]

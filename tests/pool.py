@@ -36,7 +36,7 @@ PRELOAD = [
 HOST = "127.0.0.1"
 START_TIMEOUT = 120.0
 GRACE = 8.0  # seconds that the other ranks get after the first failure
-OUTPUT_TAIL = 4000
+OUTPUT_TAIL = 40000
 
 
 @dataclass
@@ -131,6 +131,7 @@ class Pool:
         group: bool = True,
         rank0_store: bool = False,
         dies: bool = False,
+        without: Sequence[int] = (),
     ) -> list[Outcome]:
         """Run `function(*args)` where ranks are expected to fail, and return how each ended.
 
@@ -142,9 +143,12 @@ class Pool:
             rank0_store: As in a plain call.
             dies: Whether an exception ends the rank's process with exit code 1, as in a script, so that its
                 sockets close; the traceback is then at the end of `output`.
+            without: Ranks that are not waited for, such as those that the test stops.
         """
-        settings = {"group": group, "rank0_store": rank0_store, "dies": dies}
-        return self._run(function, args, timeout=timeout, grace=None, **settings)
+        return self._run(
+            function, args, timeout=timeout, grace=None, group=group, rank0_store=rank0_store, dies=dies,
+            without=without,
+        )  # fmt: skip
 
     def close(self) -> None:
         """End every process of the pool, and what those started."""
@@ -187,6 +191,7 @@ class Pool:
         group: bool,
         rank0_store: bool,
         dies: bool = False,
+        without: Sequence[int] = (),
     ) -> list[Outcome]:
         store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
         outcomes: list[Outcome] = []
@@ -199,7 +204,7 @@ class Pool:
             message = pickle.dumps(Job(function, args, environment, folder, group, dies))
             for connection in self._connections:
                 connection.send_bytes(message)
-            outcomes = _Watch(self._processes, self._connections, self._logs).collect(timeout, grace)
+            outcomes = _Watch(self._processes, self._connections, self._logs).collect(timeout, grace, without)
             shutil.rmtree(folder, ignore_errors=True)
         finally:
             if not outcomes or not all(outcome.ok for outcome in outcomes):
@@ -239,9 +244,10 @@ class _Watch:
         self._start = time.monotonic()
         self._done: dict[int, Outcome] = {}
 
-    def collect(self, timeout: float, grace: float | None) -> list[Outcome]:
+    def collect(self, timeout: float, grace: float | None, without: Sequence[int] = ()) -> list[Outcome]:
         deadline = self._start + timeout
-        while len(self._done) < len(self._processes) and (left := deadline - time.monotonic()) > 0:
+        awaited = set(range(len(self._processes))) - set(without)
+        while not awaited <= self._done.keys() and (left := deadline - time.monotonic()) > 0:
             waiting = [rank for rank in range(len(self._processes)) if rank not in self._done]
             ready = wait([self._connections[rank] for rank in waiting], timeout=left)
             for rank in waiting:

@@ -1,5 +1,13 @@
 """Every private Lightning name that the package uses: why, and since which version."""
 
+from lightning_pipeline._lightning.epochs import (
+    after_epoch,
+    batches_of_epoch,
+    current_hook,
+    fetches_ahead,
+    is_last_batch,
+    resume_from,
+)
 from lightning_pipeline._lightning.finetuning import equal_groups
 from lightning_pipeline._lightning.logs import (
     LogPlace,
@@ -68,10 +76,12 @@ __all__ = [
     "NO_LOSS",
     "STEPS",
     "LogPlace",
+    "after_epoch",
     "around_epoch_start",
     "as_combined",
     "backend_of",
     "batch_limit",
+    "batches_of_epoch",
     "before_fetch",
     "before_loader_results",
     "brings_checkpoint_io",
@@ -81,14 +91,17 @@ __all__ = [
     "configured_to_log_graph",
     "count_as_existing",
     "count_replicas_as_devices",
+    "current_hook",
     "ddp_redirection",
     "equal_groups",
     "evaluation_loop",
     "explain_ddp",
     "explain_signature",
+    "fetches_ahead",
     "gather_over",
     "init_optimizers",
     "is_interrupted",
+    "is_last_batch",
     "is_overridden",
     "is_sequential",
     "join_group",
@@ -112,6 +125,7 @@ __all__ = [
     "reading_folders",
     "reduce_over",
     "request_loaders",
+    "resume_from",
     "set_device_mesh",
     "set_rank_zero",
     "set_received_sigterm",

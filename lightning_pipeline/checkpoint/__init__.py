@@ -2,6 +2,7 @@
 
 from lightning_pipeline.checkpoint.after_run import save_whole
 from lightning_pipeline.checkpoint.consolidate import read_whole, to_file, to_safetensors, verify
+from lightning_pipeline.checkpoint.newest import newest_verified
 from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
 from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of, writes_one_file
 
@@ -10,6 +11,7 @@ __all__ = [
     "Holdings",
     "Put",
     "load_from_checkpoint",
+    "newest_verified",
     "options_of",
     "read_whole",
     "save_whole",

@@ -68,6 +68,8 @@ def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str
 
 
 def _read(path: Path, target: Target) -> dict[str, Any]:
+    if not path.is_file():
+        raise CheckpointCorruptError(f"checkpoint {path} is no plain file, nor a folder: it was not opened")
     found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
     if not isinstance(found, dict) or "state_dict" not in found:
         raise CheckpointCorruptError(f"checkpoint file {path} has no state_dict: Lightning did not write it")

@@ -1,92 +1,63 @@
 """All ranks of a save or load do a step together: it went well on all of them, or it fails on all of them."""
 
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store, _set_pg_timeout
+from typing_extensions import override
 
 from lightning_pipeline import errors
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
+from lightning_pipeline.ranks import CAUSE, Cause, Company, Failed, Lookout, Notes, break_off, closed_peers
+from lightning_pipeline.wire import Wait, Waits
 
 T = TypeVar("T")
 _GRACE_SECONDS = 1.0
 
 
-@dataclass(frozen=True)
-class Failed:
-    """What went wrong on a rank, as text: not every exception can be pickled."""
-
-    kind: str
-    text: str
-    detail: str
-    rank: int
-
-    @classmethod
-    def of(cls, error: BaseException, rank: int) -> "Failed":
-        """Describe an exception."""
-        own = isinstance(error, CheckpointError)
-        text = str(error) if own else f"{type(error).__name__}: {error}"
-        return cls(type(error).__name__, text, "".join(traceback.format_exception(error)), rank)
-
-
-class Ranks:
-    """The ranks that save or load together.
+class Ranks(Company):
+    """The ranks that save or load together. Exceptions of a rank become a `CheckpointError` on all.
 
     Args:
         group: Over all of them, used by nothing else meanwhile; gloo. `None` where there is one rank.
-        store: Where each rank notes how far it has come, so that a missing one can be named.
+        store: Where a lost rank is named, where there is no `lookout`.
         rank: This rank's number in the group; 0 leads.
         timeout: Longest wait for the others in one step.
         name: Of the run, different for each.
+        lookout: Of the run. Default: one of its own.
     """
 
     def __init__(
-        self, group: Any, store: Store | None, rank: int, timeout: timedelta, name: str = "checkpoint"
+        self,
+        group: dist.ProcessGroup | None,
+        store: Store | None,
+        rank: int,
+        timeout: timedelta,
+        name: str = "checkpoint",
+        lookout: Lookout | None = None,
     ) -> None:
-        self.group, self.rank = group, rank
-        self._store, self._timeout, self._name = store, timeout, name
-        self._steps = 0
-        self.size = group.size() if group is not None else 1
+        super().__init__(group, None, rank)
+        if self.group is not None:
+            _set_pg_timeout(2 * timeout + timedelta(seconds=60), self.group)  # the lookout is sooner
+        self.rank, self.size, self._timeout = rank, len(self.ranks), timeout
+        self._key = f"{name}/cause"
+        self._lookout = lookout
+        self._own: Lookout | None = None
+        if lookout is None and self.group is not None and store is not None:
+            self._lookout = self._own = Lookout(
+                Notes(store), Waits(), rank=rank, size=self.size, pipeline_rank=lambda rank: rank,
+                step_timeout=timeout, hook_timeout=timeout,
+            )  # fmt: skip
+            self._own.start()
 
     @property
     def leads(self) -> bool:
         """Whether this is the rank that decides and commits."""
         return self.rank == 0
-
-    def collect(
-        self, what: str, local: Callable[[], T], lead: Callable[[list[T]], Any], *, scatter: bool = False
-    ) -> Any:
-        """Every rank works something out; the leader makes one result of it, for all.
-
-        Args:
-            what: For messages: `writing`.
-            local: On every rank, without communication.
-            lead: On the leader, with what `local` gave on each rank.
-            scatter: Whether the result is a list with one entry for each rank.
-
-        Raises:
-            CheckpointError: Something raised on any rank; the same on all. Exceptions that are no
-                `CheckpointError` become a `CheckpointWriteError`.
-        """
-        done, interrupt = self._try(local)
-        results = self._talk(what, lambda: self._gather(done))
-        outcome: Any = None
-        if self.leads:
-            failed = [result for result in results if isinstance(result, Failed)]
-            outcome = failed or self._try(lambda: lead(results))[0]
-        outcome = self._talk(what, lambda: self._hand_out(outcome, scatter))
-        if interrupt is not None:
-            raise interrupt
-        if isinstance(outcome, Failed):
-            outcome = [outcome]
-        if isinstance(outcome, list) and outcome and isinstance(outcome[0], Failed):
-            self._raise(what, outcome)
-        return outcome
 
     def everyone(self, what: str, local: Callable[[], T]) -> list[T]:
         """Every rank works something out and gets what all of them have."""
@@ -104,104 +75,80 @@ class Ranks:
         found: T = self.collect(what, lambda: None, lambda _: lead())
         return found
 
-    def _try(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-        try:
-            return work(), None
-        except (KeyboardInterrupt, SystemExit) as error:
-            return Failed.of(error, self.rank), error
-        except BaseException as error:  # DCP's exceptions are no `Exception`
-            return Failed.of(error, self.rank), None
+    def leave(self) -> None:
+        """End the group; the others see a closed connection."""
+        group, self.group = self.group, None
+        if self._own is not None:
+            self._own.stop()
+        if group is not None:
+            dist.destroy_process_group(group)
 
-    def _gather(self, value: Any) -> list[Any]:
-        if self.group is None:
-            return [value]
-        found: list[Any] | None = [None] * self.size if self.leads else None
-        dist.gather_object(value, found, group=self.group, group_dst=0)
-        return found or []
-
-    def _hand_out(self, value: Any, scatter: bool) -> Any:
-        if self.group is None:
-            return value[0] if scatter and isinstance(value, list) else value
-        if not scatter:
-            box = [value]
-            dist.broadcast_object_list(box, group=self.group, group_src=0)
-            return box[0]
-        failed = isinstance(value, Failed) or (
-            isinstance(value, list) and any(isinstance(v, Failed) for v in value)
-        )
-        own: list[Any] = [None]
-        given = [value] * self.size if failed else value
-        dist.scatter_object_list(own, given if self.leads else None, group=self.group, group_src=0)
-        return own[0]
-
-    def _raise(self, what: str, failed: list[Failed]) -> None:
+    @override
+    def refuse(self, what: str, failed: Sequence[Failed]) -> NoReturn:
         first = failed[0]
         kind = getattr(errors, first.kind, CheckpointWriteError)
         if not issubclass(kind, CheckpointError):
-            kind = CheckpointWriteError
-        others = "".join(f"; rank {f.rank}: {f.text}" for f in failed[1:] if f.text != first.text)
-        error = kind(f"{what} failed on global rank {first.rank}: {first.text}{others}")
+            kind = CheckpointWriteError if what.startswith("saving") else CheckpointError
+        texts = [entry.text.removeprefix(f"{errors.__name__}.{entry.kind}: ") for entry in failed]
+        others = "".join(
+            f"; rank {entry.rank}: {text}"
+            for entry, text in zip(failed, texts, strict=True)
+            if text != texts[0]
+        )
+        error = kind(f"{what} failed on global rank {first.rank}: {texts[0]}{others}")
         error.add_note(f"On global rank {first.rank}:\n{first.detail}")
         raise error
 
     # A rank that does not come
 
-    def _talk(self, what: str, exchange: Callable[[], Any]) -> Any:
-        """Communicate; a rank that is gone or stuck is named, and all others are freed."""
-        if self.group is None and self.size > 1:
+    @override
+    @contextmanager
+    def exchange(self, what: str, group: dist.ProcessGroup | None = None) -> Iterator[dist.ProcessGroup]:
+        """Communicate in the block; a rank that is gone or stuck is named, and all others are freed."""
+        group = self.group
+        if group is None:
             raise CheckpointWriteError(
                 f"{what} failed: an earlier save or load lost a rank; start the run again"
             )
-        self._steps += 1
-        self._note(f"{self._name}/{self._steps}/{self.rank}", "here")
+        wait = Wait(what, tuple(self.ranks), group, self._timeout.total_seconds(), self._key)
         try:
-            return exchange()
+            if self._lookout is None:
+                yield group
+            else:
+                with self._lookout.waits.inside(wait):
+                    yield group
         except RuntimeError as error:
-            cause = self._cause(what, error)
-            if self.group is not None:
-                group, self.group = self.group, None
-                dist.destroy_process_group(group)  # the others see a closed connection
-                del group
+            cause = self._cause(what, error, group)
+            break_off(group)
+            self.leave()
             raise CheckpointWriteError(cause) from error
 
-    def _cause(self, what: str, error: RuntimeError) -> str:
+    def _cause(self, what: str, error: RuntimeError, group: dist.ProcessGroup) -> str:
+        told = self._told()
+        if told is not None:
+            who = f"global rank {told.global_rank} did not answer, ended or stuck"
+            why = f"{told.where}: {told.summary}"
+        else:
+            closed = closed_peers(group)
+            names = ", ".join(map(str, closed)) or "0, which hosts the store, or another,"
+            who, why = f"global rank {names} did not answer, ended or stuck", f"{error}"
+            if closed and self._lookout is not None:
+                own = Cause(closed[0], closed[0], "an unknown action", f"its connections closed: {why}", "")
+                self._lookout.notes.put_first(self._key, own.to_text())
+        limit = f"checkpoint_timeout={self._timeout.total_seconds():g} s"
+        return f"{what} failed: {who} ({limit}; seen from rank {self.rank}: {why})"
+
+    def _told(self) -> Cause | None:
+        """What ended the wait, here or elsewhere; one who failed gets a moment to say so."""
+        lookout = self._lookout
+        if lookout is None:
+            return None
         deadline = time.monotonic() + _GRACE_SECONDS
-        missing = self._missing()
-        while missing and time.monotonic() < deadline and not self._known():
-            time.sleep(0.01)
-            missing = self._missing()
-        told = self._known()
-        if told:
-            return told
-        names = ", ".join(map(str, missing)) or "0, which hosts the store, or another"
-        own = (
-            f"{what} failed: global rank {names} did not answer, ended or stuck "
-            f"(checkpoint_timeout={self._timeout.total_seconds():g} s; seen from rank {self.rank}: {error})"
-        )
-        self._note(f"{self._name}/cause", own)
-        return own
-
-    def _missing(self) -> list[int]:
-        try:
-            assert self._store is not None
-            keys = [f"{self._name}/{self._steps}/{rank}" for rank in range(self.size)]
-            return [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-        except (RuntimeError, AssertionError):  # the store's host is gone
-            return []
-
-    def _known(self) -> str:
-        try:
-            key = f"{self._name}/cause"
-            return (
-                self._store.get(key).decode() if self._store is not None and self._store.check([key]) else ""
-            )
-        except RuntimeError:  # the store's host is gone
-            return ""
-
-    def _note(self, key: str, value: str) -> None:
-        if self._store is None:
-            return
-        try:
-            self._store.set(key, value)
-        except RuntimeError:  # the store's host is gone: the exchange itself will tell
-            return
+        while True:
+            for key in (self._key, CAUSE):
+                text = "" if key in lookout.decided else lookout.notes.get(key)
+                if text or key in lookout.decided:
+                    return Cause.from_text(text) if text else lookout.decided[key]
+            if lookout.notes.is_gone or time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)

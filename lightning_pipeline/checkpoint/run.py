@@ -36,7 +36,7 @@ from lightning_pipeline.checkpoint.plain_file import open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.checkpoint.save import Part, without_ties, write
-from lightning_pipeline.ranks import Numbering
+from lightning_pipeline.ranks import Lookout, Numbering
 from lightning_pipeline.settings import Settings
 
 _GRACE_SECONDS = 20.0
@@ -119,9 +119,12 @@ class Checkpoints:
         options: Of the strategy.
         numbering: Which global rank is where.
         store: Of the run; none but this run uses it.
+        lookout: Of the run.
     """
 
-    def __init__(self, options: Options, numbering: Numbering, store: Any) -> None:
+    def __init__(
+        self, options: Options, numbering: Numbering, store: Any, lookout: Lookout | None = None
+    ) -> None:
         self._options, self._numbering = options, numbering
         alone = not dist.is_initialized() or dist.get_world_size() == 1
         rank = 0 if alone else dist.get_rank()
@@ -129,7 +132,7 @@ class Checkpoints:
             timeout=options.timeout, backend="gloo", group_desc="lp_checkpoint"
         )  # fmt: skip
         name = f"checkpoint/{secrets.token_hex(4)}" if alone else "checkpoint"
-        self._ranks = Ranks(group, store, rank, options.timeout, name)
+        self._ranks = Ranks(group, store, rank, options.timeout, name, lookout)
         self._rank, self._replica, _ = numbering.coordinates(rank)
         self._background = Background(options.timeout.total_seconds() / 4)  # the rest is for full speed
         self._retention = Retention(self._background.later)
@@ -345,6 +348,4 @@ class Checkpoints:
         """End it. After a failure of the run nothing is raised, and others are not waited for long."""
         if failed:
             self._background.abandon(_GRACE_SECONDS)
-        group, self._ranks.group = self._ranks.group, None
-        if group is not None:
-            dist.destroy_process_group(group)
+        self._ranks.leave()

@@ -26,6 +26,8 @@ class Position:
         self._trainer = trainer
         self._created: Any = None
         self._started: Any = None
+        self._is_new = False
+        self._to_iterate: Any = None
         self._resumed = False
         self._saved: Mapping[str, Any] | None = None
         self._is_set = False
@@ -44,7 +46,16 @@ class Position:
         Returns:
             Undoes it.
         """
-        return _lightning.around_epoch_start(self._trainer, self._before, self._after)
+        undo = [
+            _lightning.around_epoch_start(self._trainer, self._before, self._after),
+            _lightning.before_fetch(self._trainer, self._fetch),
+        ]
+
+        def undo_all() -> None:
+            for call in reversed(undo):
+                call()
+
+        return undo_all
 
     # Saving
 
@@ -101,9 +112,9 @@ class Position:
     def _before(self, fetcher: Any, seen: int, makes_iterator: bool) -> None:
         if not self._resumed:
             if makes_iterator:
-                self._created = self._now()
+                self._created, self._to_iterate = self._now(), None
             return
-        self._resumed = False
+        self._resumed, self._to_iterate = False, None
         if seen and self._hand_over_to_loaders():
             self._set("now")
             iter(fetcher)
@@ -112,13 +123,28 @@ class Position:
         else:
             if not self._is_set:
                 self._set("now")
-            self._created = self._now()
-            self._iterate(fetcher)
+            self._iterate_later(fetcher)
         self._saved = None
 
+    def _iterate_later(self, fetcher: Any) -> None:
+        """What ends the epoch of the save, such as its validation, draws before the next order is drawn."""
+        if _lightning.fetches_ahead(fetcher):
+            self._created = self._now()
+            self._iterate(fetcher)
+        else:
+            self._to_iterate = fetcher
+
     def _after(self, seen: int) -> None:
-        if not seen:
-            self._started = self._now()
+        self._is_new = not seen
+
+    def _fetch(self) -> None:
+        """The loop turns to its loader."""
+        fetcher, self._to_iterate = self._to_iterate, None
+        if fetcher is not None:
+            self._created = self._now()
+            self._iterate(fetcher)
+        if self._is_new:
+            self._is_new, self._started = False, self._now()
 
     def _hand_over_to_loaders(self) -> bool:
         loop = self._trainer.fit_loop

@@ -22,6 +22,7 @@ class Executor:
         groups: The process groups; their links become this executor's channels.
         device: Where the tensors between stages live. Default: CPU.
         timeline: Where to record what happens. Default: a new one, on the clock of the device.
+        failure: Ends all ranks. Default: a new one.
 
     Attributes:
         log: The messages of the last run; `None` while nobody records.
@@ -34,16 +35,20 @@ class Executor:
         *,
         device: torch.device | str = "cpu",
         timeline: Timeline | None = None,
+        failure: Failure | None = None,
     ) -> None:
         self.stages = stages
         self.timeline = timeline or Timeline(stream_clock(torch.device(device)))
-        self.failure = Failure(groups, recent=self.timeline.recent)
+        self.failure = failure or Failure(groups)
+        groups.lookout.recent = self.timeline.recent
         self.clocks = Clocks(groups, self.failure)
         self.rank = groups.rank
         self.channels = {
             peer: Channel(link, device=torch.device(device), edge=groups.edges.get(peer))
             for peer, link in groups.links.items()
         }
+        for link in groups.links.values():
+            link.where = lambda: str(self._where())
         self.log: MessageLog | None = None
         self._runs = 0
         # Where edges move tensors, everything is launched at its place in one global order of all ranks.
@@ -85,6 +90,10 @@ class Executor:
         """
         try:
             self._run(plan, signatures, forward_only)
+        except StopIteration as error:  # Lightning would take it for the end of the data
+            raised = RuntimeError(f"a step raised StopIteration: {error}")
+            self.failure.end(raised, self._where())
+            raise raised from error
         except BaseException as error:
             self.failure.end(error, self._where())
             raise

@@ -267,7 +267,7 @@ class ReportChannel:
         return vector
 
     def _broadcast(self, vector: Tensor) -> None:
-        dist.broadcast(vector, src=self._outlet.source, group=self._group)
+        self._outlet.company.broadcast("the end of a step", vector, self._outlet.source, self._group)
 
 
 def _without_values(report: Report | None) -> Report:

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.ranks import Groups, Offset
+from lightning_pipeline.ranks import Company, Groups, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 
 
@@ -64,8 +62,7 @@ class StageMeasures:
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
         """As many float64 of every rank, by replica and pipeline rank; all ranks must call."""
-        groups, own = self._groups, torch.tensor(values, dtype=torch.float64)
-        found = [torch.empty_like(own) for _ in range(groups.numbering.world_size)]
-        with self._executor.failure.watch("gathering what was measured"):
-            dist.all_gather(found, own, group=groups.control)
-        return [[found[rank].tolist() for rank in ranks] for ranks in groups.numbering.pipelines()]
+        groups = self._groups
+        world = Company(groups.control, self._executor.failure, groups.global_rank)
+        found = world.numbers("gathering what was measured", values)
+        return [[found[rank] for rank in ranks] for ranks in groups.numbering.pipelines()]

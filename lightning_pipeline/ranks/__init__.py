@@ -2,24 +2,36 @@
 
 from lightning_pipeline.ranks.alignment import Clocks, Offset
 from lightning_pipeline.ranks.board import Board, on_device
-from lightning_pipeline.ranks.failure import Failure, Where
+from lightning_pipeline.ranks.cause import Cause, Where
+from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
+from lightning_pipeline.ranks.crash import write_crash
+from lightning_pipeline.ranks.failure import Failure, closed_peers
 from lightning_pipeline.ranks.gradients import average_gradients, sum_gradients
 from lightning_pipeline.ranks.groups import Groups, Numbering
+from lightning_pipeline.ranks.lookout import Lookout, break_off
 from lightning_pipeline.ranks.mesh import fit_to_devices
-from lightning_pipeline.ranks.sharing import Outlet, agreed
+from lightning_pipeline.ranks.notes import CAUSE, Notes
 
 __all__ = [
+    "CAUSE",
     "Board",
+    "Cause",
     "Clocks",
+    "Company",
+    "Failed",
     "Failure",
     "Groups",
+    "Lookout",
+    "Notes",
     "Numbering",
     "Offset",
     "Outlet",
     "Where",
-    "agreed",
     "average_gradients",
+    "break_off",
+    "closed_peers",
     "fit_to_devices",
     "on_device",
     "sum_gradients",
+    "write_crash",
 ]

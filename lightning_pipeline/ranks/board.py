@@ -13,7 +13,7 @@ from torch.distributed import Store
 from torch.utils._pytree import tree_map
 
 from lightning_pipeline.errors import StageFailedError
-from lightning_pipeline.ranks.groups import CAUSE
+from lightning_pipeline.ranks.notes import CAUSE
 
 _LONGEST_NAP = 0.02  # seconds between two looks
 

@@ -1,110 +1,115 @@
-"""One first cause for all ranks: written to the store before any connection is closed, read by everyone."""
+"""One first cause for all ranks: written to the notes before any connection is closed, read by everyone."""
 
-import json
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import NoReturn
 
-from torch.distributed.distributed_c10d import Store
+import torch
+import torch.distributed as dist
 
 from lightning_pipeline.errors import StageFailedError, StageTimeoutError
-from lightning_pipeline.ranks.groups import CAUSE, Groups
-from lightning_pipeline.wire import LinkError
+from lightning_pipeline.ranks.cause import Cause, Where, summary_of
+from lightning_pipeline.ranks.groups import Groups
+from lightning_pipeline.ranks.lookout import talks_on_host
+from lightning_pipeline.ranks.notes import CAUSE
+from lightning_pipeline.wire import LinkError, Wait
 
-_LOST = ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out waiting")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset",
+    "Broken pipe",
+    "imed out waiting",
+    "caused pair closure",
+)
 _LINGER_SECONDS = 2.0
 _COLLECT_SECONDS = 0.5
 
 
-@dataclass(frozen=True)
-class Where:
-    """What a rank was doing, for a message to the user.
-
-    Args:
-        activity: Such as `2F3` or `averaging gradients`.
-        stage: Index of the stage, None outside an action.
-        microbatch: Index of the micro-batch, None outside an action.
-    """
-
-    activity: str
-    stage: int | None = None
-    microbatch: int | None = None
-
-    def __str__(self) -> str:
-        if self.stage is None:
-            return self.activity
-        return f"{self.activity} (stage {self.stage}, micro-batch {self.microbatch})"
+_OUTSIDE = Where("code outside a step")
 
 
-@dataclass(frozen=True)
-class Cause:
-    """The first thing that went wrong anywhere.
+def is_lost(error: BaseException) -> bool:
+    """Whether a collective says that a connection is gone, or its time over."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
-    Args:
-        rank: Pipeline rank where it happened.
-        global_rank: Its number in the world.
-        where: What that rank was doing.
-        summary: Type and text of the exception.
-        detail: Traceback, or last actions.
-        timed_out: Whether a wait took longer than `step_timeout`.
-        silent: Whether that rank cannot tell anything itself any more.
-        advice: What more there is to say, such as what to change.
-    """
 
-    rank: int
-    global_rank: int
-    where: str
-    summary: str
-    detail: str
-    timed_out: bool = False
-    silent: bool = False
-    advice: str = ""
+def closed_peers(group: dist.ProcessGroup) -> list[int]:
+    """Global ranks of a gloo group whose connection is closed: a receive from them fails at once."""
+    found: list[int] = []
+    if not talks_on_host(group):
+        return found
+    for peer, rank in enumerate(dist.get_process_group_ranks(group)):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x1EAF)
+        except RuntimeError:
+            found.append(rank)
+    return found
 
 
 class Failure:
     """Ends all ranks of a pipeline with the first cause.
 
     Args:
-        groups: Whose connections are closed, and whose store is used.
+        groups: Whose connections are closed, and whose notes is used.
         recent: Gives this rank's last actions as lines of text.
 
     Attributes:
         explain: Gives what more there is to say about an error of this rank, often nothing.
+        report: Told the first cause, once all connections are closed; gives a sentence for the message.
+        cause: The first cause, once there is one.
     """
 
-    def __init__(self, groups: Groups, *, recent: Callable[[], list[str]] = list) -> None:
+    def __init__(self, groups: Groups, *, recent: Callable[[], list[str]] | None = None) -> None:
         self._groups = groups
-        self._store = groups.store
-        self._recent = recent
+        self._notes = groups.notes
+        if recent is not None:
+            groups.lookout.recent = recent
         self.cause: Cause | None = None
         self._raised: BaseException | None = None
         self.explain: Callable[[BaseException, Where], str] = lambda error, where: ""
+        self.report: Callable[[Cause], str] = lambda cause: ""
+        self._reported = ""
 
     @contextmanager
-    def watch(self, activity: str) -> Iterator[None]:
+    def watch(self, activity: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
         """Treat any exception of the block as a failure of this rank.
 
         Args:
             activity: What the block does, for the message: "averaging gradients".
+            group: Whose ranks the block waits for.
 
         Raises:
             BaseException: What this rank ended with, when it goes on to ask the others all the same.
         """
-        if self._raised is not None:
-            raise self._raised
+        self.go_on(activity)
         try:
-            yield
+            if group is None:
+                yield
+            else:
+                with self._groups.waits.inside(
+                    Wait(activity, tuple(dist.get_process_group_ranks(group)), group)
+                ):
+                    yield
         except BaseException as error:
-            self.end(error, Where(activity))
+            self.end(error, Where(activity), group)
             raise
 
-    def end(self, error: BaseException, where: Where) -> None:
+    def end(
+        self, error: BaseException, where: Where = _OUTSIDE, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Make the cause known, close all connections, and raise it where this rank is not its origin.
 
         Returns only when `error` itself is the first cause: raise it then.
+
+        Args:
+            error: What was raised on this rank.
+            where: What this rank was doing.
+            group: In which it waited.
 
         Raises:
             StageFailedError: Another rank failed first.
@@ -112,32 +117,87 @@ class Failure:
         """
         if self.cause is not None or isinstance(error, StageFailedError):
             return
-        if not isinstance(error, LinkError) and any(text in str(error) for text in _LOST):
-            self._await_cause()
-        own = self._describe(error, where)
-        self.cause, self._raised = self._first(own), error
+        decided = self._groups.lookout.decided.get(CAUSE)
+        own = decided or self._own(error, where, group)
+        self.cause, self._raised = decided or self._first(own), error
         self._groups.abort()
+        if not isinstance(error, KeyboardInterrupt | SystemExit):
+            self._reported = self.report(self.cause)
         self._linger(self.cause)
-        if self.cause == own and not isinstance(error, LinkError):
+        mine = self.cause == own and own.global_rank == self._groups.global_rank
+        if mine and not own.silent and not own.timed_out:
             if own.advice:
                 error.add_note(own.advice)
-            error.add_note(f"This was {_named(own)} in {own.where}; all other ranks were told.")
+            error.add_note(f"This was {own.who} in {own.where}; all other ranks were told.")
+            if self._reported:
+                error.add_note(self._reported)
             return
-        self._raise(self.cause, where, error)
+        self.tell(where, error)
 
-    def _await_cause(self) -> None:
+    def go_on(self, activity: str) -> None:
+        """Raise what this rank or the run has ended with, if it has.
+
+        Args:
+            activity: What this rank would do next.
+        """
+        if self._raised is not None:
+            raise self._raised
+        if self.cause is not None:
+            self.tell(Where(activity))
+
+    def missed(self, activity: str) -> None:
+        """Not all ranks came to the end of something: raise what one of them failed with, if one did.
+
+        Args:
+            activity: That the others have come to.
+
+        Raises:
+            StageFailedError: A rank failed on its way.
+        """
+        text = self._notes.get(CAUSE)
+        if text and self.cause is None:
+            self.cause = Cause.from_text(text)
+            self.tell(Where(activity))
+
+    def tell(self, where: Where, error: BaseException | None = None) -> NoReturn:
+        """Raise the first cause on a rank that is not its origin."""
+        cause = self.cause
+        assert cause is not None, "there is a cause"
+        kind = StageTimeoutError if cause.timed_out else StageFailedError
+        what = "is stuck" if cause.timed_out else "failed"
+        self._raised = kind(
+            f"pipeline rank {self._groups.rank} stopped in {where} because {cause.who} {what} in "
+            f"{cause.where}: {cause.summary}\n{cause.detail}{cause.advice}"
+            + (f"\n{self._reported}" if self._reported else "")
+        )
+        raise self._raised from error
+
+    def _own(self, error: BaseException, where: Where, group: dist.ProcessGroup | None) -> Cause:
+        """The cause as this rank sees it."""
+        if isinstance(error, LinkError):
+            peer = self._groups.numbering.global_rank(error.peer, self._groups.replica)
+            return self._lost(error, where, peer)
+        if group is not None and is_lost(error):
+            told = self._await_cause()
+            if told is not None:
+                return told
+            closed = closed_peers(group)
+            if closed:
+                return self._lost(error, where, closed[0])
+        summary, detail = summary_of(error), "".join(traceback.format_exception(error))
+        groups = self._groups
+        return Cause(
+            groups.rank, groups.global_rank, str(where), summary, detail, advice=self._explained(error, where)
+        )
+
+    def _await_cause(self) -> Cause | None:
         """A collective that broke cannot name who is gone; give those who can a moment to do so."""
         deadline = time.monotonic() + _COLLECT_SECONDS
-        while time.monotonic() < deadline and self._ask_store(lambda store: store.check([CAUSE])) == "":
+        text = self._notes.get(CAUSE)
+        while not text and not self._notes.is_gone and time.monotonic() < deadline:
             time.sleep(0.01)
-
-    def _describe(self, error: BaseException, where: Where) -> Cause:
-        rank, number = self._groups.rank, self._groups.global_rank
-        if isinstance(error, LinkError):
-            return self._describe_lost(error, where)
-        summary = "".join(traceback.format_exception_only(error)).strip()
-        detail = "".join(traceback.format_exception(error))
-        return Cause(rank, number, str(where), summary, detail, advice=self._explained(error, where))
+            text = self._notes.get(CAUSE)
+        return Cause.from_text(text) if text else None
 
     def _explained(self, error: BaseException, where: Where) -> str:
         try:
@@ -145,83 +205,38 @@ class Failure:
         except Exception as broken:  # the first cause is what counts
             return f"What more there is to say could not be put together: {type(broken).__name__}: {broken}"
 
-    def _describe_lost(self, error: LinkError, where: Where) -> Cause:
+    def _lost(self, error: BaseException, where: Where, peer: int) -> Cause:
+        """A rank that closed its connections without leaving a cause."""
         groups = self._groups
-        culprit = self._culprit(error.peer) if error.timed_out else error.peer
-        if error.timed_out:
-            doing = "an action that takes too long"
-            summary = (
-                f"rank {groups.rank} waited {groups.step_timeout.total_seconds():g} s in {where} for rank "
-                f"{error.peer}; rank {culprit} is the one that waits for nobody"
-            )
-        else:
-            doing = f"an unknown action; rank {groups.rank} was in {where}"
-            summary = f"its process ended without saying why (killed, or out of memory?): {error}"
+        rank, *_ = groups.numbering.coordinates(peer)
         return Cause(
-            rank=culprit,
-            global_rank=groups.numbering.global_rank(culprit, groups.replica),
-            where=doing,
-            summary=summary,
-            detail=f"Last actions of rank {groups.rank}:\n  " + "\n  ".join(self._recent()),
-            timed_out=error.timed_out,
+            rank=rank,
+            global_rank=peer,
+            where=f"an unknown action; rank {groups.rank} was in {where}",
+            summary=f"its process ended without saying why (killed, or out of memory?): {error}",
+            detail=f"Last actions of rank {groups.rank}:\n  " + "\n  ".join(groups.lookout.recent()),
+            timed_out=isinstance(error, LinkError) and error.timed_out,
             silent=True,
         )
 
-    def _culprit(self, peer: int) -> int:
-        """Follow who waits for whom to the rank that does not wait: it is stopped or at work."""
-        prefix = f"waiting/{self._groups.replica}"
-        self._ask_store(lambda store: store.set(f"{prefix}/{self._groups.rank}", str(peer)))
-        deadline = time.monotonic() + _COLLECT_SECONDS
-        seen = {self._groups.rank}
-        while peer not in seen and time.monotonic() < deadline:
-            key = f"{prefix}/{peer}"
-            if self._ask_store(lambda store, key=key: store.check([key])):  # type: ignore[misc]
-                seen.add(peer)
-                peer = int(self._ask_store(lambda store, key=key: store.get(key)) or peer)  # type: ignore[misc]
-            else:
-                time.sleep(0.02)
-        return peer
-
     def _first(self, own: Cause) -> Cause:
         """Write our cause unless there is one; either way return the one that stands."""
-        text = json.dumps(asdict(own))
-        stored = self._ask_store(lambda store: store.compare_set(CAUSE, "", text))
-        if stored:
-            return Cause(**json.loads(stored))
-        if not own.silent or self._groups.global_rank == 0:
+        stands = self._notes.put_first(CAUSE, own.to_text())
+        if stands:
+            return Cause.from_text(stands)
+        if not own.silent or self._groups.host in (None, self._groups.global_rank):
             return own
-        rank, *_ = self._groups.numbering.coordinates(0)
+        rank, *_ = self._groups.numbering.coordinates(self._groups.host)
         summary = f"it hosts the store, which is gone; see its own output. Seen from here: {own.summary}"
-        return replace(own, rank=rank, global_rank=0, summary=summary)
-
-    def _ask_store(self, ask: Callable[[Store], object]) -> str:
-        """Ask the store; an empty answer when its host is gone."""
-        try:
-            answer = ask(self._store)
-        except RuntimeError:  # the store's host has ended: each rank then reports what it saw itself
-            return ""
-        return answer.decode() if isinstance(answer, bytes) else str(answer or "")
+        return replace(own, rank=rank, global_rank=self._groups.host, summary=summary)
 
     def _linger(self, cause: Cause) -> None:
         """Let the others read the cause before the process that may host the store ends."""
-        read = int(self._ask_store(lambda store: store.add("read", 1)) or 0)
+        read = self._notes.add("read", 1)
         if self._groups.global_rank != 0:
             return
         deadline = time.monotonic() + _LINGER_SECONDS
         readers = self._groups.numbering.world_size - cause.silent
         while 0 < read < readers and time.monotonic() < deadline:
             time.sleep(0.005)
-            read = int(self._ask_store(lambda store: store.add("read", 0)) or 0)
-
-    def _raise(self, cause: Cause, where: Where, error: BaseException) -> NoReturn:
-        kind = StageTimeoutError if cause.timed_out else StageFailedError
-        what = "is stuck" if cause.timed_out else "failed"
-        self._raised = kind(
-            f"pipeline rank {self._groups.rank} stopped in {where} because {_named(cause)} {what} in "
-            f"{cause.where}: {cause.summary}\n{cause.detail}{cause.advice}"
-        )
-        raise self._raised from error
-
-
-def _named(cause: Cause) -> str:
-    return f"pipeline rank {cause.rank} (global rank {cause.global_rank})"
+            read = self._notes.add("read", 0)

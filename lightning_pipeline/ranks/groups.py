@@ -1,5 +1,6 @@
 """Which global rank holds what, and the process groups between them."""
 
+import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
@@ -10,11 +11,13 @@ from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
-from lightning_pipeline.wire import Edge, Link
+from lightning_pipeline.ranks.lookout import Lookout, break_off
+from lightning_pipeline.ranks.notes import CAUSE, Notes
+from lightning_pipeline.wire import Edge, Link, Wait, Waits
 
-CAUSE = "cause"
+_SPARE = timedelta(seconds=60)
 T = TypeVar("T")
 
 
@@ -118,7 +121,8 @@ class Groups:
         backend: Of the groups that carry tensors: `pipeline`, replicas, and stages that share a parameter,
             such as `nccl`. Default: `gloo`.
         init_timeout: Longest wait for a rank that comes late to the making of a group.
-        step_timeout: Longest wait for one message or collective in a step.
+        step_timeout: Longest wait for a rank that is stopped, or for ranks that wait for each other.
+        hook_timeout: Longest wait for a rank that is alive inside the user's own code.
         edge_backend: Of the communicators that move tensors between neighbours, from device to device. None:
             there are none; tensors go through host memory, with their headers.
         device: Where those tensors live.
@@ -127,6 +131,9 @@ class Groups:
         edges: By the neighbour's pipeline rank; empty without `edge_backend`.
         pipeline: The ranks of this replica, for tensors.
         pipeline_control: The same ranks, for objects, over gloo.
+        lookout: Ends waits that nobody will end.
+        notes: Where ranks leave notes for each other.
+        host: Global rank that hosts the store; `None` where `torchrun` does.
     """
 
     def __init__(
@@ -137,28 +144,38 @@ class Groups:
         backend: str = "gloo",
         init_timeout: timedelta = timedelta(seconds=300),
         step_timeout: timedelta = timedelta(seconds=300),
+        hook_timeout: timedelta = timedelta(seconds=1800),
         edge_backend: str | None = None,
         device: torch.device | None = None,
     ) -> None:
         self.numbering = Numbering.of(placement, replicas=replicas)
         self.global_rank = dist.get_rank()
         self.rank, self.replica, _ = self.numbering.coordinates(self.global_rank)
-        self.step_timeout = step_timeout
+        self.step_timeout, self.hook_timeout, self.init_timeout = step_timeout, hook_timeout, init_timeout
+        self.host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
+        self.waits = Waits()
         self.aborted = False
         self._made: list[dist.ProcessGroup] = []
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         everyone = [list(range(self.numbering.world_size))]
         self.control = _required(self._make(everyone, "control", "gloo", init_timeout))
         self._backend = backend
+        self.store = self._own_store()
+        self.notes = Notes(self.store)
+        self.lookout = Lookout(
+            self.notes, self.waits, rank=self.global_rank, size=self.numbering.world_size,
+            pipeline_rank=lambda rank: self.numbering.coordinates(rank)[0],
+            step_timeout=step_timeout, hook_timeout=hook_timeout, host=self.host,
+        )  # fmt: skip
+        self.lookout.start()
         pipelines = self.numbering.pipelines()
-        self.pipeline = _required(self._make(pipelines, "pipeline", backend, step_timeout))
+        self.pipeline = _required(self._make(pipelines, "pipeline", backend, init_timeout))
         # Objects and flags: NCCL would take them through the device, and the host would wait for it.
         self.pipeline_control = self.pipeline
         if backend != "gloo":
-            self.pipeline_control = _required(self._make(pipelines, "objects", "gloo", step_timeout))
+            self.pipeline_control = _required(self._make(pipelines, "objects", "gloo", init_timeout))
         replicated = self.numbering.replicated() if replicas > 1 else []
-        self.data_parallel = self._make(replicated, "data", backend, step_timeout)
-        self.store = self._own_store()
+        self.data_parallel = self._make(replicated, "data", backend, init_timeout)
         self.links = self._make_links(placement, init_timeout)
         self.edges: dict[int, Edge] = {}
         if edge_backend is not None:
@@ -174,6 +191,8 @@ class Groups:
             if self.global_rank in ranks:
                 own = group
                 self._made.append(group)
+                if backend == "gloo":
+                    _set_pg_timeout(max(self.hook_timeout, timeout) + _SPARE, group)  # the lookout is sooner
         return own
 
     def _make_links(self, placement: Placement, init_timeout: timedelta) -> dict[int, Link]:
@@ -182,10 +201,11 @@ class Groups:
             pairs = [(pipeline[low], pipeline[high]) for pipeline in self.numbering.pipelines()]
             up = self._make(pairs, f"{low}_to_{high}", "gloo", init_timeout)
             down = self._make(pairs, f"{high}_to_{low}", "gloo", init_timeout)
+            timeout = self.hook_timeout + _SPARE
             if self.rank == low:
-                links[high] = Link(high, _required(up), _required(down), timeout=self.step_timeout)
+                links[high] = Link(high, _required(up), _required(down), timeout=timeout, waits=self.waits)
             elif self.rank == high:
-                links[low] = Link(low, _required(down), _required(up), timeout=self.step_timeout)
+                links[low] = Link(low, _required(down), _required(up), timeout=timeout, waits=self.waits)
         return links
 
     def _make_edges(self, placement: Placement, backend: str, device: torch.device) -> None:
@@ -214,7 +234,7 @@ class Groups:
             ranks = self._ranks_of(stages, placement)
             if len(ranks) > 1 and ranks not in self._shared:
                 lists = [[pipeline[rank] for rank in ranks] for pipeline in self.numbering.pipelines()]
-                self._shared[ranks] = self._make(lists, f"shared_{ranks}", self._backend, self.step_timeout)
+                self._shared[ranks] = self._make(lists, f"shared_{ranks}", self._backend, self.init_timeout)
 
     def shared(self, stages: Sequence[int], placement: Placement) -> dist.ProcessGroup | None:
         """The group over the ranks that hold these stages; None where one rank holds them all."""
@@ -227,29 +247,41 @@ class Groups:
     def abort(self) -> None:
         """End all groups of this pipeline at once, without waiting for anyone: peers see closed connections.
 
-        gloo's own `abort` frees nobody (torch 2.13); a connection closes when the last reference to its
-        group and to the handles of its messages is gone.
+        A connection would close when the last reference to its group and to the handles of its messages is
+        gone, and the traceback of what ended the run holds some.
         """
         if not self.aborted:
             self.aborted = True
+            for group in self._made:
+                if group.size() > 1:
+                    break_off(group)
             self._drop()
 
-    def close(self) -> None:
-        """End all groups once every rank has come here, so that no rank sees a lost connection."""
+    def close(self) -> bool:
+        """End all groups once every rank has come here, so that no rank sees a lost connection.
+
+        Returns:
+            Whether all have come; else a rank failed on its way here, or did not come in time.
+        """
         if self.aborted:
-            return
+            return False
         self.aborted = True
-        count = self.store.add("closed", 1)
-        if count == self.numbering.world_size:
-            self.store.set("all_closed", "1")
+        everyone = range(self.numbering.world_size)
+        wait = Wait("the end of the run", tuple(everyone), None)
+        if self.notes.add("closed", 1) == len(everyone):
+            self.notes.put("all_closed", "1")
         deadline = time.monotonic() + self.step_timeout.total_seconds()
-        while not self.store.check(["all_closed"]) and time.monotonic() < deadline:
-            if self.store.check([CAUSE]):
-                break
-            time.sleep(0.002)
+        with self.waits.inside(wait):
+            while not self.notes.get("all_closed") and time.monotonic() < deadline:
+                if self.notes.is_gone or self.notes.get(CAUSE):
+                    break
+                time.sleep(0.002)
+        came = self.notes.is_gone or bool(self.notes.get("all_closed"))
         self._drop()
+        return came
 
     def _drop(self) -> None:
+        self.lookout.stop()
         for link in self.links.values():
             link.abort()
         for edge in self.edges.values():

@@ -7,16 +7,20 @@ from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import random_states, set_random_states
-from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.errors import BatchMismatchError
+from lightning_pipeline.ranks import Company, Outlet
 
 
 class Ranks(Protocol):
     """What is asked of the other ranks."""
+
+    world: Company
 
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether any rank of the world raised it."""
@@ -64,6 +68,21 @@ class LowersGuards(Callback):
             trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
 
 
+class TellsFirst(Callback):
+    """Added by the strategy, before all others, whose `on_exception` may take minutes.
+
+    Args:
+        fail: Tells the other ranks.
+    """
+
+    def __init__(self, fail: Callable[[BaseException], None]) -> None:
+        self._fail = fail
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._fail(exception)
+
+
 class KeepTogether(Callback):
     """Added by the strategy.
 
@@ -92,12 +111,16 @@ class KeepTogether(Callback):
     def watch_signals(self, trainer: Trainer) -> Callable[[], None]:
         """From now on end the run, or save it for a new job, at one batch of all ranks.
 
-        In an evaluation a SIGTERM ends this rank's at once.
+        In a run that only evaluates a SIGTERM ends this rank's at once.
 
         Returns:
             Undoes it.
         """
-        undo = [self._watch_sigterm(trainer), self._watch_requeue(trainer)]
+        undo = [
+            self._watch_sigterm(trainer),
+            self._watch_requeue(trainer),
+            _lightning.after_epoch(trainer, lambda: self._end_epoch(trainer)),
+        ]
 
         def undo_all() -> None:
             for call in undo:
@@ -119,7 +142,7 @@ class KeepTogether(Callback):
     def _watch_sigterm(self, trainer: Trainer) -> Callable[[], None]:
 
         def told() -> None:
-            if trainer.training:
+            if trainer.state.fn == TrainerFn.FITTING:  # validation and the time between epochs too
                 self._told_to_end = True
             else:
                 _lightning.set_received_sigterm(trainer)
@@ -137,9 +160,11 @@ class KeepTogether(Callback):
         self._epoch_starts()
         self.equal_random_states()
 
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end_epoch(self, trainer: Trainer) -> None:
+        """After all hooks of an epoch's end, any of which may ask to stop."""
         self.stop_together(trainer)
+        if self.ending:
+            raise SIGTERMException
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,8 +174,8 @@ class KeepTogether(Callback):
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._saves.finish()
 
-    def stop_together(self, trainer: Trainer, flag: bool = False) -> bool:
-        """Make any rank's wish to stop all ranks'; called at the end of each training batch too.
+    def end_batch(self, trainer: Trainer, flag: bool) -> bool:
+        """Called at the end of each training batch: `stop_together`, and all ends of data are one.
 
         Args:
             trainer: In its training.
@@ -158,9 +183,31 @@ class KeepTogether(Callback):
 
         Returns:
             Whether any rank raised the flag.
+
+        Raises:
+            BatchMismatchError: The data of some ranks has ended, on every rank.
         """
-        stop, self.ending, requeue, raised = self._ranks.any_of(
-            bool(trainer.should_stop), self._told_to_end, self._told_to_requeue, flag
+        is_last = _lightning.is_last_batch(trainer)
+        raised, some_end, some_go_on = self._agree(trainer, flag, is_last, not is_last)
+        if some_end and some_go_on:
+            ended = self._ranks.world.gather("comparing the ends of the data", is_last)
+            names = ", ".join(str(rank) for rank, last in sorted(ended.items()) if last)
+            batches = _lightning.batches_of_epoch(trainer)
+            raise BatchMismatchError(
+                f"the data of global rank {names} ended after {batches} batches, and other ranks have more: "
+                "give each stage the same batches and each replica as many, or let one rank load for all: "
+                'PipelineStrategy(data="broadcast")'
+            )
+        return raised
+
+    def stop_together(self, trainer: Trainer) -> None:
+        """Make any rank's wish to stop all ranks'."""
+        self._agree(trainer)
+
+    def _agree(self, trainer: Trainer, *flags: bool) -> list[bool]:
+        """Stop, end and requeue together; tells for each flag whether any rank raised it."""
+        stop, self.ending, requeue, *raised = self._ranks.any_of(
+            bool(trainer.should_stop), self._told_to_end, self._told_to_requeue, *flags
         )
         trainer.should_stop = stop
         if requeue and self._requeue is not None and not trainer.sanity_checking:

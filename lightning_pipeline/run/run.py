@@ -1,7 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -35,15 +34,13 @@ from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.ranks import (
     Board,
+    Company,
     Failure,
     Groups,
     Outlet,
-    Where,
-    agreed,
     average_gradients,
     sum_gradients,
 )
-from lightning_pipeline.run.equal_start import start_equal
 from lightning_pipeline.run.headline import headline, too_small
 from lightning_pipeline.run.in_step import KeepTogether, LowersGuards
 from lightning_pipeline.run.out_of_memory import watch_memory
@@ -59,6 +56,7 @@ from lightning_pipeline.run.setup import (
     move,
     seed_of_run,
     split_module,
+    start_equal,
     trace_later,
 )
 from lightning_pipeline.run.step import Plans, StepRunner, samples_of, split_arguments, trains_batch_norm
@@ -88,17 +86,21 @@ class Pipeline:
         self.groups = Groups(
             placement, replicas=numbering_replicas, backend=backend,
             init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
+            hook_timeout=settings.hook_timeout,
             edge_backend=settings.edge_backend(device, backend), device=device,
         )  # fmt: skip
         groups = self.groups
+        self.failure = Failure(groups)
+        self.world = Company(groups.control, self.failure, groups.global_rank)
+        self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
         self._ranks = groups.numbering.pipelines()[groups.replica]
         self._stages = placement.stages_of(groups.rank)
         self._plans = Plans(settings.schedule, placement.num_ranks)
-        self._from_zero = Outlet(groups.control, 0, groups.global_rank == 0)
+        self._from_zero = Outlet(self.world, 0, groups.global_rank == 0)
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
         self.feed = Feed(groups.replica, self._ranks, self.gather, self._from_last, settings.data)
         self.checkpoints = Checkpoints(
-            options_of(settings, placement.num_stages), groups.numbering, groups.store
+            options_of(settings, placement.num_stages), groups.numbering, groups.store, groups.lookout
         )
         self._set_aside = SetAside()
         self._undo: list[Any] = []
@@ -107,10 +109,18 @@ class Pipeline:
         self._together: KeepTogether | None = None
 
     def _outlet(self, rank: int) -> Outlet:
-        group = self.groups.pipeline_control if len(self._ranks) > 1 else None
-        return Outlet(group, self._ranks[rank], rank == self.groups.rank)
+        return Outlet(self.replica, self._ranks[rank], rank == self.groups.rank)
 
     # Setting up
+
+    def at_end(self, undo: Callable[[], Any]) -> None:
+        """Call something when the run ends, before what was added earlier."""
+        self._undo.append(undo)
+
+    @property
+    def from_zero(self) -> Outlet:
+        """From global rank 0 to all ranks."""
+        return self._from_zero
 
     def split_module(self, trainer: Trainer, plugin: Precision) -> None:
         """Look at a first batch, cut the module, and keep this rank's stages.
@@ -185,7 +195,7 @@ class Pipeline:
 
     def _connect(self, recorder: LogRecorder, number: int) -> None:
         stages = {index: self.split.stage(index) for index in self._stages}
-        self.executor = Executor(stages, self.groups, device=self._device)
+        self.executor = Executor(stages, self.groups, device=self._device, failure=self.failure)
         self._parameters = [parameter for _, parameter in self.split.owned_parameters()]
         self.groups.share((shared.stages for shared in self.split.shared), self._placement)
         self._not_counted = {
@@ -196,7 +206,7 @@ class Pipeline:
         self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
-        board = Board(self.groups.store, self.groups.replica, self._settings.step_timeout, self._watched)
+        board = Board(self.groups.store, self.groups.replica, self._settings.step_timeout, self.failure.watch)
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
         logs = HookLogs(self._trainer, self.gather, self._end_batch)
@@ -216,8 +226,8 @@ class Pipeline:
             )
 
     def agreed(self, work: Callable[[], Any]) -> Any:
-        """Do local work on every rank of the world; when one fails, all raise. See `sharing.agreed`."""
-        return agreed(work, self.groups.control)
+        """Do local work on every rank of the world; when one fails, all raise."""
+        return self.world.all_or_none("splitting the module", work)
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters, buffers and metrics."""
@@ -310,7 +320,7 @@ class Pipeline:
 
     def _end_batch(self, logged: bool) -> bool:
         assert self._together is not None, "made when the module was split"
-        return self._together.stop_together(self._trainer, logged)
+        return self._together.end_batch(self._trainer, logged)
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
@@ -320,7 +330,7 @@ class Pipeline:
         """
         self._set_aside.put_back()
         if stepping:
-            with self.executor.failure.watch("averaging gradients"):
+            with self.failure.watch("averaging gradients", self.groups.control):
                 average_gradients(self._parameters, self.groups.data_parallel)
                 for stages in sorted({tuple(shared.stages) for shared in self.split.shared}):
                     copies = [s.parameter for s in self.split.shared if tuple(s.stages) == stages]
@@ -332,25 +342,17 @@ class Pipeline:
         with_gradient = [p for p in parameters if p.grad is not None]
         gradients = [p.grad for p in with_gradient if p.grad is not None]
         counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
-        with self.executor.failure.watch("clipping gradients"):
+        with self.failure.watch("clipping gradients", self.groups.pipeline):
             norm = global_norm(counted, [self.groups.pipeline], self._device)
         clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
         return norm
 
     # Collectives
 
-    def _watched(self, activity: str) -> AbstractContextManager[None]:
-        """Where a rank is gone, raise what it failed with."""
-        failure = self.executor.failure if self._is_split else Failure(self.groups)
-        return failure.watch(activity)
-
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any, what: str = "gathering from all stages") -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
-        found: list[Any] = [None] * len(self._ranks)
-        with self._watched("gathering from all stages"):
-            dist.all_gather_object(found, value, group=self.groups.pipeline_control)
-        by_rank = dict(zip(sorted(self._ranks), found, strict=True))
-        return [by_rank[rank] for rank in self._ranks]
+        found = self.replica.gather(what, value)
+        return [found[rank] for rank in self._ranks]
 
     def reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a tensor over the replicas, or the group that was asked for."""
@@ -369,10 +371,7 @@ class Pipeline:
 
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether any rank of the world raised it."""
-        votes = torch.tensor(flags, dtype=torch.uint8)
-        with self._watched("asking all ranks"):
-            dist.all_reduce(votes, dist.ReduceOp.MAX, group=self.groups.control)
-        return [bool(vote) for vote in votes.tolist()]
+        return self.world.any_of("asking all ranks", *flags)
 
     # The end
 
@@ -387,18 +386,17 @@ class Pipeline:
         Args:
             exception: Gets a note when another rank failed first.
         """
-        if self.ends_together:
+        if self.ends_together or self._failed:
             return
         self._failed = True
         alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
         if not alike:  # every rank raises these by itself
-            failure = self.executor.failure if self._is_split else Failure(self.groups)
             try:
-                failure.end(exception, Where("code outside a step"))
+                self.failure.end(exception)
             except StageFailedError as told:
                 exception.add_note(str(told))
-        self._from_zero.close()
-        self._from_last.close()
+        self.world.close()
+        self.replica.close()
         self.groups.abort()
         self.checkpoints.close(failed=True)
 
@@ -418,8 +416,10 @@ class Pipeline:
         if self._is_split:
             self._make_whole()
         if not self._failed:
-            self.groups.close()
+            all_came = self.groups.close()
             self.checkpoints.close(failed=False)
+            if not all_came:
+                self.failure.missed("the end of the run")
 
     def _make_whole(self) -> None:
         if self._failed:
@@ -427,7 +427,6 @@ class Pipeline:
             return
         outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
         own = self.split.owned_states(transient=True)
-        with self._watched("gathering the weights of all stages"):
-            whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
+        whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
         fill_whole(self._module, whole)
         self.split.restore(whole)

@@ -1,11 +1,12 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric
@@ -15,9 +16,11 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.cut import Partition, StageTable, partition
 from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import SharedParameter
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
 from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
-from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.ranks import Groups, Outlet
+from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 
 
@@ -234,3 +237,25 @@ def hooks_undone(trainer: Trainer) -> Iterator[None]:
 def seed_of_run(from_rank_zero: Outlet) -> int:
     """The seed that all ranks draw from in steps: rank 0's."""
     return int(from_rank_zero.share(torch.initial_seed)) % 2**63
+
+
+def start_equal(
+    tensors: Iterable[Tensor], shared: Iterable[SharedParameter], groups: Groups, placement: Plan
+) -> None:
+    """Give replicas, and stages that share a parameter, the same values, seeded or not.
+
+    Args:
+        tensors: All that this rank holds, in the order of the other replicas.
+        shared: Parameters of several stages.
+        groups: Of the ranks.
+        placement: Which rank holds which stage.
+    """
+    if groups.data_parallel is not None and groups.data_parallel.size() > 1:
+        source = groups.numbering.global_rank(groups.rank, 0)
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
+    for one in shared:
+        group = groups.shared(one.stages, placement)
+        if one.parameter is not None and group is not None:
+            source = groups.numbering.global_rank(placement.rank_of(one.stages[0]), groups.replica)
+            dist.broadcast(one.parameter.detach(), src=source, group=group)

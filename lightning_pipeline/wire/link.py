@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.recording import MessageLog
+from lightning_pipeline.wire.waits import Wait, Waits
 
 
 class LinkError(PipelineError):
@@ -51,9 +52,11 @@ class Link:
         peer: Pipeline rank at the other end.
         outgoing: Two-rank group for what leaves.
         incoming: Two-rank group for what arrives.
-        timeout: Longest wait for one message.
+        timeout: Longest wait for one message, should the lookout not end it.
+        waits: Where waits are told to the lookout. Default: nowhere.
 
     Attributes:
+        where: Tells what this rank is doing, for messages about its waits.
         sent: Messages that left; `bytes_sent` their bytes.
         received: Messages that arrived; `bytes_received` their bytes.
         log: Where messages are written down; `None` while nobody records.
@@ -61,9 +64,15 @@ class Link:
     """
 
     def __init__(
-        self, peer: int, outgoing: dist.ProcessGroup, incoming: dist.ProcessGroup, *, timeout: timedelta
-    ) -> None:
+        self, peer: int, outgoing: dist.ProcessGroup, incoming: dist.ProcessGroup, *, timeout: timedelta,
+        waits: Waits | None = None,
+    ) -> None:  # fmt: skip
         self.peer = peer
+        self.where: Callable[[], str] = lambda: "the start of a step"
+        self._waits = Waits() if waits is None else waits
+        ranks = tuple(dist.get_process_group_ranks(outgoing))
+        self._leaving = Wait(lambda: f"{self.where()} (for rank {peer} to take a message)", ranks, outgoing)
+        self._arriving = Wait(lambda: f"{self.where()} (for a message of rank {peer})", ranks, incoming)
         self.sent = 0
         self.received = 0
         self.bytes_sent = self.bytes_received = 0
@@ -110,10 +119,7 @@ class Link:
             self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> None:
-        try:
-            self._in_flight[0].work.wait(self.timeout)
-        except RuntimeError as error:
-            raise self._explain(error) from None
+        self._wait_for(self._in_flight[0].work, self._leaving)
         self._bytes -= self._in_flight[0].buffer.nbytes
         release = self._in_flight.popleft().release
         if release is not None:
@@ -144,10 +150,7 @@ class Link:
     def take(self) -> Tensor:
         """Wait for the posted message and return its buffer."""
         assert self._posted is not None, "a message is posted before it is taken"
-        try:
-            self._posted[0].wait(self.timeout)
-        except RuntimeError as error:
-            raise self._explain(error) from None
+        self._wait_for(self._posted[0], self._arriving)
         buffer = self._posted[1]
         self._posted = None
         self._bytes -= buffer.nbytes
@@ -155,11 +158,23 @@ class Link:
         self.bytes_received += buffer.numel()
         return buffer
 
-    def _explain(self, error: RuntimeError) -> LinkError:
+    def _wait_for(self, work: dist.Work, wait: Wait) -> None:
+        self._waits.enter(wait)
+        try:
+            work.wait(self.timeout)
+        except RuntimeError as error:
+            raise self._explain(error) from None
+        finally:
+            self._waits.leave()
+
+    def _explain(self, error: RuntimeError) -> RuntimeError:
+        """What the communicator raised is a lost peer; what a signal's handler raised meanwhile is itself."""
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            return error
         reason = str(error).splitlines()[0]
         return LinkError(self.peer, timed_out="imed out" in reason, reason=reason)
 
     def abort(self) -> None:
         """Drop group and handles, so that the peer sees a closed connection at once."""
         self._in_flight.clear()
-        self._posted = self._outgoing = self._incoming = None
+        self._posted = self._outgoing = self._incoming = self._leaving.group = self._arriving.group = None

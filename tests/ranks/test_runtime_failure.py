@@ -59,7 +59,7 @@ def run_faulty(num_ranks: int, culprit: int, fault: str, kind: str, timeout: tim
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     plan = get_schedule("1F1B").plan(num_ranks, 4)
-    groups = Groups(plan, step_timeout=timeout)
+    groups = Groups(plan, step_timeout=timeout, hook_timeout=timeout)
     make = Faulty if groups.rank == culprit else (lambda *args: Toy(*args[:3]))
     executor = Executor({groups.rank: make(groups.rank, num_ranks, 4, fault, kind)}, groups)
     for _ in range(3):
@@ -132,7 +132,7 @@ def test_a_stage_that_takes_too_long_is_named_by_all_that_wait(ranks: Ranks) -> 
         assert "because pipeline rank 1 (global rank 1) is stuck" in text
         assert "waited 2 s in" in text
         assert "0F2: waiting since" in text or "0B" in text or "2F2: waiting since" in text
-        assert outcome.seconds < 5
+        assert outcome.seconds < 6  # a busy machine starts late
     assert outcomes[1].hung
 
 

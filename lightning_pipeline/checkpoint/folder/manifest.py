@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from lightning_pipeline.checkpoint.folder.names import FORMAT_VERSION, MANIFEST
 from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
 from lightning_pipeline.settings import INTEGRITY
 
+_LONGEST = 1 << 30  # bytes
 _AGAIN = "use another checkpoint; `lightning-pipeline checkpoint verify` says which are whole"
 
 
@@ -84,6 +86,9 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} is one file, as one device writes it, not a checkpoint folder: `ckpt_path=` takes it"
         )
     try:
+        size = look_at(folder, MANIFEST).st_size
+        if size > _LONGEST:
+            raise CheckpointCorruptError(f"checkpoint file {path} is damaged: it has {size} bytes; {_AGAIN}")
         content = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointCorruptError(
@@ -110,17 +115,56 @@ def parse_manifest(path: Path, content: bytes) -> Manifest:
         version = found["format_version"]
         checksum = found.pop("checksum")
         whole = checksum == hashlib.sha256(_text(found)).hexdigest()
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointCorruptError(f"checkpoint file {path} is damaged ({error!r}); {_AGAIN}") from None
     if not whole or content != _text({**found, "checksum": checksum}):
         raise CheckpointCorruptError(f"checkpoint file {path} is damaged: its checksum is wrong; {_AGAIN}")
-    if version != FORMAT_VERSION or found["integrity"] not in INTEGRITY:
+    if version != FORMAT_VERSION or found.get("integrity") not in INTEGRITY:
         raise CheckpointCorruptError(
             f"checkpoint file {path} has format {version}, and this version of lightning_pipeline reads "
             f"format {FORMAT_VERSION}: use the version that wrote it, {found.get('versions')}"
         )
+    _check_types(path, found)
     known = {entry.name for entry in fields(Manifest)}
     return Manifest(**{key: value for key, value in found.items() if key in known})
+
+
+def _check_types(path: Path, found: Mapping[str, Any]) -> None:
+    """Refuse what this program does not write, before anything follows from it."""
+    kinds = {"step": int, "epoch": int, "files": dict, "tensors": dict, "objects": list, "topology": dict,
+             "versions": dict}  # fmt: skip
+    wrong = [name for name, kind in kinds.items() if not isinstance(found.get(name), kind)]
+    entries = found["files"].items() if "files" not in wrong else ()
+    wrong += [f"files[{name!r}]" for name, entry in entries if not _is_entry(entry)]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} is not what this program writes, in {', '.join(wrong)}; {_AGAIN}"
+        )
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether an entry tells size and checksum of a file."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("size"), int)
+        and isinstance(entry.get("checksum"), str | None)
+    )
+
+
+def look_at(folder: Path, name: str) -> os.stat_result:
+    """What kind of file, and how large, a name in a checkpoint is, before it is opened.
+
+    Raises:
+        UnsafeCheckpointError: It is a link, a pipe, a device or a folder.
+        OSError: It cannot be looked at.
+    """
+    found = os.lstat(folder / name)
+    if not stat.S_ISREG(found.st_mode):
+        raise UnsafeCheckpointError(
+            f"checkpoint file {folder / name} is no plain file but a link, a pipe, a device or a folder: it "
+            "was not opened. Do not use this checkpoint unless you know who made it"
+        )
+    return found
 
 
 def safe_file(folder: Path, name: str) -> Path:
@@ -130,7 +174,8 @@ def safe_file(folder: Path, name: str) -> Path:
         UnsafeCheckpointError: The name leads out of the folder, or is a link.
     """
     path = folder / name
-    if not name or Path(name).name != name or name in (".", "..") or path.is_symlink():
+    inside = bool(name) and "\0" not in name and Path(name).name == name and name not in (".", "..")
+    if not inside or path.is_symlink():
         raise UnsafeCheckpointError(
             f"checkpoint {folder} names the file {name!r}, which is a link or lies outside the folder: it "
             "was not opened. Do not use this checkpoint unless you know who made it"
@@ -150,6 +195,7 @@ def stamp_file(folder: Path, name: str, manifest: Manifest) -> tuple[int, int]:
     """
     path, expected = safe_file(folder, name), manifest.files[name]["size"]
     try:
+        look_at(folder, name)
         found = stamp(path)
     except FileNotFoundError:
         raise CheckpointCorruptError(f"checkpoint file {path} is missing; {_AGAIN}") from None

@@ -44,6 +44,11 @@ class Reader:
         self._places: dict[str, list[Any]] = {}
         self._memory: dict[str, MappedFile] = {}
         for index, info in self._metadata.storage_data.items():
+            if self._stamps and str(info.relative_path) not in self._stamps:
+                raise CheckpointCorruptError(
+                    f"checkpoint {folder} names the file {str(info.relative_path)!r}, which its manifest "
+                    "does not list, so that nobody has verified it"
+                )
             self._places.setdefault(index.fqn, []).append(info)
 
     @property

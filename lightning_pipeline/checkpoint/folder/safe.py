@@ -120,6 +120,8 @@ def load_object(
         UnsafeCheckpointError: It names other classes.
         CheckpointCorruptError: It cannot be read.
     """
+    if not trust:
+        _refuse_compressed(source, where)
     try:
         with torch.serialization.safe_globals([] if trust else _PLAIN_CLASSES):
             return torch.load(source, map_location=place, weights_only=not trust, mmap=mmap or None)
@@ -128,6 +130,23 @@ def load_object(
         raise UnsafeCheckpointError(f"{where} is not plain data ({asked.strip()}): {_WAY_OUT}") from None
     except (OSError, RuntimeError, EOFError, ValueError, KeyError, zipfile.BadZipFile) as error:
         raise CheckpointCorruptError(f"{where} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _refuse_compressed(source: Path | IO[bytes], where: str) -> None:
+    """Torch stores its entries as they are; a compressed one grows up to a thousand times when it is read."""
+    try:
+        with zipfile.ZipFile(source) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+        return  # not such an archive, or a damaged one: the reader tells
+    finally:
+        if not isinstance(source, Path):
+            source.seek(0)
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        raise UnsafeCheckpointError(
+            f"{where} holds compressed entries, which torch does not write and which may grow without limit: "
+            f"{_WAY_OUT}"
+        )
 
 
 def is_plain(value: Any) -> bool:

@@ -1,8 +1,11 @@
 """A checkpoint made to do harm does none: nothing of it runs, and no file outside is opened."""
 
+import hashlib
 import io
 import json
+import os
 import pickle
+import zipfile
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.checkpoint.folder import manifest as manifests
 from lightning_pipeline.checkpoint.folder.hashing import checksum_of
 from lightning_pipeline.checkpoint.folder.safe import read_metadata
-from lightning_pipeline.errors import UnsafeCheckpointError
+from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
 from tests.checkpoint_parts import load, save
 
 
@@ -135,3 +138,82 @@ def test_trust_opts_out(folder: Path) -> None:
     seal(folder)
     load(folder, 2, trust=True)[2]()
     assert (folder.parent / "ran").exists()
+
+
+def reseal(folder: Path, **changes: Any) -> None:
+    """Change the manifest, with a checksum that is right."""
+    content = json.loads((folder / "manifest.json").read_bytes())
+    content.pop("checksum")
+    content.update(changes)
+    content = {name: value for name, value in content.items() if value is not None}
+    content["checksum"] = hashlib.sha256(manifests._text(content)).hexdigest()
+    (folder / "manifest.json").write_bytes(manifests._text(content))
+
+
+def test_a_manifest_that_is_a_pipe_or_a_device_is_not_opened(folder: Path) -> None:
+    for make in (os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir):
+        path = folder / "manifest.json"
+        path.unlink() if not path.is_dir() else path.rmdir()
+        make(path)
+        with pytest.raises(UnsafeCheckpointError, match="no plain file"):
+            load(folder, 2)[2]()
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"step": "one"}, "in step"),
+        ({"step": None}, "in step"),
+        ({"files": {"meta.pt": {}}}, r"in files\['meta.pt'\]"),
+        ({"files": [1]}, "in files"),
+        ({"versions": 3}, "in versions"),
+    ],
+)
+def test_a_manifest_of_other_types_is_refused(folder: Path, changes: dict[str, Any], match: str) -> None:
+    reseal(folder, **changes)
+    with pytest.raises(CheckpointCorruptError, match=match):
+        load(folder, 2)[2]()
+
+
+def test_a_manifest_that_nests_without_end_is_refused(folder: Path) -> None:
+    (folder / "manifest.json").write_text("[" * 100_000)
+    with pytest.raises(CheckpointCorruptError, match="damaged"):
+        load(folder, 2)[2]()
+
+
+def test_a_name_with_a_null_is_refused(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_bytes())["files"]
+    reseal(folder, files={**content, "a\0b": {"size": 1, "checksum": "0"}})
+    with pytest.raises(UnsafeCheckpointError, match="outside the folder"):
+        load(folder, 2)[2]()
+
+
+@pytest.mark.parametrize(
+    ("meta", "match"),
+    [([1], "all of it"), ({"loops": {"fit_loop": 3}}, "fit_loop"), ({"lr_schedulers": 1}, "lr_schedulers"),
+     ({"lightning_pipeline": {"ranks": [1]}}, "ranks")],
+)  # fmt: skip
+def test_a_meta_file_of_other_types_is_refused_before_anything_is_touched(
+    folder: Path, meta: Any, match: str
+) -> None:
+    torch.save(meta, folder / "meta.pt")
+    seal(folder)
+    with pytest.raises(CheckpointCorruptError, match=match):
+        load(folder, 2)[2]()
+
+
+def test_compressed_entries_are_refused(folder: Path) -> None:
+    stored = zipfile.ZipFile(folder / "meta.pt")
+    with zipfile.ZipFile(folder / "other", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in stored.namelist():
+            archive.writestr(name, stored.read(name))
+    (folder / "other").rename(folder / "meta.pt")
+    refused(folder, "compressed entries")
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(folder: Path) -> None:
+    content = json.loads((folder / "manifest.json").read_bytes())["files"]
+    shard = next(name for name in content if name.endswith(".distcp"))
+    reseal(folder, files={name: entry for name, entry in content.items() if name != shard})
+    with pytest.raises(CheckpointCorruptError, match="does not list"):
+        load(folder, 2)[2]()

@@ -1,0 +1,67 @@
+"""Where an epoch's loop stands, and what follows its end; private names of Lightning's loops."""
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+__all__ = [
+    "after_epoch",
+    "batches_of_epoch",
+    "current_hook",
+    "fetches_ahead",
+    "is_last_batch",
+    "resume_from",
+]
+
+
+def after_epoch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+    """Call something after all hooks of a training epoch's end; gives the undoing. Since 2.0.
+
+    No public hook comes last: callbacks that monitor come after the module's, and any may ask to stop.
+    """
+    loop: Any = trainer.fit_loop
+    original = loop.on_advance_end
+
+    def on_advance_end() -> None:
+        original()
+        call()
+
+    loop.on_advance_end = on_advance_end
+    return lambda: vars(loop).pop("on_advance_end", None) and None
+
+
+def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[[], None]:
+    """Let `fit` go on from a checkpoint chosen once callbacks are set up; gives the undoing. Since 1.5.
+
+    A path that the user gave wins. `trainer.ckpt_path` has to be set before `fit`, when no folder is known.
+    """
+    connector: Any = trainer._checkpoint_connector
+    original = connector.resume_start
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        original(checkpoint_path or choose(), weights_only)
+
+    connector.resume_start = resume_start
+    return lambda: vars(connector).pop("resume_start", None) and None
+
+
+def current_hook(trainer: Trainer) -> str | None:
+    """The hook that runs now; `None` between hooks. Since 1.5."""
+    module = trainer.lightning_module
+    return None if module is None else module._current_fx_name
+
+
+def is_last_batch(trainer: Trainer) -> bool:
+    """Whether the training loop has come to the last batch of its data. Since 2.0."""
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.is_last_batch)
+
+
+def batches_of_epoch(trainer: Trainer) -> int:
+    """Batches that the training loop has turned to in this epoch. Since 1.6."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+def fetches_ahead(fetcher: Any) -> bool:
+    """Whether a fetcher reads batches when it is iterated: of loaders without a length. Since 2.0."""
+    return fetcher.length is None

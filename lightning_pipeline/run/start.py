@@ -1,0 +1,44 @@
+"""What a run has from its first moment on: others are told of failures, and a job goes on where one was."""
+
+from pathlib import Path
+
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint import newest_verified
+from lightning_pipeline.ranks import write_crash
+from lightning_pipeline.run.in_step import TellsFirst
+from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.settings import Settings
+
+
+def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
+    """Let the other ranks know of an exception before any callback does, which may upload for minutes.
+
+    Args:
+        pipeline: Of the run.
+        trainer: Of the run.
+        settings: Of the strategy.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    first, groups = TellsFirst(pipeline.fail), pipeline.groups
+    callbacks.insert(0, first)
+    pipeline.at_end(lambda: callbacks.remove(first))
+    groups.lookout.doing = lambda: _lightning.current_hook(trainer) or "code outside of hooks"
+    pipeline.failure.report = lambda cause: write_crash(
+        Path(trainer.default_root_dir), groups.global_rank, cause, groups.lookout.recent(), settings
+    )
+
+    def newest() -> str | None:
+        folders = [
+            Path(callback.dirpath)
+            for callback in trainer.checkpoint_callbacks
+            if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None
+        ]
+        path: str | None = pipeline.from_zero.share(lambda: newest_verified(folders), "choosing a checkpoint")
+        return path
+
+    if settings.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
+        pipeline.at_end(_lightning.resume_from(trainer, newest))

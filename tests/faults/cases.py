@@ -1,0 +1,133 @@
+"""A small fit in which something goes wrong on one rank, at one point."""
+
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lightning_pipeline import PipelineStrategy
+from tests.pool import Outcome, Pool
+from tests.ranks.lightning_cases import Regression, loader
+
+Ranks = Callable[[int], Pool]
+SETTINGS: dict[str, Any] = {"step_timeout": 4, "checkpoint_timeout": 6, "init_timeout": 20}
+BOUND = 4 + 2 + 5.0  # seconds from the start of the run, which takes some itself, to the end of a time-out
+SOON = 9.0  # seconds to the end without a time-out
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def fail() -> None:
+    raise ValueError("boom-17")
+
+
+def end_data() -> None:
+    raise StopIteration("boom-17")
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+FAULTS = {one.__name__: one for one in (stop, kill, terminate, fail, end_data, sleep)}
+VISITS: Counter[str] = Counter()  # not in the module, whose attributes belong to its step
+HOOKS = (
+    "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start",
+    "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start",
+    "on_validation_batch_start", "on_validation_end", "on_save_checkpoint", "on_train_epoch_end",
+    "on_train_end", "on_fit_end", "teardown", "train_dataloader",
+)  # fmt: skip
+
+
+class Faulty(Regression):
+    """Meets a fault at a point, on one rank: a hook, the second time where it has one, or a forward."""
+
+    def __init__(self, fault: str, point: str, rank: int) -> None:
+        super().__init__()
+        self.fault, self.point, self.rank = fault, point, rank
+        VISITS.clear()
+
+    def here(self, point: str, visit: int = 1) -> None:
+        VISITS[point] += 1
+        again = self.fault == "fail"  # setting up tries some hooks first
+        here = point == self.point and self.trainer.global_rank == self.rank
+        if here and (VISITS[point] == visit or (again and VISITS[point] > visit)):
+            FAULTS[self.fault]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden = self.net[0](batch[0])
+        self.here("preamble", 6)
+        return (self.net[1:](hidden) - batch[1]).square().mean()
+
+    def train_dataloader(self) -> Any:
+        self.here("train_dataloader")
+        return loader(32)
+
+    def val_dataloader(self) -> Any:
+        return loader(16, seed=4)
+
+
+def _with(hook: str) -> Callable[..., Any]:
+    def run(self: Faulty, *args: Any, **kwargs: Any) -> Any:
+        self.here(hook)
+        return getattr(super(Faulty, self), hook)(*args, **kwargs)
+
+    return run
+
+
+for _hook in HOOKS:
+    if _hook != "train_dataloader":
+        setattr(Faulty, _hook, _with(_hook))
+
+
+class SlowOnException(pl.Callback):
+    def on_exception(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.global_rank == 1:
+            time.sleep(8)
+
+
+def fit(
+    module: pl.LightningModule,
+    folder: str,
+    stages: int,
+    *callbacks: Any,
+    strategy: Any = None,
+    **options: Any,
+) -> pl.Trainer:
+    saver = ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, save_on_exception=True)
+    given: dict[str, Any] = {"max_epochs": 2, **options}
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=stages, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[*callbacks, saver], default_root_dir=folder,
+        strategy=PipelineStrategy(stages, num_microbatches=4, **{**SETTINGS, **(strategy or {})}), **given,
+    )  # fmt: skip
+    trainer.fit(module)
+    return trainer
+
+
+def faulty(fault: str, point: str, rank: int, folder: str, stages: int = 2, slow: bool = False) -> None:
+    callbacks = [SlowOnException()] if slow else []
+    fit(Faulty(fault, point, rank), folder, stages, *callbacks)
+
+
+def outcomes_of(ranks: Ranks, function: Any, *args: Any, size: int = 2, without: Any = ()) -> list[Outcome]:
+    """How each rank ended, with rank 0 as host of the store, as under Lightning's launcher."""
+    return ranks(size).outcomes(
+        function, *args, timeout=16, group=False, rank0_store=True, dies=True, without=without
+    )

@@ -1,0 +1,135 @@
+"""Something goes wrong on one rank: all end in time, and each names the rank and what happened there."""
+
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch import Callback
+
+from tests.faults.cases import BOUND, SOON, Faulty, Ranks, faulty, fit, outcomes_of
+from tests.pool import Outcome
+
+
+def named(outcome: Outcome, rank: int) -> bool:
+    return f"(global rank {rank})" in outcome.output
+
+
+@pytest.mark.parametrize(
+    "point",
+    ["setup", "configure_optimizers", "train_dataloader", "on_train_start", "on_train_batch_end",
+     "on_validation_start", "on_save_checkpoint"],
+)  # fmt: skip
+def test_an_exception_in_a_hook_is_told_by_all(ranks: Ranks, tmp_path: Path, point: str) -> None:
+    for outcome in outcomes_of(ranks, faulty, "fail", point, 1, str(tmp_path)):
+        assert outcome.exit_code == 1, outcome
+        assert outcome.seconds < SOON
+        assert "boom-17" in outcome.output, outcome.output
+
+
+def test_others_do_not_wait_for_a_callback_that_uploads(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = outcomes_of(
+        ranks, faulty, "fail", "on_train_batch_end", 1, str(tmp_path), 2, True, without=[1]
+    )
+    assert outcomes[0].exit_code == 1
+    assert outcomes[0].seconds < SOON
+    assert "boom-17" in outcomes[0].output
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["preamble", "on_train_batch_end", "on_validation_batch_start"])
+def test_a_stopped_rank_is_named_after_step_timeout(
+    ranks: Ranks, tmp_path: Path, point: str, rank: int
+) -> None:
+    outcomes = outcomes_of(ranks, faulty, "stop", point, rank, str(tmp_path), 3, size=3, without=[rank])
+    for outcome in outcomes:
+        if outcome.rank != rank:
+            assert outcome.exit_code == 1, outcome
+            assert outcome.seconds < BOUND
+            assert "StageTimeoutError" in outcome.output
+            assert re.search(rf"because pipeline rank . \(global rank {rank}\) is stuck", outcome.output)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("point", ["setup", "on_fit_start", "on_train_batch_end", "on_train_end"])
+def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: int) -> None:
+    outcomes = outcomes_of(ranks, faulty, "kill", point, rank, str(tmp_path), 3, size=3)
+    for outcome in outcomes:
+        if outcome.rank == rank:
+            assert outcome.exit_code == -signal.SIGKILL
+        else:
+            assert outcome.exit_code == 1, outcome
+            assert outcome.seconds < SOON
+            assert named(outcome, rank), outcome.output
+
+
+def test_stop_iteration_in_a_forward_is_an_error_of_that_rank(ranks: Ranks, tmp_path: Path) -> None:
+    for outcome in outcomes_of(ranks, faulty, "end_data", "preamble", 1, str(tmp_path)):
+        assert outcome.exit_code == 1
+        assert outcome.seconds < SOON
+        assert "StopIteration: boom-17" in outcome.output
+        assert "AttributeError" not in outcome.output
+
+
+class StopsAlone(Callback):
+    def __init__(self, hook: str) -> None:
+        self.hook = hook
+
+    def on_validation_end(self, trainer: Any, module: Any) -> None:
+        if self.hook == "on_validation_end" and not trainer.sanity_checking and trainer.global_rank == 1:
+            trainer.should_stop = True
+
+
+class StopsInHook(Faulty):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 1:
+            self.trainer.should_stop = True
+
+
+def stopped(hook: str, folder: str) -> tuple[int, int]:
+    kind = StopsInHook if hook == "on_train_epoch_end" else Faulty
+    trainer = fit(kind("fail", "nowhere", 0), folder, 2, StopsAlone(hook), max_epochs=3)
+    return trainer.current_epoch, trainer.global_step
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_one_rank_that_asks_to_stop_stops_all_at_the_end_of_that_epoch(
+    ranks: Ranks, tmp_path: Path, hook: str
+) -> None:
+    assert ranks(2)(stopped, hook, str(tmp_path), group=False, timeout=30) == [(1, 4), (1, 4)]
+
+
+@pytest.mark.parametrize("point", ["on_validation_batch_start", "on_validation_end", "on_train_epoch_end"])
+def test_a_sigterm_anywhere_in_a_fit_ends_all_ranks_alike_with_a_checkpoint(
+    ranks: Ranks, tmp_path: Path, point: str
+) -> None:
+    for outcome in outcomes_of(ranks, terminated, point, str(tmp_path)):
+        assert outcome.value == "terminated", outcome
+        assert outcome.seconds < SOON
+    assert any(path.name.endswith(".ckpt") for path in tmp_path.iterdir())
+
+
+def terminated(point: str, folder: str) -> str:
+    try:
+        fit(Faulty("terminate", point, 1), folder, 2)
+    except SystemExit:
+        return "terminated"
+    return "finished"
+
+
+def sleeping(folder: str, hook_timeout: float) -> None:
+    fit(
+        Faulty("sleep", "on_train_batch_end", 1),
+        folder,
+        2,
+        strategy={"step_timeout": 2, "hook_timeout": hook_timeout},
+    )
+
+
+def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path) -> None:
+    first, _ = outcomes_of(ranks, sleeping, str(tmp_path), 3.5, without=[1])
+    assert first.exit_code == 1
+    assert "is alive and busy with on_train_batch_end" in first.output
+    assert re.search(r"\(global rank 1\) is stuck in on_train_batch_end", first.output)
+    assert 3.5 < first.seconds < BOUND

@@ -1,0 +1,118 @@
+"""A resumed run sees the batches, and ends with the weights, of the run that was never interrupted."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_pipeline import PipelineStrategy
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader
+
+Ranks = Callable[[int], Pool]
+
+
+class Notes(Regression):
+    """Writes down every batch that it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.trainer.current_epoch, float(batch[0].sum())))
+
+
+def run(
+    stages: int, folder: str, stop: int, resume: int | None, accumulate: int, workers: int
+) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Train until batch `stop`, from the checkpoint after batch `resume`."""
+    pl.seed_everything(5, verbose=False)
+    module = Notes()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=stages, strategy=PipelineStrategy(stages=stages, num_microbatches=2),
+        max_steps=stop, logger=False, callbacks=[saver], enable_progress_bar=False,
+        enable_model_summary=False, accumulate_grad_batches=accumulate, val_check_interval=2,
+    )  # fmt: skip
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork"} if workers else {}
+    path = None if resume is None else str(Path(folder) / f"step={resume}.ckpt")
+    trainer.fit(module, loader(32, shuffle=True, **options), loader(16, seed=4), ckpt_path=path)
+    return module.seen, {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def chain(stages: int, folder: str, stops: list[int], accumulate: int, workers: int) -> Any:
+    """The uninterrupted run, and one that is stopped and resumed at each of `stops`."""
+    straight = run(stages, f"{folder}/straight", stops[-1], None, accumulate, workers)
+    seen: list[Any] = []
+    weights: Any = None
+    for resume, stop in zip([None, *stops[:-1]], stops, strict=True):
+        part, weights = run(stages, f"{folder}/chain", stop, resume, accumulate, workers)
+        seen += part
+    return straight, (seen, weights)
+
+
+@pytest.mark.parametrize(
+    ("stages", "stops", "accumulate", "workers"),
+    [
+        (2, [4, 6, 10], 1, 0),
+        (2, [3, 4, 5, 8, 9, 12], 1, 0),
+        (1, [4, 5, 6, 10], 1, 2),
+        (2, [2, 3, 5], 2, 0),
+    ],
+)
+def test_a_chain_of_resumed_runs_is_the_uninterrupted_run(
+    ranks: Ranks, tmp_path: Path, stages: int, stops: list[int], accumulate: int, workers: int
+) -> None:
+    for straight, chained in ranks(stages)(chain, stages, str(tmp_path), stops, accumulate, workers):
+        assert chained[0] == straight[0]
+        for name, weight in straight[1].items():
+            assert torch.equal(chained[1][name], weight), name
+
+
+class Dies(Notes):
+    """Is killed in its second epoch, the first time only."""
+
+    def __init__(self, mark: Path, rank: int) -> None:
+        super().__init__()
+        self.mark, self.rank = mark, rank
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.trainer.global_step == 6 and self.trainer.global_rank == self.rank and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def started_again(folder: str, rank: int, resume: str | None) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    pl.seed_everything(5, verbose=False)
+    module = Dies(Path(folder, "mark"), rank)
+    saver = ModelCheckpoint(f"{folder}/saved", every_n_train_steps=2, save_top_k=-1)
+    strategy = PipelineStrategy(stages=2, num_microbatches=2, step_timeout=4, resume=resume)  # type: ignore[arg-type]
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy=strategy, max_steps=10, logger=False, callbacks=[saver],
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(module, loader(32, shuffle=True))
+    return module.seen, {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def test_a_job_that_is_started_again_goes_on_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    folder = str(tmp_path / "killed")
+    ended = ranks(2).outcomes(started_again, folder, 1, "auto", timeout=30, group=False, dies=True)
+    assert ended[1].exit_code == -signal.SIGKILL
+    assert list(tmp_path.glob("killed/crash/rank0-*.txt"))
+    newest = max(tmp_path.glob("killed/saved/*step=6.ckpt"))
+    (newest / "meta.pt").write_bytes(b"damaged")
+    again = ranks(2)(started_again, folder, 1, "auto", group=False)
+    (tmp_path / "straight").mkdir()
+    (tmp_path / "straight" / "mark").touch()
+    straight = ranks(2)(started_again, str(tmp_path / "straight"), 1, None, group=False)
+    for (seen, weights), (all_seen, expected) in zip(again, straight, strict=True):
+        assert seen == all_seen[4:]
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
