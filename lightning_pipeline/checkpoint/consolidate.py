@@ -37,13 +37,23 @@ def verify(folder: Path) -> Manifest:
     """Check every file of a checkpoint against its manifest.
 
     Raises:
-        CheckpointError: A file is missing, has another size or checksum.
+        CheckpointError: A file is missing, has another size or checksum. All such files are named.
     """
     manifest = read_manifest(folder)
-    for name in (METADATA, META, *manifest.files):
+    for name in (METADATA, META):
         if name not in manifest.files:
             raise CheckpointError(f"checkpoint {folder} does not list {name}")
-        verify_file(folder, name, manifest)
+    wrong: list[CheckpointError] = []
+    for name in manifest.files:
+        try:
+            verify_file(folder, name, manifest)
+        except CheckpointError as error:
+            wrong.append(error)
+    if len(wrong) == 1:
+        raise wrong[0]
+    if wrong:
+        told = "\n  - ".join(str(error) for error in wrong)
+        raise type(wrong[0])(f"{len(wrong)} of {len(manifest.files)} files are not as written:\n  - {told}")
     return manifest
 
 

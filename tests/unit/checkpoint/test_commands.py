@@ -56,6 +56,17 @@ def test_python_m_does_the_same(
         run_module(monkeypatch, "checkpoint", "verify", str(folder))
 
 
+def test_verify_names_every_file_that_is_wrong(folder: Path) -> None:
+    (folder / "__0_0.distcp").unlink()
+    (folder / "meta.pt").write_bytes(b"changed")
+    with pytest.raises(SystemExit) as refused:
+        main(["checkpoint", "verify", str(folder)])
+    told = str(refused.value)
+    assert "2 of 3 files are not as written" in told
+    assert f"{folder / '__0_0.distcp'} is missing" in told
+    assert f"{folder / 'meta.pt'} has 7 bytes instead of" in told
+
+
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_nothing_is_unpickled(folder: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
     for name in (".metadata", "meta.pt", "__0_0.distcp"):
