@@ -2,7 +2,7 @@
 
     python -m benchmarks.zoo --records zoo.jsonl            # what is not in there yet; the table at the end
     python -m benchmarks.zoo --records zoo.jsonl --only llama
-    python -m benchmarks.zoo --records zoo.jsonl --docs docs/models.md --workers 0
+    python -m benchmarks.zoo --records zoo.jsonl --workers 0
 
 Losses, every gradient and buffers of 2 and 3 stages against one process on the same micro-batches, in float64
 where the model allows it. One line for each (model type, class).

@@ -100,12 +100,13 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
         )
     if syncs_batch_norm(trainer.strategy) and trainer.strategy.num_replicas > 1:  # type: ignore[attr-defined]
         yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
+    folders = trainer.strategy._settings.save_distributed_checkpoint is not False  # type: ignore[attr-defined]
     for logger in trainer.loggers:
-        if uploads_checkpoints(logger):
+        if folders and uploads_checkpoints(logger):
             rank_zero_warn(
                 f"{type(logger).__name__}(log_model=...) uploads checkpoints that are one file, and those of "
-                "a pipeline are folders: nothing will be uploaded. `lightning-pipeline checkpoint "
-                "consolidate` makes one file of a folder"
+                "a pipeline are folders: nothing will be uploaded. save_distributed_checkpoint=False writes "
+                "one file"
             )
         if configured_to_log_graph(logger):
             yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"
