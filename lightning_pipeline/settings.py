@@ -15,6 +15,7 @@ PARTITIONS = ("auto", "uniform", "parameters")
 DATA = ("auto", "replicate", "broadcast")
 TRANSPORTS = ("auto", "nccl", "host")
 START_METHODS = ("popen", "fork", "spawn", "forkserver")
+LOSS_WEIGHTING = ("auto", "samples", "sum")
 INTEGRITY = ("sha256", "crc32", "off")
 
 
@@ -56,6 +57,7 @@ class Settings:
     resume: str | None = None
     save_distributed_checkpoint: bool | None = None
     start_method: str = "popen"
+    loss_weighting: str = "auto"
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.
@@ -91,6 +93,7 @@ def read_settings(
     resume: object = None,
     save_distributed_checkpoint: object = None,
     start_method: object = "popen",
+    loss_weighting: object = "auto",
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -123,6 +126,7 @@ def read_settings(
             "save_distributed_checkpoint", save_distributed_checkpoint, problems
         ),
         start_method=_one_of("start_method", start_method, START_METHODS, problems),
+        loss_weighting=_one_of("loss_weighting", loss_weighting, LOSS_WEIGHTING, problems),
     )
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above

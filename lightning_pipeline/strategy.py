@@ -79,6 +79,11 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             Lightning's one file. Default: one file with one stage, a folder otherwise.
         start_method: How Lightning starts the processes where nobody else does: "popen" runs the script once
             per rank; "fork" works in notebooks; "spawn" and "forkserver" need picklable modules.
+        loss_weighting: What the loss of a micro-batch counts for. "auto": what makes their sum the loss of
+            the whole batch, whatever it is divided by (samples, tokens that are not masked, weights of
+            classes, a number of the batch). "samples": the mean over samples of the micro-batches' losses.
+            "sum": their sum. A `microbatch_weight(batch)` of the LightningModule, which returns a number for
+            a micro-batch as the step gets it, wins: the mean by these weights; what weighs 0 adds nothing.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -109,6 +114,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         checkpoint_timeout: float | timedelta = 1800,
         save_distributed_checkpoint: bool | None = None,
         start_method: Literal["popen", "fork", "spawn", "forkserver"] = "popen",
+        loss_weighting: Literal["auto", "samples", "sum"] = "auto",
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -131,6 +137,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             resume=resume,
             save_distributed_checkpoint=save_distributed_checkpoint,
             start_method=start_method,
+            loss_weighting=loss_weighting,
         )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}

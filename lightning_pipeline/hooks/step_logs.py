@@ -1,7 +1,8 @@
 """What the last stage logs reaches `self.log` on every rank: recorded, averaged, sent, replayed."""
 
 import inspect
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +67,24 @@ class _Call:
     metric: str | None
     values: list[Tensor] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
-    given: int | None = None
+    sizes: list[int | None] = field(default_factory=list)
+    parts: list[Tensor] = field(default_factory=list)
+    followed: bool = False
+    sources: list[Any] = field(default_factory=list)
+    given: list[int] = field(default_factory=list)
+    is_constant: bool = False
+
+    @property
+    def batch_size(self) -> int | None:
+        """Of the batch: the sum of what was given, or that itself where it does not go by the samples."""
+        if not self.given:
+            return None
+        return self.given[0] if self.is_constant else sum(self.given)
+
+    @property
+    def shares(self) -> list[float]:
+        """What the value of each micro-batch counts for."""
+        return [float(size or 1) for size in self.sizes] if self.is_constant else self.weights
 
 
 class LogRecorder:
@@ -82,6 +100,10 @@ class LogRecorder:
         self._sizes: Sequence[int | None] = ()
         self._seen: dict[tuple[int, str], int] = {}
         self._paths: dict[int, str] = {}
+        self.part_of: Callable[[Any], tuple[Any, bool]] = lambda value: (None, False)
+        """What a value of the micro-batch that runs is of the batch's, and whether that is not by samples."""
+        self._of_whole: dict[str, int] = {}
+        self._constant: set[str] = set()
 
     def begin(self, sizes: Sequence[int | None]) -> None:
         """Forget the last step.
@@ -106,6 +128,22 @@ class LogRecorder:
             )
         self._add(call, name, value, given.get("batch_size"), self._sizes[microbatch])
 
+    def log_of_whole(self, how: str, *args: Any, **kwargs: Any) -> None:
+        """A call of `log` or `log_dict` in the step of the whole batch, for the batch size that it gives."""
+        signature = SIGNATURE if how == "log" else _DICT_SIGNATURE
+        given = signature.bind(self._module, *args, **kwargs).arguments
+        names = [given["name"]] if how == "log" else [name for name, _ in _items(given["dictionary"])]
+        if given.get("batch_size") is not None:
+            self._of_whole.update(dict.fromkeys(names, given["batch_size"]))
+
+    def _settle(self, name: str, call: _Call) -> None:
+        """Whether the batch sizes that micro-batches gave are one number of the batch's."""
+        whole = self._of_whole.pop(name, None)
+        if whole is not None and len(call.given) > 1 and all(given == whole for given in call.given):
+            self._constant.add(name)
+        uneven = len(set(call.given)) == 1 < len(set(call.sizes))
+        call.is_constant = len(call.given) == len(call.values) > 0 and (name in self._constant or uneven)
+
     def log_dict(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log_dict` in a micro-batch."""
         given = dict(_DICT_SIGNATURE.bind(self._module, *args, **kwargs).arguments)
@@ -116,11 +154,19 @@ class LogRecorder:
 
     def _add(self, call: _Call, name: str, value: Any, given: int | None, size: int | None) -> None:
         if given is not None:
-            call.given = (call.given or 0) + given
+            call.given.append(given)
         scalar = _scalar(name, value)
-        if scalar is not None:
-            call.values.append(scalar)
-            call.weights.append(float(given if given is not None else (1 if size is None else size)))
+        if scalar is None:
+            return
+        call.values.append(scalar)
+        call.sizes.append(size)
+        call.weights.append(float(given if given is not None else (1 if size is None else size)))
+        call.sources.append(value.detach() if isinstance(value, Tensor) else value)
+        plain = given is None and not isinstance(value, Metric)
+        part, followed = self.part_of(value) if plain else (None, False)
+        if part is not None:
+            call.parts.append(torch.as_tensor(part).detach().double().reshape(()).to(scalar.device))
+            call.followed = call.followed or followed
 
     def _path_of(self, metric: Metric, given: str | None) -> str:
         if given is not None:
@@ -135,19 +181,25 @@ class LogRecorder:
             )
         return path
 
-    def report(self, loss: Tensor | None) -> Report:
-        """Average over micro-batches, weighted by samples.
+    def report(
+        self, loss: Tensor | None, losses: Sequence[Tensor | None] = (), weights: Sequence[float] = ()
+    ) -> Report:
+        """What one device would have logged: sums of the parts that were followed, else means by samples.
 
         Args:
-            loss: The mean loss of the batch, `None` for a step without one.
+            loss: Of the batch, `None` for a step without one.
+            losses: Of the micro-batches, where the user has weighted them: what is logged of them alone.
+            weights: What each then counts for.
         """
         values = [] if loss is None else [loss.detach().to(torch.float64).reshape(())]
         entries = []
         for (name, _), call in self._calls.items():
             dtype = call.values[0].dtype if call.values else None
+            self._settle(name, call)
             if dtype is not None:
-                values.append(_reduced(call))
-            entries.append(Entry(name, call.options, call.given, call.metric, dtype))
+                weighted = _is_of(call.sources, losses)
+                values.append(_weighted(call, weights) if weighted else _reduced(call))
+            entries.append(Entry(name, call.options, call.batch_size, call.metric, dtype))
         stacked = torch.stack(values) if values else None
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
@@ -197,7 +249,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _reduced(call: _Call) -> Tensor:
-    if len(call.values) == 1:
+    if len(call.values) == 1 and not call.followed:
         return call.values[0].double()
     values = torch.stack([value.double() for value in call.values])
     how = str(dict(call.options).get("reduce_fx", "mean")).lower()
@@ -205,10 +257,32 @@ def _reduced(call: _Call) -> Tensor:
         return values.max()
     if how == "min":
         return values.min()
+    if call.followed and len(call.parts) == len(call.values):
+        return torch.stack(call.parts).sum()
     if how == "sum":
         return values.sum()
-    weights = torch.tensor(call.weights, dtype=torch.float64, device=values.device)
+    weights = torch.tensor(call.shares, dtype=torch.float64, device=values.device)
     return (values * weights).sum() / weights.sum()
+
+
+def _is_of(values: Sequence[Any], losses: Sequence[Tensor | None]) -> bool:
+    """Whether each of the values is the loss of its micro-batch, or the very number that it is."""
+    if not losses or len(values) != len(losses):
+        return False
+    return all(
+        loss is not None
+        and (
+            value.data_ptr() == loss.data_ptr() and value.numel() == 1
+            if isinstance(value, Tensor)
+            else float(value) == float(loss) or (math.isnan(value) and bool(loss.isnan()))
+        )
+        for value, loss in zip(values, losses, strict=True)
+    )
+
+
+def _weighted(call: _Call, weights: Sequence[float]) -> Tensor:
+    counted = [value.double() * w for value, w in zip(call.values, weights, strict=True) if w]
+    return torch.stack(counted).sum() if counted else call.values[0].double() * float("nan")
 
 
 class ReportChannel:

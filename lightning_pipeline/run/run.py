@@ -173,6 +173,7 @@ class Pipeline:
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
         )
+        recorder.part_of, self.split.log_of_whole = self.split.part, recorder.log_of_whole
         self._is_split = True
         if self.groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()
@@ -214,7 +215,7 @@ class Pipeline:
         reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
-            self.groups.replica, self._from_last,
+            self.groups.replica, self._from_last, self._settings.loss_weighting,
         )  # fmt: skip
         self._runner.num_microbatches, self._runner.at_least = number, self._at_least
         self.memory = watch_memory(

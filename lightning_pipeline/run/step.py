@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_pipeline.data import batch_size_of, has_samples, merge_outputs, split_batch
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
@@ -21,10 +20,11 @@ from lightning_pipeline.hooks import (
     loss_of,
     replay,
 )
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import SplitModel, StepResult, Whole
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.replan import Reordering
+from lightning_pipeline.run.weighting import Weights, loss_of_batch, weights_of
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
 from lightning_pipeline.schedules.plans import training_plan
 
@@ -171,6 +171,7 @@ class StepRunner:
         metrics: Those of the module.
         replica: Of this rank.
         from_last: From the last stage's rank to the others.
+        loss_weighting: Of the strategy.
     """
 
     def __init__(
@@ -184,7 +185,9 @@ class StepRunner:
         metrics: SharedMetrics,
         replica: int,
         from_last: Outlet,
+        loss_weighting: str = "auto",
     ) -> None:
+        self._loss_weighting = loss_weighting
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica, self._from_last = replica, from_last
@@ -204,15 +207,13 @@ class StepRunner:
             accumulate: Batches that one optimizer step adds up; the gradients are divided by it.
 
         Returns:
-            `loss`, the mean over the samples of the batch, detached, on every rank; on the last stage also
-            what else the step returned, and elsewhere in its place what raises when it is used. `None` where
-            no micro-batch has a loss.
+            `loss`, that of the whole batch, detached, on every rank; on the last stage also what else the
+            step returned, and elsewhere in its place what raises when it is used. `None` where no
+            micro-batch has a loss.
         """
         parts = split_arguments(self._module, args, self.num_microbatches, at_least=self.at_least)
         self._warn_unsplit(args[0], parts)
-        total = sum(parts.sizes)
-        weights = [size / total / accumulate for size in parts.sizes]
-        report, output = self._run("training_step", parts, weights, key)
+        report, output = self._run("training_step", parts, args, key, accumulate)
         loss = loss_of(report)
         if loss is None:
             return None
@@ -231,16 +232,29 @@ class StepRunner:
             On the last stage what the step returned, merged; elsewhere `None`.
         """
         parts = split_arguments(self._module, args, self.num_microbatches)
-        return self._run(step, parts, None, key)[1]
+        return self._run(step, parts, args, key)[1]
 
     def _run(
-        self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
+        self,
+        step: str,
+        parts: Parts,
+        args: Sequence[Any],
+        key: tuple[int, ...],
+        accumulate: int | None = None,
     ) -> tuple[Report, Any]:
-        losses, outputs, lists = self._run_plan(step, parts, weights, key)
-        if self.reordering is not None and weights is not None:
+        weights = weights_of(
+            self._module,
+            self._loss_weighting,
+            [batch for batch, *_ in parts.args],
+            parts.sizes,
+            accumulate or 1,
+        )
+        training = accumulate is not None
+        result, lists = self._run_plan(step, parts, args, weights, key, training=training)
+        if self.reordering is not None and training:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
-            report, output = self._finish(step, parts, losses, outputs, lists, training=weights is not None)
+            report, output = self._finish(step, parts, result, weights, lists, training=training)
             replay(self._module, report, parts.batch_size)
         return report, output
 
@@ -254,19 +268,28 @@ class StepRunner:
             self._plans.use(better)
 
     def _run_plan(
-        self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
-    ) -> tuple[list[Tensor | None], list[Any], StepLists]:
+        self,
+        step: str,
+        parts: Parts,
+        args: Sequence[Any],
+        weights: Weights,
+        key: tuple[int, ...],
+        *,
+        training: bool,
+    ) -> tuple[StepResult, StepLists]:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
-        forward_only = weights is None
+        forward_only = not training
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
         if not forward_only:
             self.last_plan, self.batch_size = plan, parts.batch_size
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.in_step():
+                whole: Whole = ((tuple(args), {}), weights.losses, 1 / weights.accumulate)
                 self._split.begin(
-                    step, microbatches, weights=weights, key=key, replica=self._replica,
-                    split_backward=plan.splits_backward,
+                    step, microbatches, weights=weights.gradients if training else None, key=key,
+                    replica=self._replica, split_backward=plan.splits_backward,
+                    whole=None if weights.settled else whole,
                 )  # fmt: skip
                 lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
@@ -275,7 +298,7 @@ class StepRunner:
             self._split.failed()
             raise
         self._warn_once(step, len(parts.args))
-        return result.losses, result.outputs, lists
+        return result, lists
 
     def _warn_unsplit(self, batch: Any, parts: Parts) -> None:
         if (
@@ -305,8 +328,8 @@ class StepRunner:
         self,
         step: str,
         parts: Parts,
-        losses: Sequence[Tensor | None],
-        outputs: list[Any],
+        result: StepResult,
+        weights: Weights,
         lists: StepLists,
         *,
         training: bool,
@@ -315,8 +338,10 @@ class StepRunner:
         kept = self._split.kept
         lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
         if self._split.has_last_stage:
-            report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
-            output = self._merged(step, outputs, parts.sizes)
+            loss = loss_of_batch(result.losses, result.parts, weights.losses) if training else None
+            chosen = (result.losses, weights.losses) if weights.settled and training else ()
+            report = self._recorder.report(loss, *chosen)
+            output = self._merged(step, result.outputs, parts.sizes)
         report = self._reports.share(step, report)
         self._share_late_states(self._split.late_states(step))
         return report, output
@@ -342,14 +367,3 @@ def _extras(output: Any) -> Any:
     if isinstance(output, Mapping):
         return {name: value for name, value in output.items() if name != "loss"}
     return None
-
-
-def _mean_loss(losses: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
-    """Weighted by samples; `None` when no micro-batch has a loss."""
-    present = [(loss.detach(), size) for loss, size in zip(losses, sizes, strict=True) if loss is not None]
-    if not present:
-        return None
-    if len(present) == 1:
-        return present[0][0].reshape(())
-    total = sum(size for _, size in present)
-    return torch.stack([loss.reshape(()) * (size / total) for loss, size in present]).sum()

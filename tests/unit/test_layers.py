@@ -27,6 +27,7 @@ ROOMS = [
     "model.state",
     "model.cut",
     "model.trace",
+    "model.loss",
     "model.tensors",
     "data",
     "_lightning",

@@ -34,7 +34,10 @@ def recorded(calls: list[tuple[int, str, float, dict[str, object]]], sizes: list
         ({"reduce_fx": "sum"}, 5.0),
         ({"reduce_fx": torch.max}, 4.0),
         ({"reduce_fx": "min"}, 1.0),
-        ({"batch_size": 10}, 2.5),
+        (
+            {"batch_size": 10},
+            (1.0 * 3 + 4.0 * 1) / 4,
+        ),  # one number for micro-batches of two sizes: the batch's
     ],
 )
 def test_values_are_reduced_over_microbatches(options: dict[str, object], expected: float) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 Returned = dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...], States]]
 """What units of earlier stages returned for a micro-batch, by unit and number of the call."""
 Around = Given | Watch
+Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
@@ -77,6 +78,8 @@ class GlueRun:
         self.remembered = program.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.functions = _GlueFunctions(self)
+        self.follow: Follow | None = None
+        self.on_unit: Callable[[int, int], None] = lambda unit, nth: None
 
     # ---- units
 
@@ -315,4 +318,6 @@ class _GlueFunctions(TorchFunctionMode):
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func in RANDOM_FUNCTIONS:
             return self._run.random(func, args, kwargs)
+        if self._run.follow is not None:
+            return self._run.follow(func, args, kwargs, self._run.remembered.call)
         return self._run.remembered.call(func, args, kwargs)

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
+from lightning_pipeline.model.loss import Follower, Observer
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
 from lightning_pipeline.model.state import (
@@ -22,10 +24,19 @@ from lightning_pipeline.model.state import (
     Residence,
     SharedParameter,
 )
-from lightning_pipeline.model.tensors import Held, Peaks, PlaceholderMode, SavedCount, TensorSpec, tensors_in
+from lightning_pipeline.model.tensors import (
+    Held,
+    ModuleState,
+    Peaks,
+    PlaceholderMode,
+    SavedCount,
+    TensorSpec,
+    tensors_in,
+)
 from lightning_pipeline.model.trace import (
     Trace,
     UnitPatches,
+    around_metrics,
     metrics_of,
     replaced,
     step_function,
@@ -36,6 +47,9 @@ from lightning_pipeline.model.trace import (
 
 Sink = Callable[..., None]
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
+Whole = tuple[
+    MicrobatchArguments, Sequence[float], float
+]  # with each micro-batch's share of samples, and scale
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +59,12 @@ class StepResult:
     Attributes:
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
         outputs: What the step returned for each micro-batch, detached.
+        parts: What each loss is of the batch's, where that is not its mean by samples.
     """
 
     losses: list[Tensor | None]
     outputs: list[Any]
+    parts: list[Tensor | None]
 
 
 class SplitModel:
@@ -67,6 +83,7 @@ class SplitModel:
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         kept: What the attributes of the module went through in a batch; None where nothing is to be merged.
+        log_of_whole: Told, with the name of the method, what the step of the whole batch logs.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
     """
@@ -95,6 +112,8 @@ class SplitModel:
             self._know(trace)
         self._modules = list(root.modules())
         self._metrics = metrics_of(root)
+        self.log_of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
+        self._followers: dict[str, Follower] = {}
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
@@ -232,6 +251,7 @@ class SplitModel:
         key: Sequence[int],
         replica: int = 0,
         split_backward: bool = False,
+        whole: Whole | None = None,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -242,6 +262,8 @@ class SplitModel:
             key: Numbers that name the batch, such as epoch and batch index; random draws follow from them.
             replica: Index of the data-parallel replica.
             split_backward: Whether the plan has I and W actions.
+            whole: The batch as one, where the divisors of a loss and of what is logged are to be followed;
+                `weights` then are those of what has none.
         """
         assert self._open is None, "the batch before was not finished"
         self._check_backward_hooks()
@@ -250,7 +272,7 @@ class SplitModel:
             self._guards.install(trace.guarded_attributes())
         if self._isolation is not None:
             self._isolation.begin(trace)
-        context = (step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training)
+        context = self._context_of(step)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
@@ -275,6 +297,34 @@ class SplitModel:
         self.kept = self._programs[max(self._programs)].kept = Kept(self.root, trace) if several else None
         for program in self._programs.values():
             program.begin(self._step)
+        if whole is not None and self.has_last_stage and len(microbatches) > 1:
+            self._follow(whole, self._step)
+
+    def _follow(self, whole: Whole, step: Step) -> None:
+        """Find out what one device would divide by, where that is not the number of samples."""
+        arguments, fractions, step.scale = whole
+        assert self._open is not None, "a batch has begun"
+        follower = step.follower = self._followers.setdefault(step.name, Follower(self.root, step.name))
+        follower.begin(fractions, list(tensors_in(arguments)), lambda seen: self._rehearse(arguments, seen))
+        if follower.follows:
+            self._open.enter_context(around_metrics(self._metrics, self._unfollowed))
+
+    def _rehearse(self, whole: MicrobatchArguments, observer: Observer) -> None:
+        assert self._step is not None, "a batch has begun"
+        signature = (*self._context_of(self._step.name), signature_of(*whole))
+        if signature not in self._traced_outputs:
+            calls = self._traced(self._step.name, whole).calls
+            outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
+            self._traced_outputs[signature] = outputs
+        before = ModuleState(self.root)
+        try:
+            with stub_metrics(self._metrics, lambda value: None, self._no_value):
+                self._programs[self.num_stages - 1].rehearse(whole, self._traced_outputs[signature], observer)
+        finally:
+            before.restore()
+
+    def _context_of(self, step: str) -> tuple[Hashable, ...]:
+        return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
 
     def _check_backward_hooks(self) -> None:
         for module in self._spread:
@@ -355,12 +405,29 @@ class SplitModel:
         def log(*args: Any, **kwargs: Any) -> None:
             watcher: Any = self.mode.watcher
             if watcher is not None and not getattr(watcher, "is_last", True):
+                if isinstance(watcher, Rehearsal):
+                    self.log_of_whole(name, *args, **kwargs)
                 return
             if watcher is not None:
                 watcher.check_real((args, kwargs), f"self.{name}")
-            sink(self._microbatch, *args, **kwargs)
+            with self._unfollowed():
+                sink(self._microbatch, *args, **kwargs)
 
         return log
+
+    @contextmanager
+    def _unfollowed(self) -> Iterator[None]:
+        """What logs and metrics compute is none of the step's own functions."""
+        watcher: Any = self.mode.watcher
+        follow = getattr(watcher, "follow", None)
+        if follow is None:
+            yield
+            return
+        watcher.follow = None
+        try:
+            yield
+        finally:
+            watcher.follow = follow
 
     def _no_value(self) -> Tensor:
         return self.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
@@ -369,14 +436,25 @@ class SplitModel:
         """End the batch and hand out what the last stage has."""
         step = self._step
         assert step is not None, "begin() comes first"
+        if step.follower is not None:
+            step.follower.end()
         if step.count is not None:
             step.count.settle()
             self.worst.rise_to(step.count.peaks)
         self.failed()
         if not self.has_last_stage:
-            return StepResult([], [])
+            return StepResult([], [], [])
         order = range(len(step.microbatches))
-        return StepResult([step.losses[i] for i in order], [step.results[i] for i in order])
+        return StepResult(
+            [step.losses[i] for i in order],
+            [step.results[i] for i in order],
+            [step.parts.get(i) for i in order],
+        )
+
+    def part(self, value: Any) -> tuple[Any, bool]:
+        """What a number of the micro-batch that runs is of the batch's. See `Follower.part`."""
+        follower = None if self._step is None else self._step.follower
+        return (None, False) if follower is None else follower.part(value)
 
     def failed(self) -> None:
         """Drop the state of a batch, after an error too."""

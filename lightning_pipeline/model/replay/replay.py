@@ -176,6 +176,7 @@ class Replay(GlueRun):
             )
         if self._program.host_random:
             self._seeds.host(unit, nth)
+        self.on_unit(unit, nth)
         return output
 
     def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

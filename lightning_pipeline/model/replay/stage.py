@@ -1,6 +1,6 @@
 """One stage of a split model, as the executor drives it."""
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, ValueKey
+from lightning_pipeline.model.loss import Follower, Observer, seeds_of
 from lightning_pipeline.model.replay.between_units import Returned
 from lightning_pipeline.model.replay.recomputation import Recomputation
+from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
@@ -35,6 +37,7 @@ from lightning_pipeline.model.trace import (
 )
 from lightning_pipeline.wire import Values
 
+Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
 
@@ -56,6 +59,9 @@ class Step:
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        parts: By micro-batch, what its loss is of the batch's, where that is not its mean by samples.
+        follower: Finds that, on the last stage; None where the weights are settled.
+        scale: Of all gradients, where the weights are not used.
         count: Counts what the stages hold, in the steps that are looked at.
     """
 
@@ -72,6 +78,9 @@ class Step:
     later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    follower: Follower | None = None
+    scale: float = 1.0
     count: SavedCount | None = None
 
 
@@ -82,7 +91,7 @@ class _Saved:
     leaves: list[Tensor | None]
     roots: list[Any]
     again: Recomputation | None
-    weight: Tensor | None = None
+    seeds: list[Tensor] = field(default_factory=list)
     queue: WeightQueue | None = None
 
 
@@ -185,9 +194,27 @@ class StageProgram:
             self._saved[microbatch].queue = queue
         return done.outgoing
 
+    def rehearse(
+        self, whole: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], observer: Observer
+    ) -> None:
+        """Run the step over the whole batch without any unit. See `Rehearsal`."""
+        step = self._current_step()
+        run = Rehearsal(self, outputs, step.seeds.microbatch(len(step.microbatches)), observer)
+        self._patches.runner, self.mode.watcher = run, run
+        try:
+            with step.context(), reentrant_checkpoint_replaced():
+                run.rehearse(step.function, self._fresh(whole[0]), self._fresh(whole[1]))
+        finally:
+            self._patches.runner = self.mode.watcher = None
+            run.close()
+
     def _replay(self, microbatch: int, step: Step, incoming: Values | None) -> Replayed:
         args, kwargs = step.microbatches[microbatch]
         replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
+        if self.is_last and step.follower is not None:
+            shares = step.follower.microbatch(microbatch)
+            if shares is not None:
+                replay.follow, replay.on_unit = shares.call, shares.unit
         self._patches.runner, self.mode.watcher = replay, replay
         emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
         try:
@@ -241,9 +268,20 @@ class StageProgram:
             )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
-        root = None if loss is None else _edge(loss)
-        weight = None if loss is None else torch.full_like(loss.detach(), step.weights[microbatch])
-        self._saved[microbatch] = _Saved(done.leaves, [root], done.again, weight)
+        roots = [] if loss is None else self._roots(microbatch, step, loss)
+        edges, seeds = [_edge(tensor) for tensor, _ in roots], [seed for _, seed in roots]
+        self._saved[microbatch] = _Saved(done.leaves, edges, done.again, seeds)
+
+    def _roots(self, microbatch: int, step: Step, loss: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Where the backward of a micro-batch begins, and with what."""
+        assert step.weights is not None, "a backward follows"
+        share = None if step.follower is None else step.follower.loss(loss)
+        if share is not None:
+            total = share.total()
+            step.parts[microbatch] = torch.zeros_like(loss.detach()) if total is None else total
+            return seeds_of(share, step.scale)
+        weight = step.weights[microbatch]
+        return [(loss, torch.full_like(loss.detach(), weight))] if weight else []
 
     # ---- backward
 
@@ -265,7 +303,7 @@ class StageProgram:
         saved = self._saved.pop(microbatch, None)
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None
-        received = [saved.weight] if gradients is None else list(gradients)
+        received: Sequence[Tensor | None] = saved.seeds if gradients is None else gradients
         pairs = [
             (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
         ]

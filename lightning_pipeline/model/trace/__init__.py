@@ -4,7 +4,13 @@ from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_re
 from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hooks, with_backward_hooks
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
 from lightning_pipeline.model.trace.record import Call, Trace, needs_values, step_function, trace_step
-from lightning_pipeline.model.trace.sinks import metrics_of, replaced, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.sinks import (
+    around_metrics,
+    metrics_of,
+    replaced,
+    stub_metrics,
+    stub_sinks,
+)
 from lightning_pipeline.model.trace.units import find_units, finer_names
 
 __all__ = [
@@ -14,6 +20,7 @@ __all__ = [
     "Transient",
     "UnitPatches",
     "Watch",
+    "around_metrics",
     "find_units",
     "finer_names",
     "has_backward_hooks",

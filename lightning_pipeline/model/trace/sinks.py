@@ -1,7 +1,7 @@
 """Where values leave a step (logs, metrics), replaced for the time of a trace or replay."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -66,6 +66,26 @@ def stub_metrics(
                 vars(metric).pop(name, None)
                 if value is not _MISSING:
                     vars(metric)[name] = value
+
+
+@contextmanager
+def around_metrics(
+    metrics: Sequence[Metric | MetricCollection], around: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Run the methods of metrics inside a context."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for metric in metrics:
+            methods = {name: wrapped(getattr(metric, name)) for name in _METRIC_METHODS}
+            stack.enter_context(replaced(metric, methods))
+        yield
 
 
 def _stubs(

@@ -119,6 +119,10 @@ def hugging_face(name: str) -> HuggingFace:
         quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3}
         config = hf.BertConfig(**attention, intermediate_size=32, **small, **quiet)
         return HuggingFace(hf.BertForSequenceClassification(config))
+    if name == "bert-tokens":
+        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        config = hf.BertConfig(**attention, intermediate_size=32, **small, **quiet)
+        return HuggingFace(hf.BertForMaskedLM(config))
     config = hf.T5Config(
         d_model=16,
         d_kv=8,

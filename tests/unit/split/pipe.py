@@ -39,6 +39,8 @@ class Outcome:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     logged: list[tuple[int, str, Any]] = field(default_factory=list)
     splits: list[SplitModel] = field(default_factory=list)
+    loss: Tensor | None = None
+    logs: dict[str, Tensor] = field(default_factory=dict)
 
 
 def split_arguments(batch: Any, num_microbatches: int) -> tuple[list[Any], list[float]]:
@@ -87,11 +89,15 @@ def piped(
     module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1,
     step: str = "training_step", how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None,
     seed: int = 0, split_by: str | None = None, split_backward: bool = False,
-    ranks: list[list[int]] | None = None,
+    ranks: list[list[int]] | None = None, follow: bool = False,
 ) -> Outcome:  # fmt: skip
-    """The same through `stages` stages, each with a copy of the module, in this process."""
+    """The same through `stages` stages, each with a copy of the module, in this process.
+
+    `follow`: divisors are followed, as the strategy does by default; `loss` and `logs` are the batch's then.
+    """
     logged: list[tuple[int, str, Any]] = []
     splits: list[SplitModel] = []
+    outcome = Outcome()
     ranks = ranks or [[stage] for stage in range(stages)]
     microbatches, weights = split_arguments(batch, num_microbatches)
     for held in ranks:
@@ -103,15 +109,20 @@ def piped(
 
         def log(microbatch: int, name: str, value: Any, **options: Any) -> None:
             logged.append((microbatch, name, value.detach().clone() if isinstance(value, Tensor) else value))
+            part, _ = splits[-1].part(value)
+            if part is not None:
+                outcome.logs[name] = outcome.logs.get(name, torch.zeros(())) + part
 
         splits.append(SplitModel(mine, cut, held, sinks={"log": log}, seed=seed))
     splits = [
         next(split for split, held in zip(splits, ranks, strict=True) if s in held) for s in range(stages)
     ]
-    outcome = Outcome(splits=splits)
+    outcome.splits = splits
     for count in range(steps):
+        outcome.logs.clear()
         microbatches, weights = split_arguments(batch, num_microbatches)
-        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward)
+        whole = (((batch, 0), {}), weights, 1.0) if follow else None
+        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward, whole)
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
@@ -125,12 +136,20 @@ def _run_batch(
     count: int,
     outcome: Outcome,
     split_backward: bool,
+    whole: Any = None,
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for split in dict.fromkeys(splits):
             weighted = weights if training else None
-            split.begin(step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward)
+            split.begin(
+                step,
+                microbatches,
+                weights=weighted,
+                key=(0, count),
+                split_backward=split_backward,
+                whole=whole,
+            )
         sent: list[list[Values | None]] = []
         for index in range(len(microbatches)):
             values: Values | None = None
@@ -143,8 +162,12 @@ def _run_batch(
             for index in range(len(microbatches)):
                 _run_backward(splits, index, sent[index], split_backward)
         results = {split: split.finish() for split in dict.fromkeys(splits)}
-    outcome.losses.extend(results[splits[-1]].losses)
-    outcome.outputs.extend(results[splits[-1]].outputs)
+    last = results[splits[-1]]
+    outcome.losses.extend(last.losses)
+    if training and None not in last.losses:
+        parts = zip(last.parts, last.losses, weights, strict=True)
+        outcome.loss = sum(loss * weight if part is None else part for part, loss, weight in parts)
+    outcome.outputs.extend(last.outputs)
 
 
 def _run_backward(splits: Any, index: int, sent: list[Values | None], split_backward: bool) -> None:
@@ -209,3 +232,37 @@ def assert_same(piped_outcome: Outcome, alone_outcome: Outcome, exact: bool = Fa
     assert [(i, n) for i, n, _ in piped_outcome.logged] == [(i, n) for i, n, _ in alone_outcome.logged]
     for (_, name, mine), (_, _, theirs) in zip(piped_outcome.logged, alone_outcome.logged, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=rtol, atol=rtol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_whole(
+    module: Any,
+    batch: Any,
+    stages: int = 2,
+    num_microbatches: int = 4,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> Outcome:
+    """Every gradient, the loss and what is logged are those of the whole batch on one device."""
+    mine = piped(module, batch, stages, num_microbatches, follow=True, **options)
+    theirs = alone(module, batch, num_microbatches=1)
+    for name, gradient in theirs.gradients.items():
+        found = mine.gradients[name]
+        assert (found is None) == (gradient is None), f"{name}: {found is None} for {gradient is None}"
+        if gradient is not None:
+            torch.testing.assert_close(
+                found, gradient, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    torch.testing.assert_close(mine.loss, theirs.losses[0], rtol=tolerance, atol=tolerance)
+    if len(batch_parts(batch, num_microbatches)) > 1:
+        for _, name, value in theirs.logged:
+            expected = torch.as_tensor(value)
+            torch.testing.assert_close(
+                torch.as_tensor(mine.logs[name], dtype=expected.dtype), expected, rtol=tolerance, atol=tolerance,
+                msg=lambda m, n=name: f"logged {n}: {m}",
+            )  # fmt: skip
+    return mine
+
+
+def batch_parts(batch: Any, num_microbatches: int) -> list[Any]:
+    """The micro-batches."""
+    return [part for part, _ in split_batch(batch, num_microbatches)]

@@ -1,0 +1,104 @@
+"""Through the Trainer: a loss with a divisor of its own trains and logs as one device does with whole batches."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lightning_pipeline.errors import ConfigurationError
+from tests.ranks.lightning_cases import Regression, assert_same, fit
+
+
+class Masked(Regression):
+    """Some targets do not count, in the first samples of a batch none; logs in training and validation."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        mask = (batch[1] > 0.3).double()
+        error = (self.net(batch[0]) - batch[1]).pow(2)
+        return (error * mask).sum() / (mask.sum() + 1e-9) + 0.1 * error.mean()
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("train_loss", loss, on_step=True, on_epoch=True)
+        self.log("number", loss.item(), on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+        self.log("val_given", self.net(batch[0]).mean(), batch_size=3)
+        self.error.update(self.net(batch[0]), batch[1])
+        self.log("val_error", self.error)
+
+
+class Summed(Masked):
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.mse_loss(self.net(batch[0]), batch[1], reduction="sum") / 100
+
+
+class Classified(Masked):
+    """Class weights, and targets that are left out."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        target = batch[1].argmax(1).masked_fill(batch[1][:, 0] > 1, -100)
+        return F.cross_entropy(self.net(batch[0]), target, weight=torch.tensor([1.0, 2.0, 3.0]).double())
+
+
+class Hooked(Masked):
+    """Counts what it divides by; where that is nothing the loss is nan, which adds nothing."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        mask = batch[1] > 0.9
+        return torch.linalg.vector_norm((self.net(batch[0]) - batch[1])[mask]).square() / mask.sum()
+
+    def microbatch_weight(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return (batch[1] > 0.9).sum()
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.net(batch[0])
+
+
+SCHEDULES = [
+    {"stages": 2, "num_microbatches": 4},
+    {"stages": 3, "num_microbatches": 3, "schedule": "ZBH1"},
+    {"stages": 2, "num_microbatches": 4, "schedule": "Interleaved1F1B", "stages_per_rank": 2},
+    {"stages": 2, "num_microbatches": 4, "schedule": "ZBV"},
+]
+
+
+def run(pipeline: dict[str, Any] | None, make: Any, **options: Any) -> Any:
+    return fit(pipeline, make, **options)
+
+
+@pytest.mark.parametrize(
+    ("make", "case"),
+    [(Masked, 0), (Masked, 1), (Masked, 2), (Masked, 3), (Summed, 0), (Classified, 0), (Hooked, 0)],
+)
+def test_weights_and_logs_are_those_of_whole_batches_on_one_device(ranks: Any, make: Any, case: int) -> None:
+    pipeline = SCHEDULES[case]
+    expected = run(None, make)
+    for found in ranks(pipeline["stages"])(run, pipeline, make, group=False):
+        assert_same(found, expected)
+
+
+def one_step(pipeline: dict[str, Any] | None) -> float:
+    return run(pipeline, Regression, max_steps=1)[1]["train_loss_step"]
+
+
+@pytest.mark.parametrize(("how", "factor"), [("sum", 4.0), ("samples", 1.0)])
+def test_the_user_can_choose_how_losses_add_up(ranks: Any, how: str, factor: float) -> None:
+    pipeline = {"stages": 2, "num_microbatches": 4, "loss_weighting": how}
+    expected = one_step(None)
+    for loss in ranks(2)(one_step, pipeline, group=False):
+        assert loss == pytest.approx(factor * expected, rel=1e-12)
+
+
+class Negative(Hooked):
+    def microbatch_weight(self, batch: tuple[Tensor, Tensor]) -> Any:
+        return -1.0
+
+
+def test_a_weight_that_is_none_is_refused(ranks: Any) -> None:
+    outcome = ranks(2).outcomes(run, {"stages": 2, "num_microbatches": 4}, Negative, group=False)[0]
+    assert ConfigurationError.__name__ in str(outcome) and "microbatch_weight" in str(outcome)

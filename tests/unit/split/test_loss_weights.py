@@ -1,0 +1,202 @@
+"""A loss that is divided by what it finds in its samples is that of the whole batch, term by term."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.loss.loss_utils import fixed_cross_entropy
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.loss import Follower, Observer
+from tests.unit.split.models import VOCABULARY, hugging_face
+from tests.unit.split.pipe import Module, alone, assert_whole, piped
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+SAMPLES, LENGTH, CLASSES = 7, 5, 6
+
+
+def batch(empty: int | None = 2) -> dict[str, Tensor]:
+    """Targets, some of -100, and a mask of the same; `empty`: a sample that has none."""
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(0, CLASSES, (SAMPLES, LENGTH), generator=generator)
+    for sample in range(SAMPLES):
+        target[sample, LENGTH - sample % 4 :] = -100
+    if empty is not None:
+        target[empty] = -100
+    return {
+        "x": torch.randn(SAMPLES, LENGTH, 4, generator=generator), "target": target,
+        "mask": (target != -100).double(), "number": torch.tensor(11.0),
+    }  # fmt: skip
+
+
+class Step(Module):
+    """Any loss of logits of shape (samples, length, classes)."""
+
+    def __init__(self, loss: Callable[["Step", Tensor, dict[str, Tensor]], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, CLASSES))
+        self.scale = nn.Parameter(torch.tensor(0.7))
+        self.register_buffer("weights", torch.rand(CLASSES))
+        self.loss = loss
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
+        loss = self.loss(self, self.net(batch["x"]), batch)
+        self.log("loss", loss)
+        self.log("number", loss.item())
+        return loss
+
+
+def flat(logits: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    return logits.reshape(-1, CLASSES), batch["target"].reshape(-1)
+
+
+def tokens(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(*flat(logits, batch), reduction="none").view(SAMPLES_ANY, LENGTH)
+
+
+SAMPLES_ANY = -1
+LOSSES: dict[str, Callable[[Step, Tensor, dict[str, Tensor]], Any]] = {
+    "mean": lambda m, y, b: y.pow(2).mean(),
+    "cross entropy": lambda m, y, b: F.cross_entropy(*flat(y, b)),
+    "of classes with weights": lambda m, y, b: F.cross_entropy(*flat(y, b), weight=m.weights),
+    "smoothed": lambda m, y, b: F.cross_entropy(*flat(y, b), label_smoothing=0.1),
+    "smoothed with weights": lambda m, y, b: nn.CrossEntropyLoss(m.weights, label_smoothing=0.1)(*flat(y, b)),
+    "likelihood": lambda m, y, b: F.nll_loss(F.log_softmax(y, -1).transpose(1, 2), b["target"]),
+    "sum": lambda m, y, b: F.cross_entropy(*flat(y, b), reduction="sum"),
+    "sum over the batch's count": lambda m, y, b: F.cross_entropy(*flat(y, b), reduction="sum") / b["number"],
+    "sum over tokens": lambda m, y, b: F.cross_entropy(*flat(y, b), reduction="sum") / b["mask"].sum(),
+    "sum over a number of tokens": lambda m, y, b: tokens(y, b).sum() / int(b["mask"].sum() + 1),
+    "sum over samples": lambda m, y, b: 0.1 * tokens(y, b).sum() / y.shape[0],
+    "with a small number": lambda m, y, b: (tokens(y, b) * b["mask"]).sum() / (b["mask"].sum() + 1e-3),
+    "at least one": lambda m, y, b: (tokens(y, b) * b["mask"]).sum() / b["mask"].sum().clamp(min=1),
+    "divided before": lambda m, y, b: (tokens(y, b) * b["mask"] / b["mask"].sum()).sum(),
+    "per sample": lambda m, y, b: (tokens(y, b).sum(1) / (b["mask"].sum(1) + 1)).mean(),
+    "mean times count": lambda m, y, b: tokens(y, b).mean() * len(y),
+    "picked": lambda m, y, b: tokens(y, b)[b["mask"] > 0].mean(),
+    "picked by select": lambda m, y, b: torch.masked_select(tokens(y, b), b["mask"] > 0).sum(),
+    "two terms": lambda m, y, b: F.cross_entropy(*flat(y, b)) + 0.3 * y.pow(2).mean(),
+    "three terms": lambda m, y, b: (
+        2 * F.cross_entropy(*flat(y, b)) - y.abs().sum() / b["number"] + m.scale.pow(2) * 0.1 + 1.5
+    ),
+    "terms in place": lambda m, y, b: added(y.mean(), F.cross_entropy(*flat(y, b)), 0.1 * y.pow(2).sum()),
+    "a sum of a list": lambda m, y, b: sum([F.cross_entropy(*flat(y, b)), y.pow(2).mean(), y.sum()]),
+    "a stack": lambda m, y, b: torch.stack([F.cross_entropy(*flat(y, b)), y.pow(2).mean()]).mean(),
+    "learned weights": lambda m, y, b: F.cross_entropy(*flat(y, b)) * torch.exp(-m.scale) + m.scale,
+    "guarded": lambda m, y, b: torch.nan_to_num(F.cross_entropy(*flat(y, b))) + y.mean(),
+    "where": lambda m, y, b: torch.where(
+        b["mask"].sum() > 0, (tokens(y, b) * b["mask"]).sum() / b["mask"].sum(), torch.zeros(())
+    ),
+    "weighted by a dot": lambda m, y, b: torch.dot(tokens(y, b).sum(1), b["mask"].sum(1)) / b["mask"].sum(),
+    "penalty alone": lambda m, y, b: y.mean() + sum(p.pow(2).sum() for p in [m.scale]),
+}
+
+
+def added(total: Tensor, *others: Tensor) -> Tensor:
+    for other in others:
+        total += other
+    total /= 2
+    return total
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
+    assert_whole(Step(LOSSES[name]), batch(), 2, 7 if len(name) % 2 else 3)
+
+
+def test_what_cannot_be_followed_is_refused_with_the_line_and_the_ways_out() -> None:
+    text = r"(?s)training_step returns is divided by .*cannot be followed from test_loss_weights.py:\d+ in "
+    with pytest.raises(SplitError, match=text + r".*microbatch_weight\(batch\).*loss_weighting='samples'"):
+        assert_whole(Step(lambda m, y, b: F.cross_entropy(*flat(y, b)).sqrt()), batch(), 2, 3)
+
+
+def test_a_guard_that_takes_another_way_where_nothing_counts_is_refused() -> None:
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        count = int(batch["mask"].sum())
+        if count == 0:
+            return logits.sum() * 0
+        return (tokens(logits, batch) * batch["mask"]).sum() / count
+
+    with pytest.raises(SplitError, match="a micro-batch calls other functions"):
+        assert_whole(Step(loss), batch(), 2, 7)
+
+
+def test_a_loop_over_samples_is_taken_for_a_mean_with_a_warning() -> None:
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return sum(F.mse_loss(y, x.sum(-1, keepdim=True).expand_as(y)) for y, x in zip(logits, batch["x"], strict=True)) / len(
+            logits
+        )  # fmt: skip
+
+    with pytest.warns(UserWarning, match="taken for a mean over samples"):
+        mine = piped(Step(loss), batch(), 2, 3, follow=True)
+    assert mine.loss == pytest.approx(float(alone(Step(loss), batch(), 1).losses[0]))
+
+
+@pytest.mark.parametrize("later", [2, None])
+def test_plain_means_are_looked_at_once_and_targets_left_out_later_are_seen(later: int | None) -> None:
+    """The second batch has nothing to count, or has: the divisor is found anew only then."""
+    module, plain, masked = Step(LOSSES["cross entropy"]), batch(None), batch(2)
+    plain["target"] = plain["target"].clamp(min=0)
+    follower = Follower(module, "training_step")
+    seen: list[int] = []
+    for count, one in enumerate((plain, plain if later is None else masked)):
+        whole = list(one.values())
+
+        def rehearse(observer: Observer, one: dict[str, Tensor] = one, count: int = count) -> None:
+            seen.append(count)
+            call(observer.call, one)
+
+        follower.begin([3 / 7, 4 / 7], whole, rehearse)
+        shares = follower.microbatch(0)
+        if shares is not None:
+            half = {name: value[:3] if value.dim() else value for name, value in one.items()}
+            follower.loss(call(shares.call, half))
+        follower.end()
+    assert seen == ([0] if later is None else [0, 1])
+
+
+def call(see: Any, one: dict[str, Tensor]) -> Tensor:
+    logits = one["x"].repeat(1, 1, 2)[..., :CLASSES].reshape(-1, CLASSES)
+    return see(F.cross_entropy, (logits, one["target"].view(-1)), {}, lambda f, a, k: f(*a, **k))
+
+
+MODELS = ("gpt2", "llama", "t5", "bert")
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, vocab_size: int, **options: Any) -> Tensor:
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return fixed_cross_entropy(logits.view(-1, vocab_size), shifted.view(-1), **options)
+
+
+def padded(name: str) -> tuple[Any, dict[str, Tensor]]:
+    """A language model from a config, and 7 samples with padding; the third has no label at all."""
+    torch.manual_seed(7)
+    module = hugging_face("bert-tokens" if name == "bert" else name)
+    if name in ("gpt2", "llama"):
+        module.model.loss_function = next_token_loss  # theirs, but for a cast to float32
+    ids = torch.randint(3, VOCABULARY, (7, 6))
+    mask = torch.ones(7, 6, dtype=torch.long)
+    for sample in range(7):
+        mask[sample, 6 - sample % 4 :] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[2] = -100
+    return module, {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4, 7])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_padded_language_model_trains_as_on_the_whole_batch(name: str, num_microbatches: int) -> None:
+    module, data = padded(name)
+    stages, split_backward = {1: (2, False), 4: (3, True), 7: (3, False)}[num_microbatches]
+    assert_whole(module, data, stages, num_microbatches, how="auto", split_backward=split_backward)
