@@ -20,11 +20,11 @@ from lightning_pipeline.hooks import (
     loss_of,
     replay,
 )
+from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import SplitModel, StepResult, Whole
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.replan import Reordering
-from lightning_pipeline.run.weighting import Weights, loss_of_batch, weights_of
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
 from lightning_pipeline.schedules.plans import training_plan
 

@@ -6,3 +6,6 @@ from lightning_pipeline.model.loss.shares import Observer as Observer
 from lightning_pipeline.model.loss.shares import Share as Share
 from lightning_pipeline.model.loss.shares import Shares as Shares
 from lightning_pipeline.model.loss.shares import Whole as Whole
+from lightning_pipeline.model.loss.weighting import Weights as Weights
+from lightning_pipeline.model.loss.weighting import loss_of_batch as loss_of_batch
+from lightning_pipeline.model.loss.weighting import weights_of as weights_of

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import ConfigurationError
 
@@ -32,7 +31,7 @@ class Weights:
 
 
 def weights_of(
-    module: LightningModule, how: str, batches: Sequence[Any], sizes: Sequence[int], accumulate: int
+    module: nn.Module, how: str, batches: Sequence[Any], sizes: Sequence[int], accumulate: int
 ) -> Weights:
     """What each micro-batch counts for, as far as that is known before it has run.
 
