@@ -317,11 +317,16 @@ class SplitModel:
             outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
             self._traced_outputs[signature] = outputs
         before = ModuleState(self.root)
+        written = set(self._known[self._step.name][0].written_states)
+        values = [(p, p.detach().clone()) for n, p in self.root.named_parameters() if n in written]
         try:
             with stub_metrics(self._metrics, lambda value: None, self._no_value):
                 self._programs[self.num_stages - 1].rehearse(whole, self._traced_outputs[signature], observer)
         finally:
             before.restore()
+            with torch.no_grad():
+                for parameter, value in values:
+                    parameter.copy_(value)
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
