@@ -21,7 +21,7 @@ from lightning_pipeline.hooks import (
     replay,
 )
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
-from lightning_pipeline.model.replay import SplitModel, StepResult, Whole
+from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.replan import Reordering
@@ -285,7 +285,7 @@ class StepRunner:
         microbatches: list[tuple[tuple[Any, ...], dict[str, Any]]] = [(args, {}) for args in parts.args]
         try:
             with self._metrics.in_step():
-                whole: Whole = ((tuple(args), {}), weights.losses, 1 / weights.accumulate)
+                whole: WholeBatch = ((tuple(args), {}), weights.losses, 1 / weights.accumulate)
                 self._split.begin(
                     step, microbatches, weights=weights.gradients if training else None, key=key,
                     replica=self._replica, split_backward=plan.splits_backward,

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss.shares import VALUES, Observer, Share, Shares, Whole
+from lightning_pipeline.model.loss.shares import SHAPES, VALUES, Path, Share, Shares, Whole
 
+_MOST_PATHS = 256
 _WAYS_OUT = (
     "override `microbatch_weight(batch)` on the LightningModule with what it divides by (what the "
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
@@ -32,38 +33,57 @@ class Follower:
         self._root, self._step = root, step
         self._fractions: Sequence[float] = ()
         self._targets: list[tuple[int, int]] | None = None  # of a step that is plain where these are complete
-        self._whole: Whole | None = None
+        self._wholes: Sequence[Whole] = ()
         self._shares: Shares | None = None
+        self._path: Path | None = None  # of a micro-batch that is not looked at
+        self._plain_paths: set[tuple[Any, ...]] = set()
+        self._paths: list[Shares] = []
         self._plain = True
-        self.strayed = ""
+        self._said: set[str] = set()
 
     def begin(
-        self, fractions: Sequence[float], batch: Sequence[Tensor], rehearse: Callable[[Observer], None]
+        self, fractions: Sequence[float], batch: Sequence[Tensor], rehearse: Callable[[], Sequence[Whole]]
     ) -> None:
         """A batch comes.
 
         Args:
             fractions: Samples of each micro-batch over those of the batch.
             batch: Its tensors.
-            rehearse: Runs the step over the whole batch under an observer.
+            rehearse: Runs the step over the whole batch: what was seen, for each micro-batch.
         """
-        self._fractions, self._whole, self._shares = fractions, None, None
+        self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
+        self._paths = []
         if self._targets is not None and not _any_left_out(batch, self._targets):
             return
-        observer = Observer(batch)
-        rehearse(observer)
-        self._whole, self._plain = observer.whole, not observer.whole.ragged
+        self._wholes = rehearse()
+        self._plain = not any(whole.ragged for whole in self._wholes)
 
     @property
     def follows(self) -> bool:
         """Whether the functions of this batch's micro-batches are to be seen."""
-        return self._whole is not None
+        return bool(self._wholes)
 
-    def microbatch(self, microbatch: int) -> Shares | None:
-        """A micro-batch comes; None where nothing is to be followed."""
-        if self._whole is not None:
-            self._shares = Shares(self._whole, self._root, self._fractions[microbatch])
-        return self._shares
+    def microbatch(self, microbatch: int) -> "Shares | Path":
+        """A micro-batch comes: who sees its functions."""
+        self._compare_path()
+        if self._wholes:
+            self._shares = Shares(self._wholes[microbatch], self._root, self._fractions[microbatch])
+            self._paths.append(self._shares)
+            return self._shares
+        self._path = Path()
+        return self._path
+
+    def _compare_path(self) -> None:
+        """Whether a micro-batch that was not looked at went a way that is known to be plain."""
+        path, self._path = self._path, None
+        if path is None or tuple(path.taken) in self._plain_paths:
+            return
+        self._targets = None
+        self._say(
+            f"{self._step} calls other functions between its units than in the batches before, whose losses "
+            "were plain means over samples: this batch is weighted by samples, and the next ones are looked "
+            f"at again. If such a loss is divided by anything else, {_WAYS_OUT}"
+        )
 
     def part(self, value: Any) -> tuple[Any, bool]:
         """This micro-batch's part of a number that the step hands out.
@@ -77,7 +97,7 @@ class Follower:
             return None, False
         share = shares.of(value)
         self._note(shares, share)
-        if share is None or share.lost:
+        if share is None or share.lost or self._is_doubtful(shares, share):
             return value * shares.fraction, False
         total = share.total()
         return 0.0 if total is None else total, not shares.is_mean(share)
@@ -93,6 +113,8 @@ class Follower:
             return None
         share = shares.of(loss)
         self._note(shares, share)
+        if self._is_doubtful(shares, share):
+            return None
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
         if share is None or shares.is_mean(share):
@@ -106,26 +128,47 @@ class Follower:
 
     def _stray(self, shares: Shares) -> None:
         """The micro-batch went another way than the batch as a whole, such as a loop over samples."""
-        assert self._whole is not None, "it strayed from this"
-        if self._whole.ragged or self._whole.reads or None in self._whole.targets:
+        whole = shares.whole
+        if whole.ragged or whole.reads or None in whole.targets:
             raise SplitError(
                 f"what {self._step} returns cannot be compared with what it would for the whole batch: "
                 f"from {shares.strayed} on, a micro-batch calls other functions, and values of the batch "
                 f"decide what the loss is divided by: {_WAYS_OUT}"
             )
-        if not self.strayed:
-            warnings.warn(
-                f"{self._step} calls other functions for a micro-batch than for the batch as a whole, from "
-                f"{shares.strayed} on, so that its loss is taken for a mean over samples. If it is not: "
-                f"{_WAYS_OUT}"
-            )
-        self.strayed = shares.strayed
+        self._say(
+            f"{self._step} calls other functions for a micro-batch than for the batch as a whole, from "
+            f"{shares.strayed} on, so that its loss is taken for a mean over samples. If it is not: "
+            f"{_WAYS_OUT}"
+        )
+
+    def _is_doubtful(self, shares: Shares, share: Share | None) -> bool:
+        """Whether random numbers decide, of which the whole batch's are not known."""
+        whole = shares.whole
+        if not whole.unclear or share is None:
+            return False
+        if not share.lost and share.origin == SHAPES and not whole.ragged:
+            return False
+        self._say(
+            f"{self._step} draws random numbers with {whole.unclear}, of which it cannot be said what they "
+            "would be for the batch as a whole, so that its loss is taken for a mean over samples. If what it "
+            f"is divided by is drawn, {_WAYS_OUT}"
+        )
+        return True
+
+    def _say(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            warnings.warn(text)
 
     def end(self) -> None:
         """The batch is done: look at the next ones only where this one needed it."""
-        whole, self._whole, self._shares = self._whole, None, None
-        if whole is not None and self._plain and None not in whole.targets:
-            self._targets = [target for target in whole.targets if target is not None]
+        self._compare_path()
+        wholes, self._wholes, self._shares = self._wholes, (), None
+        if not wholes or not self._plain or any(None in whole.targets for whole in wholes):
+            return
+        self._targets = [target for whole in wholes for target in whole.targets if target is not None]
+        if len(self._plain_paths) < _MOST_PATHS:
+            self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
 
     def _note(self, shares: Shares, share: Share | None) -> None:
         """Whether shapes alone say that a number is a plain mean, or all targets of its loss count."""

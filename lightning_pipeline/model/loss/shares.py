@@ -76,12 +76,14 @@ class Whole:
             leaves out; None where they are made otherwise.
         ragged: Whether a mask picks samples, so that shapes go by values.
         reads: Whether a value of the batch was read as a number.
+        unclear: What draws random numbers that are not known to be those of the micro-batches.
     """
 
     events: dict[Call, list[Event]] = field(default_factory=dict)
     targets: list[tuple[int, int] | None] = field(default_factory=list)
     ragged: bool = False
     reads: bool = False
+    unclear: str = ""
 
 
 class Observer:
@@ -130,6 +132,22 @@ class Observer:
         return None if position is None or call.weight is not None else (position, call.ignore_index)
 
 
+class Path:
+    """Notes which functions that may make a loss a micro-batch calls, where nothing is to be followed."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def unit(self, number: int, nth: int) -> None:
+        """A unit was called."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """Run a function."""
+        if func in _FOLLOWED:
+            self.taken.append((func, kwargs.get("reduction")))
+        return run(func, args, kwargs)
+
+
 class Shares:
     """Follows the functions of one micro-batch.
 
@@ -141,13 +159,14 @@ class Shares:
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
         self.fraction, self.strayed = fraction, ""
-        self._whole, self.root = whole, root
+        self.whole, self.root = whole, root
+        self.taken: list[Any] = []
         self._events: Iterator[Event] = iter(whole.events.get(None, ()))
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
-        self._events, self.strayed = iter(self._whole.events.get((number, nth), ())), ""
+        self._events, self.strayed = iter(self.whole.events.get((number, nth), ())), ""
 
     def of(self, value: Any) -> Share | None:
         """The share of a tensor, or of the float that `item()` made of one; None where nothing is known."""
@@ -162,6 +181,8 @@ class Shares:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
+        if func in _FOLLOWED:
+            self.taken.append((func, kwargs.get("reduction")))
         if func in _SELECTING or (func is Tensor.__getitem__ and _has_mask(args[1])):
             return self._select(func, args, kwargs, run)
         if func not in _RULES:
@@ -181,7 +202,7 @@ class Shares:
         result = run(func, args, kwargs)
         if isinstance(result, Tensor):
             mine = Event(func, operands, _shape(result), count)
-            step = _Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self._whole)
+            step = _Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self.whole)
             self._keep(result, _RULES[func](step))
         return result
 
@@ -551,6 +572,7 @@ _NUMBERS = frozenset(_functions((Tensor, "item __float__")))
 _READING = frozenset(_functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
 _SELECTING = frozenset(_both("masked_select"))
 _BY_VALUES = frozenset(_both("masked_select nonzero unique argwhere"))
+_FOLLOWED = frozenset(_RULES) | _SELECTING
 
 
 def _operand(value: Any, *, copied: bool = False) -> Operand:

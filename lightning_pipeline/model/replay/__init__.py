@@ -1,5 +1,5 @@
 """A stage's part of the module, driven through the user's own step."""
 
-from lightning_pipeline.model.replay.model import SplitModel, StepResult, Whole
+from lightning_pipeline.model.replay.model import SplitModel, StepResult, WholeBatch
 
-__all__ = ["SplitModel", "StepResult", "Whole"]
+__all__ = ["SplitModel", "StepResult", "WholeBatch"]

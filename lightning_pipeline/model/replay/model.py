@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
-from lightning_pipeline.model.loss import Follower, Observer
+from lightning_pipeline.model.loss import Follower, Observer, Whole
+from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.seeds import StepSeeds
@@ -47,9 +48,8 @@ from lightning_pipeline.model.trace import (
 
 Sink = Callable[..., None]
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
-Whole = tuple[
-    MicrobatchArguments, Sequence[float], float
-]  # with each micro-batch's share of samples, and scale
+WholeBatch = tuple[MicrobatchArguments, Sequence[float], float]
+"""Arguments, each micro-batch's share of samples, and scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +251,7 @@ class SplitModel:
         key: Sequence[int],
         replica: int = 0,
         split_backward: bool = False,
-        whole: Whole | None = None,
+        whole: WholeBatch | None = None,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -300,33 +300,38 @@ class SplitModel:
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._follow(whole, self._step)
 
-    def _follow(self, whole: Whole, step: Step) -> None:
+    def _follow(self, whole: WholeBatch, step: Step) -> None:
         """Find out what one device would divide by, where that is not the number of samples."""
         arguments, fractions, step.scale = whole
         assert self._open is not None, "a batch has begun"
         follower = step.follower = self._followers.setdefault(step.name, Follower(self.root, step.name))
-        follower.begin(fractions, list(tensors_in(arguments)), lambda seen: self._rehearse(arguments, seen))
+        tensors = list(tensors_in(arguments))
+
+        def rehearse() -> list[Whole]:
+            wholes = rehearsed(arguments, step.microbatches, self._rehearse, lambda: Observer(tensors))
+            for seen in wholes if step.trace.draws_unseen else ():
+                seen.unclear = "a function that is not known to"
+            return wholes
+
+        follower.begin(fractions, tensors, rehearse)
         if follower.follows:
             self._open.enter_context(around_metrics(self._metrics, self._unfollowed))
 
-    def _rehearse(self, whole: MicrobatchArguments, observer: Observer) -> None:
+    def _rehearse(self, batch: MicrobatchArguments, number: int, observer: Observer, draws: Draws) -> None:
+        """Run the step once without units, and leave nothing behind."""
         assert self._step is not None, "a batch has begun"
-        signature = (*self._context_of(self._step.name), signature_of(*whole))
+        signature = (*self._context_of(self._step.name), signature_of(*batch))
         if signature not in self._traced_outputs:
-            calls = self._traced(self._step.name, whole).calls
+            calls = self._traced(self._step.name, batch).calls
             outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
             self._traced_outputs[signature] = outputs
+        program, outputs = self._programs[self.num_stages - 1], self._traced_outputs[signature]
         before = ModuleState(self.root)
-        written = set(self._known[self._step.name][0].written_states)
-        values = [(p, p.detach().clone()) for n, p in self.root.named_parameters() if n in written]
         try:
             with stub_metrics(self._metrics, lambda value: None, self._no_value):
-                self._programs[self.num_stages - 1].rehearse(whole, self._traced_outputs[signature], observer)
+                program.rehearse(batch, outputs, number, observer, draws)
         finally:
             before.restore()
-            with torch.no_grad():
-                for parameter, value in values:
-                    parameter.copy_(value)
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.loss import Observer
+from lightning_pipeline.model.replay.draws import Draws
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
 from lightning_pipeline.model.tensors import Structure, TensorSpec, is_placeholder, unflatten
@@ -25,6 +26,7 @@ class Rehearsal(Replay):
         outputs: What each call of a unit returns.
         seeds: Of the random draws.
         observer: Sees the functions between the units.
+        draws: Sees the random ones.
     """
 
     def __init__(
@@ -33,11 +35,13 @@ class Rehearsal(Replay):
         outputs: Mapping[tuple[int, int], tuple[Structure, list[TensorSpec]]],
         seeds: MicrobatchSeeds,
         observer: Observer,
+        draws: Draws,
     ) -> None:
         super().__init__(program, 0, None, seeds)
         self.is_last = False  # so that nothing is logged
         self.follow, self._observer = observer.call, observer
-        self._outputs = outputs
+        self._outputs, self._draws = outputs, draws
+        self._host = seeds.host_place()
 
     def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call the step; it ends where a placeholder stops it."""
@@ -46,6 +50,8 @@ class Rehearsal(Replay):
                 function(*args, **kwargs)
         except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
             return
+        finally:
+            self._draws.host_at(self._host, self._seeds.host_place())
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a unit."""
@@ -54,7 +60,18 @@ class Rehearsal(Replay):
         self._observer.unit(unit, nth)
         structure, specs = self._outputs[unit, nth]
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.lose(again=unit in self._program.repeated)
+        if self._program.host_random:
+            self._draws.host_at(self._host, self._seeds.host_place())
+            self._seeds.host(unit, nth)
+            self._host = self._seeds.host_place()
         return unflatten(list(tensors), structure)
+
+    def random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A random call between units."""
+        result = super().random(func, args, kwargs)
+        self._draws.drawn(func, args, kwargs, result)
+        return result
 
     def placeholder_operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]

@@ -10,6 +10,7 @@ A generator that stands at no mark was seeded by the user. It is left alone, and
 units return.
 """
 
+import pickle
 import random
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -88,6 +89,12 @@ class MicrobatchSeeds:
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
         self._generators.seed_host(seed)
+
+    def host_place(self) -> int:
+        """Where numpy and Python stand, as a number to compare."""
+        return hash(
+            pickle.dumps((random.getstate(), numpy.random.get_state(), self._generators.host_states()))
+        )
 
     # ---- marks
 

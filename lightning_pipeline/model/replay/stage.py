@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, ValueKey
 from lightning_pipeline.model.loss import Follower, Observer, seeds_of
 from lightning_pipeline.model.replay.between_units import Returned
+from lightning_pipeline.model.replay.draws import Draws
 from lightning_pipeline.model.replay.recomputation import Recomputation
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
@@ -195,15 +196,16 @@ class StageProgram:
         return done.outgoing
 
     def rehearse(
-        self, whole: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], observer: Observer
-    ) -> None:
-        """Run the step over the whole batch without any unit. See `Rehearsal`."""
+        self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
+        observer: Observer, draws: Draws,
+    ) -> None:  # fmt: skip
+        """Run the step without any unit, with the seeds of a micro-batch. See `Rehearsal`."""
         step = self._current_step()
-        run = Rehearsal(self, outputs, step.seeds.microbatch(len(step.microbatches)), observer)
+        run = Rehearsal(self, outputs, step.seeds.microbatch(number), observer, draws)
         self._patches.runner, self.mode.watcher = run, run
         try:
             with step.context(), reentrant_checkpoint_replaced():
-                run.rehearse(step.function, self._fresh(whole[0]), self._fresh(whole[1]))
+                run.rehearse(step.function, self._fresh(batch[0]), self._fresh(batch[1]))
         finally:
             self._patches.runner = self.mode.watcher = None
             run.close()
@@ -212,9 +214,8 @@ class StageProgram:
         args, kwargs = step.microbatches[microbatch]
         replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
         if self.is_last and step.follower is not None:
-            shares = step.follower.microbatch(microbatch)
-            if shares is not None:
-                replay.follow, replay.on_unit = shares.call, shares.unit
+            seen = step.follower.microbatch(microbatch)
+            replay.follow, replay.on_unit = seen.call, seen.unit
         self._patches.runner, self.mode.watcher = replay, replay
         emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
         try:

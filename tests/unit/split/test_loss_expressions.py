@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss import Follower
+from lightning_pipeline.model.loss import Follower, Observer, Whole
 
 SAMPLES, LENGTH, CLASSES = 6, 3, 4
 NUMBERS = st.sampled_from([-2.0, 0.5, 1.0, 3.0])
@@ -168,15 +168,16 @@ def test_a_loss_is_that_of_the_whole_batch_or_refused(
     (gradient,) = torch.autograd.grad(expected, w)
     follower = Follower(torch.nn.Module(), "training_step")
 
-    def rehearse(observer: Any) -> None:
+    def rehearse() -> list[Whole]:
+        observer = Observer(list(batch.values()))
         with _Functions(observer.call):
             loss(batch)
+        return [observer.whole] * len(sizes)
 
     follower.begin([size / SAMPLES for size in sizes], list(batch.values()), rehearse)
     total, found = torch.zeros((), dtype=torch.float64), torch.zeros_like(w)
     for index, (part, size) in enumerate(zip(parts_of(batch, sizes), sizes, strict=True)):
         shares = follower.microbatch(index)
-        assert shares is not None
         with _Functions(shares.call):
             value = loss(part)
         try:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.loss.loss_utils import fixed_cross_entropy
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss import Follower, Observer
+from lightning_pipeline.model.loss import Follower, Observer, Whole
 from tests.unit.split.models import VOCABULARY, hugging_face
 from tests.unit.split.pipe import Module, alone, assert_whole, piped
 
@@ -153,15 +153,15 @@ def test_plain_means_are_looked_at_once_and_targets_left_out_later_are_seen(late
     for count, one in enumerate((plain, plain if later is None else masked)):
         whole = list(one.values())
 
-        def rehearse(observer: Observer, one: dict[str, Tensor] = one, count: int = count) -> None:
+        def rehearse(one: dict[str, Tensor] = one, count: int = count) -> list[Whole]:
+            observer = Observer(list(one.values()))
             seen.append(count)
             call(observer.call, one)
+            return [observer.whole] * 2
 
         follower.begin([3 / 7, 4 / 7], whole, rehearse)
-        shares = follower.microbatch(0)
-        if shares is not None:
-            half = {name: value[:3] if value.dim() else value for name, value in one.items()}
-            follower.loss(call(shares.call, half))
+        half = {name: value[:3] if value.dim() else value for name, value in one.items()}
+        follower.loss(call(follower.microbatch(0).call, half))
         follower.end()
     assert seen == ([0] if later is None else [0, 1])
 
