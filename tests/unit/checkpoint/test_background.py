@@ -63,14 +63,17 @@ def paced(pace: Pace, turns: int, seconds: float) -> float:
     return time.perf_counter() - begin
 
 
+@pytest.mark.quiet  # times are compared with a clock
 def test_work_rests_three_times_as_long_as_it_worked() -> None:
     assert paced(Pace(), 5, 0.01) >= 4 * 5 * 0.01
 
 
+@pytest.mark.quiet  # times are compared with a clock
 def test_work_that_hangs_does_not_double_the_wait() -> None:
     assert paced(Pace(), 1, 1.5) < 1.5 + 1.4
 
 
+@pytest.mark.quiet  # times are compared with a clock
 def test_rests_take_a_part_of_the_timeout_only() -> None:
     background, seconds = Background(rests_for=0.1), []
     background.start(lambda pace: seconds.append(paced(pace, 20, 0.02)))
@@ -80,6 +83,7 @@ def test_rests_take_a_part_of_the_timeout_only() -> None:
     assert 20 * 0.02 <= seconds[0] < 2 * 20 * 0.02  # four times with all rests
 
 
+@pytest.mark.quiet  # times are compared with a clock
 def test_work_that_is_waited_for_does_not_rest() -> None:
     background, seconds = Background(), []
 
@@ -95,6 +99,7 @@ def test_work_that_is_waited_for_does_not_rest() -> None:
     assert time.perf_counter() - begin < 1.5 * (0.1 + 10 * 0.02)
 
 
+@pytest.mark.quiet  # times are compared with a clock
 def test_an_asynchronous_save_is_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
     monkeypatch.setattr(Pace, "__enter__", lambda self: entered.append(self))
