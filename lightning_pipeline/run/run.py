@@ -48,11 +48,13 @@ from lightning_pipeline.run.replan import Reordering
 from lightning_pipeline.run.setup import (
     Cut,
     as_the_loop_will,
+    beside_module,
     choose_cut,
     fill_whole,
     gather_whole,
     held_states,
     hooks_undone,
+    loggers_set_aside,
     move,
     seed_of_run,
     split_module,
@@ -174,6 +176,8 @@ class Pipeline:
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
         )
         recorder.part_of, self.split.log_of_whole = self.split.part, recorder.log_of_whole
+        self.split.beside = lambda: beside_module(trainer)
+        self.split.set_aside = lambda: loggers_set_aside(trainer)
         self._is_split = True
         if self.groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import Metric
 
@@ -259,3 +260,22 @@ def start_equal(
         if one.parameter is not None and group is not None:
             source = groups.numbering.global_rank(placement.rank_of(one.stages[0]), groups.replica)
             dist.broadcast(one.parameter.detach(), src=source, group=group)
+
+
+def beside_module(trainer: Trainer) -> list[Any]:
+    """What a step can reach and change beside the module: data module, optimizers' groups, schedulers."""
+    data = getattr(trainer, "datamodule", None)
+    schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+    groups = [optimizer.param_groups for optimizer in trainer.optimizers]
+    return [*([] if data is None else [data]), *groups, *schedulers]
+
+
+@contextmanager
+def loggers_set_aside(trainer: Trainer) -> Iterator[None]:
+    """Inside, what a step gives to `self.logger` is dropped."""
+    loggers = trainer.loggers
+    trainer.loggers = [DummyLogger() for _ in loggers]
+    try:
+        yield
+    finally:
+        trainer.loggers = loggers

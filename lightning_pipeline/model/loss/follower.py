@@ -39,23 +39,37 @@ class Follower:
         self._plain_paths: set[tuple[Any, ...]] = set()
         self._paths: list[Shares] = []
         self._plain = True
+        self._given_up = False
         self._said: set[str] = set()
 
     def begin(
-        self, fractions: Sequence[float], batch: Sequence[Tensor], rehearse: Callable[[], Sequence[Whole]]
+        self,
+        fractions: Sequence[float],
+        batch: Sequence[Tensor],
+        rehearse: Callable[[], Sequence[Whole] | str],
     ) -> None:
         """A batch comes.
 
         Args:
             fractions: Samples of each micro-batch over those of the batch.
             batch: Its tensors.
-            rehearse: Runs the step over the whole batch: what was seen, for each micro-batch.
+            rehearse: Runs the step over the whole batch: what was seen, for each micro-batch, or why the
+                step cannot be run once more.
         """
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths = []
-        if self._targets is not None and not _any_left_out(batch, self._targets):
+        if self._given_up or (self._targets is not None and not _any_left_out(batch, self._targets)):
             return
-        self._wholes = rehearse()
+        found = rehearse()
+        if isinstance(found, str):
+            self._given_up = True
+            self._say(
+                f"{self._step} {found}, so that it cannot be run once more to find out what one device would "
+                "divide its loss by: it is taken for a mean over samples. If it is divided by anything else "
+                f"(tokens, a mask, weights), {_WAYS_OUT}"
+            )
+            return
+        self._wholes = found
         self._plain = not any(whole.ragged for whole in self._wholes)
 
     @property
@@ -76,7 +90,7 @@ class Follower:
     def _compare_path(self) -> None:
         """Whether a micro-batch that was not looked at went a way that is known to be plain."""
         path, self._path = self._path, None
-        if path is None or tuple(path.taken) in self._plain_paths:
+        if path is None or self._given_up or tuple(path.taken) in self._plain_paths:
             return
         self._targets = None
         self._say(
@@ -150,8 +164,8 @@ class Follower:
             return False
         self._say(
             f"{self._step} draws random numbers with {whole.unclear}, of which it cannot be said what they "
-            "would be for the batch as a whole, so that its loss is taken for a mean over samples. If what it "
-            f"is divided by is drawn, {_WAYS_OUT}"
+            "would be for the batch as a whole, so that its loss is taken for a mean over samples. If what "
+            f"it is divided by is drawn, {_WAYS_OUT}"
         )
         return True
 

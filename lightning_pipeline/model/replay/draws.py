@@ -12,8 +12,9 @@ from lightning_pipeline.model.loss import Observer, Whole
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
 
 _BY_ELEMENT_NAMES = (
-    "rand randn rand_like randn_like randint randint_like bernoulli bernoulli_ normal normal_ uniform_ random_",
-    "exponential_ cauchy_ geometric_ log_normal_ dropout dropout1d dropout2d dropout3d alpha_dropout poisson",
+    "rand randn rand_like randn_like randint randint_like bernoulli bernoulli_ normal normal_ uniform_",
+    "random_ exponential_ cauchy_ geometric_ log_normal_ dropout dropout1d dropout2d dropout3d alpha_dropout",
+    "poisson",
 )
 _BY_ELEMENT: frozenset[Any] = frozenset(
     function
@@ -143,7 +144,9 @@ class JoinedDraws(Draws):
 Run = Callable[[Any, int, Observer, Draws], None]
 
 
-def rehearsed(whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]) -> list[Whole]:
+def rehearsed(
+    whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]
+) -> list[Whole]:
     """What a step divides by in the whole batch, for each micro-batch.
 
     Args:

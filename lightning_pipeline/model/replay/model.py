@@ -1,6 +1,6 @@
 """A LightningModule cut into stages, as one rank holds it."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +19,11 @@ from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
 from lightning_pipeline.model.state import (
     AttributeGuards,
+    CannotRepeatError,
     Elsewhere,
     Isolation,
     Kept,
+    Outside,
     Residence,
     SharedParameter,
 )
@@ -83,6 +85,8 @@ class SplitModel:
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         kept: What the attributes of the module went through in a batch; None where nothing is to be merged.
+        beside: Gives objects that a step may change beside the module, such as optimizers.
+        set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         log_of_whole: Told, with the name of the method, what the step of the whole batch logs.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
@@ -113,7 +117,10 @@ class SplitModel:
         self._modules = list(root.modules())
         self._metrics = metrics_of(root)
         self.log_of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
+        self.beside: Callable[[], Iterable[Any]] = list
+        self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._followers: dict[str, Follower] = {}
+        self._outside: dict[str, Outside] = {}
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
@@ -305,10 +312,15 @@ class SplitModel:
         arguments, fractions, step.scale = whole
         assert self._open is not None, "a batch has begun"
         follower = step.follower = self._followers.setdefault(step.name, Follower(self.root, step.name))
+        if step.name not in self._outside:
+            self._outside[step.name] = Outside(self.root, step.name, self.beside)
         tensors = list(tensors_in(arguments))
 
-        def rehearse() -> list[Whole]:
-            wholes = rehearsed(arguments, step.microbatches, self._rehearse, lambda: Observer(tensors))
+        def rehearse() -> list[Whole] | str:
+            try:
+                wholes = rehearsed(arguments, step.microbatches, self._rehearse, lambda: Observer(tensors))
+            except CannotRepeatError as iterator:
+                return f"takes from {iterator}"
             for seen in wholes if step.trace.draws_unseen else ():
                 seen.unclear = "a function that is not known to"
             return wholes
@@ -318,20 +330,35 @@ class SplitModel:
             self._open.enter_context(around_metrics(self._metrics, self._unfollowed))
 
     def _rehearse(self, batch: MicrobatchArguments, number: int, observer: Observer, draws: Draws) -> None:
-        """Run the step once without units, and leave nothing behind."""
+        """Run the step once without units, and leave nothing behind.
+
+        Raises:
+            CannotRepeatError: It takes from an iterator.
+        """
         assert self._step is not None, "a batch has begun"
-        signature = (*self._context_of(self._step.name), signature_of(*batch))
-        if signature not in self._traced_outputs:
-            calls = self._traced(self._step.name, batch).calls
-            outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
-            self._traced_outputs[signature] = outputs
-        program, outputs = self._programs[self.num_stages - 1], self._traced_outputs[signature]
-        before = ModuleState(self.root)
+        outside = self._outside[self._step.name]
+        program, before = self._programs[self.num_stages - 1], ModuleState(self.root)
+        outside.keep()
         try:
-            with stub_metrics(self._metrics, lambda value: None, self._no_value):
+            signature = (*self._context_of(self._step.name), signature_of(*batch))
+            outputs = self._outputs_for(self._step.name, batch, signature)
+            outside.check()
+            with self.set_aside(), stub_metrics(self._metrics, lambda value: None, self._no_value):
                 program.rehearse(batch, outputs, number, observer, draws)
+            outside.check()
         finally:
             before.restore()
+            outside.restore()
+
+    def _outputs_for(
+        self, step: str, batch: MicrobatchArguments, signature: Hashable
+    ) -> dict[tuple[int, int], TracedOutput]:
+        """What units return for arguments of these shapes."""
+        if signature not in self._traced_outputs:
+            calls = self._traced(step, batch).calls
+            outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
+            self._traced_outputs[signature] = outputs
+        return self._traced_outputs[signature]
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
@@ -369,12 +396,10 @@ class SplitModel:
         """Where a stage meets calls of later ones half way, their shapes: a trace for each new signature."""
         if not any(liveness.meets_later_calls[stage] for stage in self._programs):
             return [{} for _ in microbatches]
-        for signature, microbatch in zip(self.signatures, microbatches, strict=True):
-            if signature not in self._traced_outputs:
-                calls = self._traced(step, microbatch).calls
-                outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
-                self._traced_outputs[signature] = outputs
-        return [self._traced_outputs[signature] for signature in self.signatures]
+        return [
+            self._outputs_for(step, microbatch, signature)
+            for microbatch, signature in zip(microbatches, self.signatures, strict=True)
+        ]
 
     def _traced(self, step: str, microbatch: MicrobatchArguments) -> Trace:
         with self._parameters.on(), self._guards.lifted():

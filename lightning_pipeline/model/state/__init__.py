@@ -4,14 +4,17 @@ from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere,
 from lightning_pipeline.model.state.isolation import Isolation
 from lightning_pipeline.model.state.kept import Kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
+from lightning_pipeline.model.state.outside import CannotRepeatError, Outside
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
 
 __all__ = [
     "AttributeGuards",
+    "CannotRepeatError",
     "Elsewhere",
     "ElsewhereError",
     "Isolation",
     "Kept",
+    "Outside",
     "Residence",
     "SharedParameter",
     "late_values",

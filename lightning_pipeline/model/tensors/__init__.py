@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.tensors.cache import Remembered
 from lightning_pipeline.model.tensors.containers import (
+    attributes_of,
     contents_of,
     filled_by,
     items_of,
@@ -66,6 +67,7 @@ __all__ = [
     "TagStore",
     "TensorSpec",
     "alias",
+    "attributes_of",
     "contents_of",
     "describe",
     "filled_by",

@@ -1,0 +1,137 @@
+"""Looking at the whole batch runs a step once more: it leaves nothing behind, or is not done."""
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.split.pipe import Module, Outcome, _run_batch, assert_whole, piped, split_arguments
+
+COUNTED = {"steps": 0}
+STEPS = 0
+
+
+@pytest.fixture(autouse=True)
+def float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+def batch(left_out: bool = True) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    target = torch.randint(0, 4, (6, 5), generator=generator)
+    if left_out:
+        target[0] = target[1, 2:] = -100
+    return {"x": torch.randn(6, 5, 4, generator=generator), "target": target}
+
+
+class Padded(Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+
+    def before(self) -> None:
+        """What a step does beside."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self.net(batch["x"]).transpose(1, 2), batch["target"])
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        self.before()
+        return self.loss(batch)
+
+
+class TakesFromAnIterator(Padded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.unlabelled = itertools.count()
+        self.taken: list[int] = []
+
+    def before(self) -> None:
+        self.taken.append(next(self.unlabelled))
+
+
+class CountsInGlobals(Padded):
+    def before(self) -> None:
+        global STEPS
+        COUNTED["steps"] += 1
+        STEPS += 1
+
+
+def test_a_step_that_takes_from_an_iterator_is_not_run_once_more_and_says_so() -> None:
+    with pytest.warns(UserWarning, match=r"takes from unlabelled, so .*microbatch_weight") as said:
+        mine = piped(TakesFromAnIterator(), batch(), 2, 3, steps=3, follow=True)
+    assert len([one for one in said if "takes from" in str(one.message)]) == 1
+    theirs = piped(TakesFromAnIterator(), batch(), 2, 3, steps=3, follow=False)
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient)
+    taken = mine.splits[-1].root.taken[-2:]
+    assert taken[1] == taken[0] + 1, "no number is skipped"
+
+
+def test_an_iterator_that_no_step_takes_from_is_no_obstacle() -> None:
+    module = Padded()
+    module.unlabelled = itertools.count()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_whole(module, batch(), 2, 3)
+
+
+def test_globals_are_those_of_the_micro_batches_alone() -> None:
+    COUNTED["steps"] = 0
+    before = STEPS
+    traced = piped(CountsInGlobals(), batch(), 2, 3, follow=False)
+    without, steps = COUNTED["steps"], STEPS - before
+    COUNTED["steps"] = 0
+    before = STEPS
+    followed = piped(CountsInGlobals(), batch(), 2, 3, follow=True)
+    assert (COUNTED["steps"], STEPS - before) == (without, steps)
+    assert traced.losses == followed.losses
+
+
+class Switched(Padded):
+    """From its second batch on another loss, with a divisor of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.masked = False
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        y, target = self.net(batch["x"]), batch["target"].clamp(min=0)
+        if not self.masked:
+            return y.pow(2).mean()
+        mask = (batch["target"] > 0).double()
+        each = F.cross_entropy(y.transpose(1, 2), target, reduction="none")
+        return (each * mask).sum() / mask.sum()
+
+
+def test_a_loss_that_changes_during_a_run_is_said_and_looked_at_again() -> None:
+    module = Switched()
+    mine = piped(module, batch(), 2, 3, follow=True)
+    splits: list[Any] = mine.splits
+    for split in splits:
+        split.root.masked = True
+    microbatches, weights = split_arguments(batch(), 3)
+    found = []
+    for count in (1, 2):
+        outcome = Outcome()
+        whole = (((batch(), 0), {}), weights, 1.0)
+        if count == 1:
+            with pytest.warns(
+                UserWarning, match="calls other functions between its units than in the batches"
+            ):
+                _run_batch(splits, microbatches, weights, "training_step", count, outcome, False, whole)
+        else:
+            _run_batch(splits, microbatches, weights, "training_step", count, outcome, False, whole)
+        found.append(outcome.loss)
+    switched = Switched()
+    switched.masked = True
+    assert found[1] == pytest.approx(switched.training_step(batch(), 0).item())
