@@ -1,7 +1,7 @@
 """Whether and how the numbers of a kind of step are followed, batch by batch."""
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -41,6 +41,23 @@ class Follower:
         self._plain = True
         self._given_up = False
         self._said: set[str] = set()
+
+    def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
+        """Say where a loss inside a unit may leave out targets of a batch.
+
+        Args:
+            inside: Names of units, and the class that a mean inside each leaves out.
+            batch: The batch's tensors.
+        """
+        whole_numbers = [tensor for tensor in batch if not tensor.is_floating_point()]
+        for unit, left_out in inside:
+            if unit not in self._said and any(bool((t == left_out).any()) for t in whole_numbers):
+                self._said.add(unit)
+                self._say(
+                    f"unit {unit!r} computes a mean over classes that leaves out {left_out}, which stands "
+                    "in the batch: inside a unit it is weighted by samples, not by the targets that count. "
+                    f"Compute the loss in {self._step}, or let the unit be cut finer; otherwise, {_WAYS_OUT}"
+                )
 
     def begin(
         self,

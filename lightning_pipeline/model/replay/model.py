@@ -325,6 +325,7 @@ class SplitModel:
                 seen.unclear = "a function that is not known to"
             return wholes
 
+        follower.warn_of_losses(step.trace.losses_inside, tensors)
         follower.begin(fractions, tensors, rehearse)
         if follower.follows:
             self._open.enter_context(around_metrics(self._metrics, self._unfollowed))

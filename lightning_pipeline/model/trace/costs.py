@@ -39,6 +39,8 @@ _OWN_FORMULAS: dict[Any, Any] = {
     torch.ops.aten.mkldnn_rnn_layer: _recurrent_flops,  # nn.LSTM on CPU
     torch.ops.aten._cudnn_rnn: _recurrent_flops,
 }
+_MEANS_OVER_CLASSES = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2d_forward)
+_MEAN = 1
 
 
 def operation_cost(
@@ -61,6 +63,14 @@ def operation_cost(
         t.numel() * t.element_size() for t in _flat((result,))
     )
     return flops, max(flops, moved * FLOPS_PER_BYTE)
+
+
+def left_out_by(func: Any, args: tuple[Any, ...]) -> int | None:
+    """Which class the mean of a loss over classes leaves out; None for any other operation."""
+    if getattr(func, "overloadpacket", None) not in _MEANS_OVER_CLASSES:
+        return None
+    _, _, _, reduction, left_out = args
+    return int(left_out) if reduction == _MEAN else None
 
 
 def _flat(values: Any) -> list[Tensor]:

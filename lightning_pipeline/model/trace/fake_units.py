@@ -21,7 +21,7 @@ from lightning_pipeline.model.tensors import (
     is_placeholder,
     map_tensors,
 )
-from lightning_pipeline.model.trace.costs import operation_cost
+from lightning_pipeline.model.trace.costs import left_out_by, operation_cost
 from lightning_pipeline.model.trace.watch import AttributeSnapshot
 
 if TYPE_CHECKING:
@@ -131,6 +131,9 @@ class FakeRun:
         flops, cost = operation_cost(func, args, kwargs, result)
         call.flops += flops
         call.cost += cost
+        left_out = left_out_by(func, args)
+        if left_out is not None:
+            self._tracer.trace.losses_inside.add((self._tracer.patches.units[call.unit].name, left_out))
         self._tracer.keeping.operation_in_unit(call, func, args, result)
 
     def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:

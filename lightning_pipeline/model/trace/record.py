@@ -106,6 +106,7 @@ class Trace:
         side_reads: Attributes that units set, and the code between them reads: module number and name.
         ports: What calls (unit, nth) give away beside their output.
         transient: Containers that units fill and the end of the step empties.
+        losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
     """
 
     root: nn.Module
@@ -136,6 +137,7 @@ class Trace:
     side_reads: set[Place] = field(default_factory=set)
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
     transient: frozenset[Place] = frozenset()
+    losses_inside: set[tuple[str, int]] = field(default_factory=set)
 
     def leaking_units(self) -> frozenset[int]:
         """Units that change something beside their output which is read elsewhere."""

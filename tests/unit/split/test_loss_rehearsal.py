@@ -135,3 +135,34 @@ def test_a_loss_that_changes_during_a_run_is_said_and_looked_at_again() -> None:
     switched = Switched()
     switched.masked = True
     assert found[1] == pytest.approx(switched.training_step(batch(), 0).item())
+
+
+class LossInside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(self.layer(x).transpose(1, 2), target)
+
+
+class InUnit(Padded):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = LossInside()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.head(self.net(batch["x"]), batch["target"])
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+def test_a_loss_inside_a_unit_that_leaves_out_targets_is_said(left_out: bool) -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        mine = piped(InUnit(), batch(left_out), 2, 3, units=["head"], steps=2, follow=True)
+    texts = [str(one.message) for one in said if "mean over classes" in str(one.message)]
+    assert len(texts) == left_out
+    assert all("unit 'head'" in text and "microbatch_weight" in text for text in texts)
+    theirs = piped(InUnit(), batch(left_out), 2, 3, units=["head"], steps=2)
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient, equal_nan=True)
