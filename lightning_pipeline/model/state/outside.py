@@ -3,6 +3,7 @@
 import inspect
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,7 +12,9 @@ from torch import nn
 from lightning_pipeline.model.tensors import attributes_of, contents_of, filled_by, items_of, refill
 
 _DEPTH = 4
-_MOST = 1000
+_MOST = 100  # items of a container that are looked into: a data set is none of a step's
+_MOST_SEEN = 20_000
+_OF_ALL_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 Path = tuple[str, Any, int]
 
 
@@ -63,9 +66,11 @@ class Outside:
     def _walk(self) -> Iterator[tuple[str, Any]]:
         """Note containers; give iterators, with what they are called."""
         seen: set[int] = set()
-        pending: list[Path] = list(self._roots())
-        while pending:
-            name, value, depth = pending.pop()
+        pending: deque[Path] = deque(self._roots())
+        for _ in range(_MOST_SEEN):
+            if not pending:
+                return
+            name, value, depth = pending.popleft()
             if _is_iterator(value):
                 yield name, value
                 continue
@@ -79,16 +84,16 @@ class Outside:
                 pending.extend((f"{name}.{key}", item, depth - 1) for key, item in items_of(held))
 
     def _roots(self) -> Iterator[Path]:
-        for path, module in self._root.named_modules():
-            for name, value in vars(module).items():
-                if name not in ("_trainer", "_fabric", "_modules", "_parameters", "_buffers"):
-                    yield f"{path}.{name}".lstrip("."), value, _DEPTH
         for other in self._others():
             held = other if isinstance(other, list | dict) else vars(other)
             yield type(other).__name__, held, _DEPTH
         for name, value in self._globals.items():
             if not name.startswith("__") and not isinstance(value, types.ModuleType):
                 yield name, value, _DEPTH
+        for path, module in self._root.named_modules():
+            for name, value in vars(module).items():
+                if name not in _OF_ALL_MODULES:
+                    yield f"{path}.{name}".lstrip("."), value, _DEPTH
 
 
 def _is_iterator(value: Any) -> bool:
