@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss.shares import SHAPES, VALUES, Path, Share, Shares, Whole
+from lightning_pipeline.model.loss.shares import FOLLOWED, SHAPES, VALUES, Share, Shares, Whole
 
 _MOST_PATHS = 256
 _WAYS_OUT = (
@@ -16,6 +16,22 @@ _WAYS_OUT = (
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
     "PipelineStrategy(loss_weighting='samples')"
 )
+
+
+class Path:
+    """Notes which functions that may make a loss a micro-batch calls, where nothing is to be followed."""
+
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def unit(self, number: int, nth: int) -> None:
+        """A unit was called."""
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        """Run a function."""
+        if func in FOLLOWED:
+            self.taken.append((func, kwargs.get("reduction")))
+        return run(func, args, kwargs)
 
 
 class Follower:

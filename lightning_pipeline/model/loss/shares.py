@@ -132,22 +132,6 @@ class Observer:
         return None if position is None or call.weight is not None else (position, call.ignore_index)
 
 
-class Path:
-    """Notes which functions that may make a loss a micro-batch calls, where nothing is to be followed."""
-
-    def __init__(self) -> None:
-        self.taken: list[Any] = []
-
-    def unit(self, number: int, nth: int) -> None:
-        """A unit was called."""
-
-    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Run a function."""
-        if func in _FOLLOWED:
-            self.taken.append((func, kwargs.get("reduction")))
-        return run(func, args, kwargs)
-
-
 class Shares:
     """Follows the functions of one micro-batch.
 
@@ -181,7 +165,7 @@ class Shares:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
-        if func in _FOLLOWED:
+        if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
         if func in _SELECTING or (func is Tensor.__getitem__ and _has_mask(args[1])):
             return self._select(func, args, kwargs, run)
@@ -572,7 +556,7 @@ _NUMBERS = frozenset(_functions((Tensor, "item __float__")))
 _READING = frozenset(_functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
 _SELECTING = frozenset(_both("masked_select"))
 _BY_VALUES = frozenset(_both("masked_select nonzero unique argwhere"))
-_FOLLOWED = frozenset(_RULES) | _SELECTING
+FOLLOWED = frozenset(_RULES) | _SELECTING
 
 
 def _operand(value: Any, *, copied: bool = False) -> Operand:
