@@ -24,7 +24,7 @@ demo: .venv/ready
 test: .venv/tested
 ifeq ($(strip $(ARGS)),)
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not quiet"
-	$(BIN)/python -m pytest -m quiet tests/ranks
+	$(BIN)/python -m pytest -m quiet tests/ranks tests/faults
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

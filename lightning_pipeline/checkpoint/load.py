@@ -126,9 +126,7 @@ def open_folder(path: Path, target: Target, ranks: Ranks, *, editable: bool = Fa
 
     def open_here() -> tuple[Reader, dict[str, Any]]:
         reader = Reader(path, trust=target.trust, stamps=stamps, editable=editable)
-        meta = read_meta(path, trust=target.trust)
-        check_meta(path / META, meta)
-        return reader, meta
+        return reader, read_meta(path, trust=target.trust)
 
     reader, meta = ranks.everyone_local(what, open_here)
     extra = meta.get(OURS, {}).get("extra", {})
@@ -173,37 +171,6 @@ def _read_states(reader: Reader, keys: Mapping[str, str]) -> dict[str, Any]:
     first = {name: once.setdefault(reader.place_of(key), key) for name, key in keys.items()}
     found = reader.read(once.values(), mapped=True)
     return {name: found[key] for name, key in first.items()}
-
-
-def check_meta(path: Path, meta: Any) -> None:
-    """Refuse a `meta.pt` that this program does not write, before anything live is touched.
-
-    Raises:
-        CheckpointCorruptError: With the names of the parts that are something else.
-    """
-    kinds: dict[str, type] = {"loops": dict, "lr_schedulers": list, "callbacks": dict, OURS: dict}
-    wrong = [] if isinstance(meta, dict) else ["all of it"]
-    if not wrong:
-        wrong = [name for name, kind in kinds.items() if name in meta and not isinstance(meta[name], kind)]
-    if not wrong:
-        wrong += [f"loops[{n!r}]" for n, loop in meta.get("loops", {}).items() if not _is_loop(loop)]
-        own = meta.get(OURS, {})
-        inner = {"ranks": list, "replicas": list, "order": list, "schedulers": list, "extra": dict}
-        wrong += [f"{OURS}[{n!r}]" for n, kind in inner.items() if not isinstance(own.get(n, kind()), kind)]
-        wrong += [f"{OURS}['ranks']" for rank in own.get("ranks", ()) if not _is_rank(rank)][:1]
-    if wrong:
-        raise CheckpointCorruptError(
-            f"checkpoint file {path} is not what this program writes, in {', '.join(wrong)}: nothing was "
-            "loaded"
-        )
-
-
-def _is_loop(loop: Any) -> bool:
-    return isinstance(loop, dict) and all(isinstance(part, dict) for part in loop.values())
-
-
-def _is_rank(rank: Any) -> bool:
-    return isinstance(rank, dict) and isinstance(rank.get("groups"), list)
 
 
 def _stamps(path: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:

@@ -136,11 +136,11 @@ def first_of(loaders: Any) -> tuple[Any] | None:
     A map-style loader is read in this process, without its workers and without moving its sampler.
 
     Returns:
-        The batch; `None` where a loader is empty.
+        The batch; `None` where a loader is empty, or where there is no loader, as in `[]`.
     """
     leaves, structure = tree_flatten(loaders)
     firsts = [_first_batch(loader) for loader in leaves]
-    if any(found is None for found in firsts):
+    if not firsts or any(found is None for found in firsts):
         return None
     return (tree_unflatten([found[0] for found in firsts if found is not None], structure),)
 

@@ -122,7 +122,10 @@ class Lookout:
 
     def _judge(self, wait: Wait, lane: str) -> None:
         waited = time.monotonic() - wait.since
-        if wait.group is None or wait.is_over or waited < self.period:
+        if wait.group is None or waited < self.period:
+            return
+        if wait.is_over:
+            _break_off_host(wait.group)  # again, until the wait has seen it
             return
         told = self.notes.get(wait.key) or (wait.key != CAUSE and self.notes.get(CAUSE))
         if told:
@@ -280,15 +283,20 @@ def break_off(group: dist.ProcessGroup) -> None:
     gloo has no way to say so (its `abort` frees nobody, torch 2.13): but a receive that times out closes all
     connections of its group.
     """
-    if talks_on_host(group):
-        peer = (group.rank() + 1) % group.size()
-        try:
-            work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x1EAF)
-            work.wait(timedelta(milliseconds=1))
-        except RuntimeError as wanted:
-            _LOG.debug("the waits of %s ended: %s", group.group_desc, wanted)
+    _break_off_host(group)
     if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
         group._get_backend(torch.device("cuda")).abort()
+
+
+def _break_off_host(group: dist.ProcessGroup) -> None:
+    """A peer whose connection is closed fails at once, which closes no other: so each is asked."""
+    for peer in range(group.size()) if talks_on_host(group) else ():
+        if peer != group.rank():
+            try:
+                work = group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x1EAF)
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError as wanted:
+                _LOG.debug("the waits of %s ended: %s", group.group_desc, wanted)
 
 
 def talks_on_host(group: dist.ProcessGroup) -> bool:

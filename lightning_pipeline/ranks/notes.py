@@ -71,6 +71,8 @@ class Notes:
 
     def _ask(self, question: Callable[[Store], Any]) -> str:
         with self._asking:
+            if self.is_gone:
+                return ""
             if self._unanswered is not None:
                 self._unanswered.join(_AGAIN_SECONDS)
                 if self._unanswered.is_alive():

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pipeline.checkpoint.folder import META, OURS, is_plain, load_object
+from lightning_pipeline.errors import CheckpointCorruptError
 
 Place = tuple[str, ...]
 _NESTED = ("hyper_parameters", "datamodule_hyper_parameters", "callbacks")
@@ -107,8 +108,13 @@ def read_meta(
         folder: The checkpoint.
         trust: Whether objects of any class may be unpickled.
         state: Gives a tensor of the module's state by name.
+
+    Raises:
+        CheckpointCorruptError: It is something else than what this program writes.
+        UnsafeCheckpointError: It would run code.
     """
     meta: dict[str, Any] = load_object(folder / META, f"checkpoint file {folder / META}", trust=trust)
+    _check_meta(folder / META, meta)
     apart = meta.get(OURS, {}).pop(_OBJECTS, ())
     if not trust and apart:
         names = ", ".join(place[0] + "".join(f"[{key!r}]" for key in place[1:]) for place, _ in apart)
@@ -123,3 +129,35 @@ def read_meta(
             holder = holder.setdefault(key, {})
         holder[place[-1]] = _Unpickler(io.BytesIO(content), state).load()
     return meta
+
+
+def _check_meta(path: Path, meta: Any) -> None:
+    """Refuse a `meta.pt` that this program does not write, before anything live is touched.
+
+    Raises:
+        CheckpointCorruptError: With the names of the parts that are something else.
+    """
+    kinds: dict[str, type] = {"loops": dict, "lr_schedulers": list, "callbacks": dict, OURS: dict}
+    wrong = [] if isinstance(meta, dict) else ["all of it"]
+    if not wrong:
+        wrong = [name for name, kind in kinds.items() if name in meta and not isinstance(meta[name], kind)]
+    if not wrong:
+        wrong += [f"loops[{n!r}]" for n, loop in meta.get("loops", {}).items() if not _is_loop(loop)]
+        own = meta.get(OURS, {})
+        lists = ("ranks", "replicas", "order", "schedulers", _OBJECTS)
+        inner: dict[str, type] = {"extra": dict, **dict.fromkeys(lists, list)}
+        wrong += [f"{OURS}[{n!r}]" for n, kind in inner.items() if not isinstance(own.get(n, kind()), kind)]
+        wrong += [f"{OURS}['ranks']" for rank in own.get("ranks", ()) if not _is_rank(rank)][:1]
+    if wrong:
+        raise CheckpointCorruptError(
+            f"checkpoint file {path} is not what this program writes, in {', '.join(wrong)}: nothing was "
+            "loaded"
+        )
+
+
+def _is_loop(loop: Any) -> bool:
+    return isinstance(loop, dict) and all(isinstance(part, dict) for part in loop.values())
+
+
+def _is_rank(rank: Any) -> bool:
+    return isinstance(rank, dict) and isinstance(rank.get("groups"), list)
