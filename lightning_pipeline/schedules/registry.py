@@ -78,7 +78,7 @@ def get_schedule(name: str, **options: object) -> Schedule:
 
     Example:
         >>> get_schedule("1f1b")
-        OneFOneB()
+        1F1B
     """
     schedule = _find(name)
     try:
