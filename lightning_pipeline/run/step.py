@@ -17,7 +17,6 @@ from lightning_pipeline.hooks import (
     Report,
     ReportChannel,
     SharedMetrics,
-    StepLists,
     loss_of,
     replay,
 )
@@ -236,11 +235,11 @@ class StepRunner:
     def _run(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
     ) -> tuple[Report, Any]:
-        losses, outputs, lists = self._run_plan(step, parts, weights, key)
+        losses, outputs = self._run_plan(step, parts, weights, key)
         if self.reordering is not None and weights is not None:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
-            report, output = self._finish(step, parts, losses, outputs, lists, training=weights is not None)
+            report, output = self._finish(step, parts, losses, outputs, training=weights is not None)
             replay(self._module, report, parts.batch_size)
         return report, output
 
@@ -255,7 +254,7 @@ class StepRunner:
 
     def _run_plan(
         self, step: str, parts: Parts, weights: list[float] | None, key: tuple[int, ...]
-    ) -> tuple[list[Tensor | None], list[Any], StepLists]:
+    ) -> tuple[list[Tensor | None], list[Any]]:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = weights is None
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
@@ -266,16 +265,15 @@ class StepRunner:
             with self._metrics.in_step():
                 self._split.begin(
                     step, microbatches, weights=weights, key=key, replica=self._replica,
-                    split_backward=plan.splits_backward,
+                    split_backward=plan.splits_backward, sizes=parts.sizes, merge=self._merge,
                 )  # fmt: skip
-                lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
             self._split.failed()
             raise
         self._warn_once(step, len(parts.args))
-        return result.losses, result.outputs, lists
+        return result.losses, result.outputs
 
     def _warn_unsplit(self, batch: Any, parts: Parts) -> None:
         if (
@@ -296,9 +294,8 @@ class StepRunner:
             self._warned.add(step)
             rank_zero_warn(
                 f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
-                f"{num_microbatches} micro-batches. A sum over samples is that of one device; a sum or "
-                "moving average of means, an extreme, or a count of steps is not: use self.log or a "
-                "torchmetrics object, or update it in on_train_batch_end"
+                f"{num_microbatches} micro-batches, and no rule puts their results together to what one "
+                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end"
             )
 
     def _finish(
@@ -307,26 +304,28 @@ class StepRunner:
         parts: Parts,
         losses: Sequence[Tensor | None],
         outputs: list[Any],
-        lists: StepLists,
         *,
         training: bool,
     ) -> tuple[Report, Any]:
         report, output = None, None
-        kept = self._split.kept
-        lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
+        self._split.settle(self._merge)
         if self._split.has_last_stage:
             report = self._recorder.report(_mean_loss(losses, parts.sizes) if training else None)
             output = self._merged(step, outputs, parts.sizes)
         report = self._reports.share(step, report)
-        self._share_late_states(self._split.late_states(step))
+        self._share_what_is_left(step)
         return report, output
 
-    def _share_late_states(self, names: list[str]) -> None:
-        """Hooks on every rank read what the end of the step has just written, such as a confusion matrix."""
-        if names and self._from_last.group is not None:
-            values = self._from_last.share(lambda: late_values(self._module, names))
+    def _share_what_is_left(self, step: str) -> None:
+        """Hooks on every rank, and the next step, read what the end of the step has just left."""
+        names, attributes = self._split.late_states(step), self._split.has_late_attributes(step)
+        if (names or attributes) and self._from_last.group is not None:
+            values, left = self._from_last.share(
+                lambda: (late_values(self._module, names), self._split.left_on_last())
+            )
             if not self._from_last.is_source:
                 put_late_values(self._module, names, values)
+                self._split.take_from_last(left)
 
     def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
         if step == "training_step":  # its loss is averaged apart
