@@ -56,6 +56,8 @@ class Question:
 class _MadeUp:
     """Answers calls of units with values that nobody computed."""
 
+    inside = False
+
     def __init__(self, values: Mapping[tuple[int, int], Any], trace: Trace) -> None:
         self._values, self._trace = values, trace
         self._counts: dict[int, int] = {}

@@ -90,7 +90,8 @@ class Elsewhere(Guard):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, Elsewhere)]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Guard)]
         return found[0]._refused() if found else _refuse("a value")
 
     def __repr__(self) -> str:
