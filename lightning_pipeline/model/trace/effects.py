@@ -69,7 +69,8 @@ class EffectsSeen:
             effect.from_units |= self._unknown
 
     def close(self) -> None:
-        """Let iterators stand where they did."""
+        """Let iterators stand where they did, and let go of what stood around: it may be a placeholder."""
+        self._around = Surroundings(nn.Module())
         for _, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
