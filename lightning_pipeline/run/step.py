@@ -1,6 +1,6 @@
 """One step of the user's module, run as a schedule: split the batch, run the plan, merge the results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,7 +187,7 @@ class StepRunner:
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica, self._from_last = replica, from_last
-        self._warned: set[str] = set()
+        self._warned: set[Hashable] = set()
         self.num_microbatches = 1
         self.at_least = 1
         self.last_plan: Plan | None = None
@@ -289,6 +289,14 @@ class StepRunner:
             )
 
     def _warn_once(self, step: str, num_microbatches: int) -> None:
+        untried = self._split.not_tried.get(step)
+        if untried is not None and ("untried", step) not in self._warned:
+            self._warned.add(("untried", step))
+            rank_zero_warn(
+                f"what {step} leaves behind is made from its micro-batches as returned values are, means by "
+                "samples and rows joined; whether one device would leave the same could not be tried out. "
+                f"This concerns {untried}"
+            )
         names = self._split.doubtful(step)
         if names and num_microbatches > 1 and step not in self._warned:
             self._warned.add(step)

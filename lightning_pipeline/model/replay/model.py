@@ -1,6 +1,5 @@
 """A LightningModule cut into stages, as one rank holds it."""
 
-import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -56,7 +55,6 @@ from lightning_pipeline.model.trace import (
     trace_step,
 )
 
-_log = logging.getLogger(__name__)
 Sink = Callable[..., None]
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -92,6 +90,7 @@ class SplitModel:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
+        not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
     """
 
     def __init__(
@@ -127,6 +126,7 @@ class SplitModel:
         self._rules: dict[str, dict[str, Rule | None]] = {}
         self._doubtful: dict[str, list[str]] = {}
         self._seen_again: set[str] = set()
+        self.not_tried: dict[str, str] = {}
         self._microbatch = 0
         self.signatures: list[Hashable] = []
         self.counts_next = False
@@ -347,6 +347,17 @@ class SplitModel:
                 "use stages_per_rank=1, or change it in a hook such as on_train_batch_end"
             )
 
+    def _refuse_late(self, readers: Mapping[str, set[int]], trace: Trace) -> None:
+        """The last stage alone has what the micro-batch before left there."""
+        for label, units in readers.items():
+            early = [unit for unit in units if self._stage_of[unit] != self.num_stages - 1]
+            if early:
+                raise SplitError(
+                    f"{trace.step} changes {label!r} from what the model returns, and in the next "
+                    f"micro-batch gives it to unit {self._patches.units[early[0]].name!r}, on another stage: "
+                    "change it in a hook such as on_train_batch_end, or use num_microbatches=1"
+                )
+
     def _find_rules(
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
     ) -> dict[str, Rule | None]:
@@ -366,14 +377,20 @@ class SplitModel:
             kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
             saved, outside = ModuleState(self.root), Standing(self._others())
             try:
-                return rules_of(effects, asked, function, self._patches, merge, self._quiet)
+                found = rules_of(effects, asked, function, self._patches, merge, self._quiet)
+                late = [e.place.label for e in effects if e.from_units]
+                self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
+                return found.by_place
             finally:
                 saved.restore()
                 outside.restore()
                 for place, value in kept:
                     value.give_back(place)
+        except SplitError:
+            raise
         except Exception as error:  # the user's code, on made-up values: then the usual rules must do
-            _log.debug("%s cannot be run on made-up values: %s", trace.step, error)
+            names = ", ".join(repr(effect.place.label) for effect in effects)
+            self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
             return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
 
     @contextmanager

@@ -3,7 +3,17 @@
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
-from lightning_pipeline.model.state.rules import Merge, Rows, Rule, Trial, equal, rule_for, unmerged, usual
+from lightning_pipeline.model.state.rules import (
+    Merge,
+    Rows,
+    Rule,
+    Trial,
+    equal,
+    rule_for,
+    same,
+    unmerged,
+    usual,
+)
 from lightning_pipeline.model.state.step_state import CHAINED, StepState, own_containers
 
 __all__ = [
@@ -24,6 +34,7 @@ __all__ = [
     "own_containers",
     "put_late_values",
     "rule_for",
+    "same",
     "unmerged",
     "usual",
 ]

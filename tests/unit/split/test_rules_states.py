@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused
+from lightning_pipeline.data.microbatch import split_batch
+from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused, seeded
+from tests.unit.split.pipe import alone, piped
 
 
 class AuxiliaryLoss(Block):
@@ -145,7 +147,68 @@ class AnnealedFirst(Net):
         return self.loss(self.body(self.emb(batch["x"]) * self.tau), batch)
 
 
-@pytest.mark.parametrize("kind", [Annealed, AnnealedFirst])
+class Memories(Net):
+    """Transformer-XL: the step keeps hidden states for the next one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mems = None
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        kept = []
+        for i, layer in enumerate(self.layers):
+            kept.append(h.detach())
+            h = layer(h if self.mems is None else h + self.mems[i])
+        self.mems = kept
+        return self.loss(h, batch)
+
+
+class MemoryAtEnd(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = None
+
+    def training_step(self, batch, batch_idx):
+        h = self.body(self.emb(batch["x"]))
+        if self.last is not None:
+            h = h + self.last
+        self.last = h.detach()
+        return self.loss(h, batch)
+
+
+class PlainTensorAverage(Net):
+    """A running mean in a plain attribute, changed in place, read before the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.zeros(WIDTH, dtype=torch.float64)
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"]) - self.mean
+        h = self.body(h)
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return self.loss(h, batch)
+
+
+@pytest.mark.parametrize("kind", [Memories, MemoryAtEnd])
+@pytest.mark.parametrize("num_microbatches", [2, 3])
+def test_state_with_samples_is_that_of_the_whole_batch(kind, num_microbatches):
+    """Row for row, in batches of 8: with three micro-batches of 3, 3 and 2."""
+    module, batch = seeded(kind), batch_of(8)
+    expected = alone(module, batch, num_microbatches=1, steps=3)
+    sizes = [size for _, size in split_batch(batch, num_microbatches)]
+    for stages in (2, 3):
+        found = piped(module, batch, stages=stages, num_microbatches=num_microbatches, steps=3)
+        for step in range(3):
+            losses = found.losses[step * len(sizes) : (step + 1) * len(sizes)]
+            mean = sum(loss * size for loss, size in zip(losses, sizes, strict=True)) / sum(sizes)
+            torch.testing.assert_close(mean, expected.losses[step], rtol=1e-10, atol=1e-10)
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Annealed, AnnealedFirst, PlainTensorAverage])
 def test_state_for_the_next_step_is_right_or_refused(kind):
     same_or_refused(
         kind,
@@ -225,7 +288,31 @@ class Queue(Net):
         return super().loss(h, batch) + logits.pow(2).mean()
 
 
-@pytest.mark.parametrize("kind", [CodebookUnused, Queue])
+class BufferFromBatch(Net):
+    once_per_batch = ("steps",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        self.mean.lerp_(batch["x"].mean(0), 0.5)
+        return self.loss(self.body(self.emb(batch["x"] - self.mean)), batch)
+
+
+class BufferReplaced(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("avg", torch.ones(WIDTH, dtype=torch.float64))
+
+    def loss(self, h, batch):
+        self.avg = 0.9 * self.avg + 0.1 * h.detach().mean(0)
+        return super().loss(h - self.avg, batch)
+
+
+@pytest.mark.parametrize("kind", [CodebookAverage, CodebookUnused, Queue, BufferFromBatch, BufferReplaced])
 def test_buffers_that_a_step_writes_are_right_or_refused(kind):
     same_or_refused(kind, "written by training_step|another stage|together", steps=3, num_microbatches=3)
 
@@ -244,7 +331,7 @@ def test_a_parameter_that_the_step_normalises_first_works():
     assert_works(Prototypes, num_microbatches=1, steps=2)
 
 
-@pytest.mark.parametrize("kind", [CodebookUnused, Queue])
+@pytest.mark.parametrize("kind", [CodebookUnused, Queue, BufferFromBatch])
 def test_buffers_written_and_read_at_one_place_work(kind):
     assert_works(kind, steps=3)
 
@@ -290,8 +377,7 @@ def test_caches_filled_in_a_unit_hold_no_placeholder_after_the_trace():
     assert_works(Cached, cuts=[["layers.1"]], steps=2)
     _table.cache_clear()
     _CACHE.clear()
-    from tests.unit.split.nets import seeded
-    from tests.unit.split.pipe import alone, assert_same, piped
+    from tests.unit.split.pipe import assert_same
 
     module = seeded(Cached)
     split_first = piped(module, batch_of(), stages=2)
