@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.demos import Transformer
 from torch import Tensor, nn
 
 from tests.unit.split.nets import WIDTH, Block, Net, batch_of, seeded
-from tests.unit.split.pipe import Outcome, piped
+from tests.unit.split.pipe import Module, Outcome, piped
 
 STAGES = {2: ["layers.1"], 3: ["layers.0", "layers.2"]}
 SIZES = pytest.mark.parametrize(("stages", "num_microbatches"), [(2, 1), (2, 4), (3, 2)])
@@ -353,3 +354,52 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_leaves_what_one_device_leaves(kind, stages, num_microbatches):
     assert_left(kind, stages, num_microbatches)
+
+
+class Named(Block):
+    """A class whose subclasses need a name, so that nobody may make one in passing."""
+
+    def __init_subclass__(cls, *, name: str, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        assert name not in NAMES
+        NAMES.add(name)
+
+
+NAMES: set[str] = set()
+
+
+class Tanh(Named, name="tanh"):
+    pass
+
+
+def test_no_subclass_is_made_of_a_users_class():
+    found, _ = both(lambda: Net(Tanh), 2, 2)
+    assert {type(layer) for layer in found.splits[0].root.layers} == {Tanh}
+    assert len(NAMES) == 1
+
+
+class Demo(Module):
+    """Lightning's own demo, with a mask and an encoding that are made at first use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Transformer(vocab_size=11, ninp=8, nhid=8, dropout=0.0)
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        inputs, target = batch
+        return F.nll_loss(self.model(inputs, target), target.reshape(-1))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 2])
+def test_the_demo_transformer_equals_one_device(num_microbatches):
+    module = seeded(Demo)
+    batch = list(torch.randint(0, 11, (2, 4, 5), generator=torch.Generator().manual_seed(0)))
+    found = piped(module, batch, stages=2, num_microbatches=num_microbatches, steps=2)
+    reference = copy.deepcopy(module)
+    for _ in range(2):
+        reference.training_step(batch, 0).backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    for split in found.splits:
+        torch.testing.assert_close(split.root.model.src_mask, reference.model.src_mask)
