@@ -79,10 +79,11 @@ class StepState:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
             return
         for effect in self._all:
-            self._start[effect.place.label].give_back(effect.place)
+            if effect.from_units or not effect.deep:  # a backward to come reads weights as the step has them
+                self._start[effect.place.label].give_back(effect.place)
         for place, kept in self._aside:
             kept.give_back(place)
-        self._fresh = True
+        self._fresh = not any(effect.deep for effect in self._all)
 
     def _is_chained(self, effect: Effect) -> bool:
         return self._several and self._rules.get(effect.place.label, usual) is CHAINED

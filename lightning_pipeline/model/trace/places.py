@@ -358,7 +358,9 @@ class Kept(NamedTuple):
                 refill(held, saved)
         for tensor, saved, version in self.tensors:
             tensor.data = saved.clone()
-            if tensor._version != version:  # a micro-batch before may have it in its graph, with this number
+            # A micro-batch before may have it in its graph, with this number. Private since torch 2.6 in this
+            # form; `torch.autograd._unsafe_preserve_version_counter` can only keep the number of now.
+            if tensor._version != version:
                 torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 

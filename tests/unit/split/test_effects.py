@@ -356,6 +356,19 @@ def test_a_step_leaves_what_one_device_leaves(kind, stages, num_microbatches):
     assert_left(kind, stages, num_microbatches)
 
 
+@pytest.mark.parametrize("kind", [Decayed, AnnealedLayers, Frozen])
+def test_several_stages_of_one_rank_leave_what_one_device_leaves(kind):
+    module = seeded(kind)
+    found = piped(module, batch_of(), stages=4, ranks=[[0, 2], [1, 3]], steps=2)
+    reference = copy.deepcopy(module)
+    for _ in range(2):
+        reference.training_step(batch_of(), 0).backward()
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(found.gradients[name], parameter.grad, rtol=1e-9, atol=1e-12)
+    for split in dict.fromkeys(found.splits):
+        assert_same_values(kind.left(split.root), kind.left(reference))
+
+
 class Named(Block):
     """A class whose subclasses need a name, so that nobody may make one in passing."""
 
