@@ -12,7 +12,7 @@ from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
-from lightning_pipeline.model.replay.probe import Question, rules_of
+from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
 from lightning_pipeline.model.state import (
@@ -40,6 +40,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
+    Effect,
     Kept,
     Owner,
     Place,
@@ -373,25 +374,28 @@ class SplitModel:
             )
             parts = [(part, self._traced(trace.step, part)) for part in (one, other, whole)]
             asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
-            function = step_function(self.root, trace.step)
-            kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
-            saved, outside = ModuleState(self.root), Standing(self._others())
-            try:
-                found = rules_of(effects, asked, function, self._patches, merge, self._quiet)
-                late = [e.place.label for e in effects if e.from_units]
-                self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
-                return found.by_place
-            finally:
-                saved.restore()
-                outside.restore()
-                for place, value in kept:
-                    value.give_back(place)
-        except SplitError:
-            raise
+            with self._guards.lifted():
+                found = self._try_out(effects, asked, merge)
         except Exception as error:  # the user's code, on made-up values: then the usual rules must do
             names = ", ".join(repr(effect.place.label) for effect in effects)
             self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
             return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
+        late = [e.place.label for e in effects if e.from_units]
+        self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
+        return found.by_place
+
+    def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge) -> Rules:
+        """The rules, with everything as it is left as it is."""
+        function = step_function(self.root, asked.whole[1].step)
+        kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
+        saved, outside = ModuleState(self.root), Standing(self._others())
+        try:
+            return rules_of(effects, asked, function, self._patches, merge, self._quiet)
+        finally:
+            saved.restore()
+            outside.restore()
+            for place, value in kept:
+                value.give_back(place)
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
