@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
+from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, stages_of_states
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
 from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
 from lightning_pipeline.model.replay.seeds import StepSeeds
@@ -309,6 +309,7 @@ class SplitModel:
         self._open.callback(seeds.close)
         self._open.enter_context(self._parameters.on())
         self._silence_or_record(self._open)
+        self._carried = trace.carried()
         self._state = self._new_state(trace, microbatches, sizes or [1] * len(microbatches), merge)
         for program in self._programs.values():
             program.state = self._state
@@ -438,7 +439,8 @@ class SplitModel:
     def take_from_last(self, values: Mapping[str, Any]) -> None:
         """On the other ranks: have that too; what was not sent raises when it is read."""
         if self._state is not None:
-            self._guards.install(effect.place for effect in self._state.take(values))
+            rest = self._state.take(values)
+            self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
     def _check_backward_hooks(self) -> None:
         for module in self._spread:
@@ -572,25 +574,6 @@ class SplitModel:
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
         return list(self._metrics)
-
-
-def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
-    """Whether a stage has to run the step to its end, for effects that come after its last call.
-
-    Args:
-        trace: Of the step.
-        stage_of: The stage of each unit.
-        stage: Which.
-    """
-    stages = [stage_of[call.unit] for call in trace.calls]
-    last = max((index for index, found in enumerate(stages) if found == stage), default=-1)
-    leaves = next((i for i, found in enumerate(stages) if i > last and found > stage), len(stages))
-    return any(
-        position > leaves
-        for effect in trace.effects
-        if not effect.from_units
-        for position in effect.positions
-    )
 
 
 def _outputs_of(trace: Trace) -> dict[tuple[int, int], TracedOutput]:

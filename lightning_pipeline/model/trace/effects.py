@@ -97,7 +97,7 @@ class EffectsSeen:
                 effect.positions.add(len(self._tracer.trace.calls))
                 continue
             self._by_units.setdefault(place.identity, (unit, place))
-            if number >= 0 and holds_tensor(place.get()):
+            if number >= 0 and holds_tensor(place.get()) and not self._tracer.in_glue(place.get()):
                 self._tracer.trace.side_writes.add((number, place.key))
 
     def values_read(self) -> None:

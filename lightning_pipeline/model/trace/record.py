@@ -135,6 +135,12 @@ class Trace:
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
     transient: frozenset[PortPlace] = frozenset()
 
+    def carried(self) -> set[tuple[int, Any]]:
+        """Places that ports of units fill or set on every stage."""
+        modules = list(self.root.modules())
+        ways = [way for spec in self.ports.values() for way in spec.ways]
+        return {(id(vars(modules[number])), name) for (number, name), _ in ways}
+
     def leaking_units(self) -> frozenset[int]:
         """Units that change something beside their output which is read elsewhere."""
         read = {(call.index, tag.call) for call in self.calls for tag in call.reads if tag.kind == "effect"}

@@ -249,6 +249,10 @@ class Tracer:
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)
 
+    def in_glue(self, value: Any) -> bool:
+        """Whether a module outside the units has this very object."""
+        return any(value is own for module in self._glue_modules for own in vars(module).values())
+
     # ---- operations inside units
 
     def placeholder_operation(
