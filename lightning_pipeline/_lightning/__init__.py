@@ -8,7 +8,6 @@ from lightning_pipeline._lightning.epochs import (
     is_last_batch,
     resume_from,
 )
-from lightning_pipeline._lightning.finetuning import equal_groups
 from lightning_pipeline._lightning.logs import (
     LogPlace,
     before_loader_results,
@@ -21,6 +20,7 @@ from lightning_pipeline._lightning.trainer import (
     NO_LOSS,
     STEPS,
     around_epoch_start,
+    around_hooks,
     as_combined,
     backend_of,
     batch_limit,
@@ -78,6 +78,7 @@ __all__ = [
     "LogPlace",
     "after_epoch",
     "around_epoch_start",
+    "around_hooks",
     "as_combined",
     "backend_of",
     "batch_limit",
@@ -93,7 +94,6 @@ __all__ = [
     "count_replicas_as_devices",
     "current_hook",
     "ddp_redirection",
-    "equal_groups",
     "evaluation_loop",
     "explain_ddp",
     "explain_signature",

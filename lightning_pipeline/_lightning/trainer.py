@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -67,6 +67,7 @@ STEPS = {
 __all__ = [
     "NO_LOSS",
     "around_epoch_start",
+    "around_hooks",
     "as_combined",
     "backend_of",
     "batch_limit",
@@ -128,6 +129,28 @@ def callbacks_with(hook: str, trainer: Trainer) -> list[Callback]:
         if getattr(type(callback), hook) is not getattr(Callback, hook)
         and not type(callback).__module__.startswith(f"{__package__}.")
     ]
+
+
+def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter a context around every hook of the user's; returns what undoes it.
+
+    Each is called in `profiler.profile("[Callback]...")` or `("[LightningModule]...")`. Since 1.5.
+    """
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    original = profiler.profile
+
+    @contextmanager
+    def profile(action_name: str) -> Iterator[str]:
+        own = action_name.startswith(("[Callback]", "[LightningModule]")) and not is_interrupted(trainer)
+        with original(action_name), context() if own else nullcontext():
+            yield action_name
+
+    profiler.profile = profile
+
+    def undo() -> None:
+        del profiler.profile
+
+    return undo
 
 
 def is_interrupted(trainer: Trainer | None) -> bool:

@@ -60,13 +60,15 @@ class HookLogs:
         gather: Collects an object of every rank of this replica.
         batch_ended: Told at the end of a training batch whether this rank's hooks logged; tells whether any
             rank's did.
+        whole: Completes a value of other stages, on all ranks together.
     """
 
     def __init__(
-        self, trainer: Trainer, gather: Callable[[Any], list[Any]], batch_ended: Callable[[bool], bool]
-    ) -> None:
+        self, trainer: Trainer, gather: Callable[[Any], list[Any]], batch_ended: Callable[[bool], bool],
+        whole: Callable[[Any], Any],
+    ) -> None:  # fmt: skip
         self._module: LightningModule = trainer.lightning_module
-        self._gather, self._batch_ended = gather, batch_ended
+        self._gather, self._batch_ended, self._whole = gather, batch_ended, whole
         self._calls: dict[Key, _Call] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
@@ -112,11 +114,14 @@ class HookLogs:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """In the place of `self.log`, outside of steps."""
-        given = SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        bound = SIGNATURE.bind(self._module, *args, **kwargs)
+        given = bound.arguments
+        if not given.get("rank_zero_only") and isinstance(given["value"], Tensor):
+            given["value"] = self._whole(given["value"])
         name, value = given["name"], given["value"]
         elsewhere = is_placeholder(value)
         if not elsewhere:
-            self._log(*args, **kwargs)
+            self._log(*bound.args[1:], **bound.kwargs)
         if given.get("rank_zero_only") or isinstance(value, Metric):
             return
         place = _lightning.log_place(self._module)

@@ -250,7 +250,8 @@ class CheckpointHooks(Answers, PlainStrategy):
         training = bool(module.trainer.training)
         rest, stood = pipeline.checkpoints.load(
             path, self._held(whole=True), strict=module.strict_loading, training=training,
-            edited=is_overridden("on_load_checkpoint", module),
+            edited=is_overridden("on_load_checkpoint", module)
+            or bool(_lightning.callbacks_with("on_load_checkpoint", module.trainer)),
         )  # fmt: skip
         if training:
             pipeline.resume(stood)

@@ -17,7 +17,7 @@ from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.cut import Partition, StageTable, partition
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import SharedParameter
-from lightning_pipeline.model.tensors import ModuleState, ObjectState
+from lightning_pipeline.model.tensors import ModuleState, ObjectState, is_placeholder
 from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
 from lightning_pipeline.ranks import Groups, Outlet
 from lightning_pipeline.schedules import Plan
@@ -168,7 +168,7 @@ def held_states(module: LightningModule, *, transient: bool = False) -> dict[str
         left_out = set() if transient else part._non_persistent_buffers_set
         kept = {k: v for k, v in part._buffers.items() if k not in left_out}
         for name, tensor in (*part._parameters.items(), *kept.items()):
-            if tensor is not None:
+            if tensor is not None and not is_placeholder(tensor):
                 held[f"{prefix}.{name}" if prefix else name] = tensor
     return held
 
@@ -177,7 +177,7 @@ def move(module: LightningModule, device: torch.device) -> None:
     """Move what this rank holds. `Module.to` would trip over what stands for other stages' tensors."""
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and tensor.device != device:
+            if tensor is not None and not is_placeholder(tensor) and tensor.device != device:
                 tensor.data = tensor.data.to(device)
         if isinstance(part, Metric):
             part.to(device)

@@ -1,17 +1,18 @@
 """A LightningModule cut into stages, as one rank holds it."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
-from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.model.replay.guards import IdleRunner
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
 from lightning_pipeline.model.state import (
@@ -19,8 +20,10 @@ from lightning_pipeline.model.state import (
     Elsewhere,
     Isolation,
     Kept,
+    Meeting,
     Residence,
     SharedParameter,
+    Sources,
 )
 from lightning_pipeline.model.tensors import Held, Peaks, PlaceholderMode, SavedCount, TensorSpec, tensors_in
 from lightning_pipeline.model.trace import (
@@ -89,7 +92,6 @@ class SplitModel:
         self._residence = Residence(root, needed, set(stages), self.mode)
         self._guards = AttributeGuards(root)
         self._spread = self._shared_modules()
-        self._parameters = ParameterGuard(root, self._spread)
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
         for trace in later:
             self._know(trace)
@@ -126,7 +128,6 @@ class SplitModel:
         self._residence.drop()
         self._patches.install()
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
-        self._parameters.install()
         for stage, program in self._programs.items():
             if self._isolation is not None and stage != max(self._programs):
                 program.apart = self._isolation
@@ -140,7 +141,6 @@ class SplitModel:
         """
         self.failed()
         self._patches.remove()
-        self._parameters.remove()
         self._guards.remove()
         self._residence.restore(states or {})
 
@@ -159,9 +159,48 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
-    def all_names(self) -> AbstractContextManager[None]:
-        """Inside, parameters of other stages are in their places, without memory. See `Residence`."""
-        return self._residence.all_names()
+    @property
+    def stand_ins(self) -> dict[Tensor, nn.Parameter]:
+        """The placeholder of each parameter of other stages, by what it stands for."""
+        return self._residence.stand_ins
+
+    def stand_in(self, name: str, spec: TensorSpec) -> Tensor:
+        """What stands for a tensor that belongs to a parameter of another stage.
+
+        Args:
+            name: Of the parameter.
+            spec: Of the tensor.
+        """
+        return self._residence.absent.make(name, spec)
+
+    def meeting(
+        self, rank_of: Callable[[int], int], num_ranks: int, gather: Callable[[str, Any], list[Any]],
+        optimizers: Callable[[], Iterable[Optimizer]],
+    ) -> Meeting:  # fmt: skip
+        """What completes values of several stages in the user's hooks.
+
+        Args:
+            rank_of: The pipeline rank of a stage.
+            num_ranks: Of the pipeline.
+            gather: Collects an object of each pipeline rank; told for what.
+            optimizers: Of the run.
+        """
+        holders = {name: frozenset(map(rank_of, stages)) for name, stages in self._residence.needed.items()}
+        partly = {name: ranks for name, ranks in holders.items() if len(ranks) < num_ranks}
+
+        def listed() -> Iterator[tuple[str, list[Tensor]]]:
+            states = list(optimizers())
+            for name, tensor in self.root.named_parameters():
+                kept = [t for o in states for t in tensors_in(o.state.get(tensor, ()))]
+                yield name, [tensor, *([] if tensor.grad is None else [tensor.grad]), *kept]
+            yield from ((name, [buffer]) for name, buffer in self.root.named_buffers())
+
+        sources = Sources(lambda: ((name, found) for name, found in listed() if name in partly))
+        return Meeting(self._residence.absent, sources, partly, num_ranks, gather)
+
+    def show_gradients(self) -> None:
+        """After a backward, let placeholders of trained parameters have placeholders as gradients."""
+        self._residence.show_gradients()
 
     def parameter_names(self) -> list[str]:
         """Names of all parameters of the whole module, tied ones once, in its order."""
@@ -202,24 +241,6 @@ class SplitModel:
     def doubtful(self, step: str) -> list[str]:
         """Names of what a step works out from its last value, where micro-batches may make a difference."""
         return list(self._known[step][0].doubtful)
-
-    def guard_hooks(self, active: bool) -> None:
-        """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
-        self._parameters.active = active
-
-    def guards_parameters(self) -> bool:
-        """Whether a step, or a hook around one, runs now."""
-        return self.num_stages > 1 and self._parameters.active
-
-    def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
-        """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""
-        self._parameters.answers[caller] = answer
-
-    @contextmanager
-    def user_hook(self) -> Iterator[None]:
-        """For hooks of the user around a step: `parameters()` of the whole module raises there."""
-        with self._parameters.on():
-            yield
 
     # ---- a batch
 
@@ -269,7 +290,6 @@ class SplitModel:
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
-        self._open.enter_context(self._parameters.on())
         self._silence_or_record(self._open)
         several = len(microbatches) > 1 and bool(trace.assigned or trace.entries or trace.counters)
         self.kept = self._programs[max(self._programs)].kept = Kept(self.root, trace) if several else None
@@ -317,7 +337,7 @@ class SplitModel:
         return [self._traced_outputs[signature] for signature in self.signatures]
 
     def _traced(self, step: str, microbatch: MicrobatchArguments) -> Trace:
-        with self._parameters.on(), self._guards.lifted():
+        with self._guards.lifted():
             return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,

@@ -4,6 +4,7 @@ from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere,
 from lightning_pipeline.model.state.isolation import Isolation
 from lightning_pipeline.model.state.kept import Kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
+from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
 
 __all__ = [
@@ -12,8 +13,10 @@ __all__ = [
     "ElsewhereError",
     "Isolation",
     "Kept",
+    "Meeting",
     "Residence",
     "SharedParameter",
+    "Sources",
     "late_values",
     "put_late_values",
 ]

@@ -46,6 +46,9 @@ class PlaceholderMode(FakeTensorMode):
         self.watcher: Watcher | None = None
         self.idle: Watcher | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlaceholderMode":
+        return self  # copies of placeholders are of the same mode
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation on a placeholder."""
         watcher, kwargs = self.watcher or self.idle, kwargs or {}

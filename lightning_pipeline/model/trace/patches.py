@@ -1,6 +1,7 @@
 """Put ourselves between the caller of a unit and its forward, without replacing any module object."""
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Protocol
 
 from torch import nn
@@ -57,14 +58,8 @@ class UnitPatches:
             if own is not None:
                 vars(unit.module)["forward"] = own
 
-    def _answer(self, number: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            runner = self.runner or self.idle
-            if runner is None:
-                return self.originals[number](*args, **kwargs)
-            return runner.call(number, args, kwargs)
-
-        return forward
+    def _answer(self, number: int) -> "_Answer":
+        return _Answer(self, number)
 
     def _outside_steps(self, hooks: Hooks, none: Any) -> Hooks:
         """In a step `with_backward_hooks` calls them, on the stage that runs the unit.
@@ -78,6 +73,26 @@ class UnitPatches:
             return none if inside_a_step else hooks()
 
         return answer
+
+
+class _Answer:
+    """The `forward` of a patched unit. A copy of the unit gets its class's own."""
+
+    def __init__(self, patches: UnitPatches, number: int) -> None:
+        self._patches, self._number = patches, number
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        patches = self._patches
+        runner = patches.runner or patches.idle
+        if runner is None:
+            return patches.originals[self._number](*args, **kwargs)
+        return runner.call(self._number, args, kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        original = self._patches.originals[self._number]
+        copied = memo.get(id(self._patches.units[self._number].module))
+        function = getattr(original, "__func__", None)
+        return self if copied is None else MethodType(function, copied) if function else original
 
 
 def has_backward_hooks(module: nn.Module) -> bool:
