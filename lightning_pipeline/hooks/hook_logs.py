@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import BoundArguments
 from typing import Any
 
 import torch
@@ -60,15 +61,15 @@ class HookLogs:
         gather: Collects an object of every rank of this replica.
         batch_ended: Told at the end of a training batch whether this rank's hooks logged; tells whether any
             rank's did.
-        whole: Completes a value of other stages, on all ranks together.
+        later: Calls a function with a value of other stages, once that is complete on all ranks.
     """
 
     def __init__(
         self, trainer: Trainer, gather: Callable[[Any], list[Any]], batch_ended: Callable[[bool], bool],
-        whole: Callable[[Any], Any],
+        later: Callable[[Tensor, Callable[[Any], None]], None],
     ) -> None:  # fmt: skip
         self._module: LightningModule = trainer.lightning_module
-        self._gather, self._batch_ended, self._whole = gather, batch_ended, whole
+        self._gather, self._batch_ended, self._later = gather, batch_ended, later
         self._calls: dict[Key, _Call] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
@@ -115,9 +116,19 @@ class HookLogs:
     def log(self, *args: Any, **kwargs: Any) -> None:
         """In the place of `self.log`, outside of steps."""
         bound = SIGNATURE.bind(self._module, *args, **kwargs)
+        value, line = bound.arguments["value"], user_line(self._module)
+
+        def log(value: Any) -> None:
+            bound.arguments["value"] = value
+            self._log_here(bound, line)
+
+        if isinstance(value, Tensor) and not bound.arguments.get("rank_zero_only"):
+            self._later(value, log)
+        else:
+            log(value)
+
+    def _log_here(self, bound: BoundArguments, line: str) -> None:
         given = bound.arguments
-        if not given.get("rank_zero_only") and isinstance(given["value"], Tensor):
-            given["value"] = self._whole(given["value"])
         name, value = given["name"], given["value"]
         elsewhere = is_placeholder(value)
         if not elsewhere:
@@ -130,8 +141,7 @@ class HookLogs:
         nth = self._seen[place.hook, name]
         self._seen[place.hook, name] += 1
         options = {**dict(options_of(given)), "batch_size": given.get("batch_size") or place.batch_size}
-        call = _Call(held, dtype, options, place, user_line(self._module))
-        self._calls[place.hook, name, nth] = call
+        self._calls[place.hook, name, nth] = _Call(held, dtype, options, place, line)
 
     def settle(self) -> None:
         """Compare what the ranks logged since the last time; log what only others have.

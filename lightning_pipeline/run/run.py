@@ -223,7 +223,7 @@ class Pipeline:
         board = Board(self.groups.store, self.groups.replica, self._settings.step_timeout, self.failure.watch)
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics, self.meeting.aside)
-        logs = HookLogs(self._trainer, self.gather, self._end_batch, self.meeting.whole)
+        logs = HookLogs(self._trainer, self.gather, self._end_batch, self.meeting.later)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
         reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
         self._runner = StepRunner(

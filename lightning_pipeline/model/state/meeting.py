@@ -45,7 +45,7 @@ _READS = {
 
 
 class Sources:
-    """Which of the module's tensors a tensor comes from, by its memory, which views of placeholders share, too.
+    """Which of the module's tensors a tensor comes from, by its memory; views of placeholders share it too.
 
     Args:
         listed: Gives what this rank holds: name, and the tensors that are known by it.
@@ -109,19 +109,22 @@ class Meeting:
         self._everyone = frozenset(range(num_ranks))
         self._gather = gather
         self._inside = False
+        self._late: list[tuple[Tensor, Callable[[Any], None]]] = []
         self._modes = _Operations(self), _Reads(self)
 
     @contextmanager
     def hook(self) -> Iterator[None]:
-        """Around code of the user that every rank runs."""
+        """Around code of the user that every rank runs; what it left for `later` is done at its end."""
         if self._inside:
-            yield
+            with self._settling():
+                yield
             return
         with ExitStack() as stack:
             self._inside = True
             stack.callback(self._set, False)
             for mode in self._modes:
                 stack.enter_context(mode)
+            stack.enter_context(self._settling())
             yield
 
     @contextmanager
@@ -232,6 +235,30 @@ class Meeting:
         return first == second
 
     # ---- meeting
+
+    def later(self, value: Tensor, use: Callable[[Any], None]) -> None:
+        """Use a value that is complete on every rank: at once, or with others at the end of the hook.
+
+        Args:
+            value: That every rank comes with.
+            use: Called with it.
+        """
+        if self._inside and self._names(value):
+            self._late.append((value.detach().clone(), use))
+        else:
+            use(value)
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        before, self._late = self._late, []
+        try:
+            yield
+            if self._late:
+                values = self._completed("self.log", [value for value, _ in self._late], [])
+                for value, (_, use) in zip(values, self._late, strict=True):
+                    use(value)
+        finally:
+            self._late = before
 
     def whole(self, value: Any) -> Any:
         """A value with the tensors in it complete on every rank; every rank calls this."""
