@@ -8,6 +8,7 @@ from lightning_pipeline._lightning.epochs import (
     is_last_batch,
     resume_from,
 )
+from lightning_pipeline._lightning.hooks import around_hooks
 from lightning_pipeline._lightning.logs import (
     LogPlace,
     before_loader_results,
@@ -20,7 +21,6 @@ from lightning_pipeline._lightning.trainer import (
     NO_LOSS,
     STEPS,
     around_epoch_start,
-    around_hooks,
     as_combined,
     backend_of,
     batch_limit,

@@ -7,7 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -67,7 +67,6 @@ STEPS = {
 __all__ = [
     "NO_LOSS",
     "around_epoch_start",
-    "around_hooks",
     "as_combined",
     "backend_of",
     "batch_limit",
@@ -129,52 +128,6 @@ def callbacks_with(hook: str, trainer: Trainer) -> list[Callback]:
         if getattr(type(callback), hook) is not getattr(Callback, hook)
         and not type(callback).__module__.startswith(f"{__package__}.")
     ]
-
-
-def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter a context around every hook of the user's; returns what undoes it.
-
-    Each is called in `profiler.profile("[Callback]...")` or `("[LightningModule]...")`. Since 1.5.
-    """
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-    original = profiler.profile
-    known: dict[str, bool] = {}
-
-    @contextmanager
-    def profile(action_name: str) -> Iterator[str]:
-        if action_name not in known:
-            known[action_name] = _does_something(trainer, action_name)
-        entered = known[action_name] and not is_interrupted(trainer)
-        with original(action_name), context() if entered else nullcontext():
-            yield action_name
-
-    profiler.profile = profile
-
-    def undo() -> None:
-        del profiler.profile
-
-    return undo
-
-
-def _does_something(trainer: Trainer, action_name: str) -> bool:
-    """Whether a hook is of the user's, and not one of Lightning's that are empty."""
-    kind, _, rest = action_name.partition("]")
-    owner, _, hook = rest.rpartition(".")
-    if kind not in ("[Callback", "[LightningModule"):
-        return False
-    if not hook.startswith("on_"):
-        return True
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    module = trainer.lightning_module
-    holders: list[tuple[Any, type]] = (
-        [(module, LightningModule)]
-        if kind == "[LightningModule"
-        else [(callback, Callback) for callback in callbacks if callback.state_key == owner]
-    )
-    return any(
-        hook in vars(holder) or getattr(type(holder), hook, None) is not getattr(base, hook, None)
-        for holder, base in holders
-    )
 
 
 def is_interrupted(trainer: Trainer | None) -> bool:

@@ -1,5 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
+from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
@@ -22,6 +23,7 @@ __all__ = [
     "called_once",
     "clip_to_norm",
     "exchange",
+    "fill_copies",
     "global_norm",
     "is_torchs",
     "loss_of",

@@ -29,6 +29,7 @@ from lightning_pipeline.hooks import (
     SharedMetrics,
     clip_to_norm,
     exchange,
+    fill_copies,
     global_norm,
     is_torchs,
     refuse_unserved,
@@ -47,7 +48,6 @@ from lightning_pipeline.ranks import (
     average_gradients,
     sum_gradients,
 )
-from lightning_pipeline.run.copies import fill_copies
 from lightning_pipeline.run.headline import headline, too_small
 from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
 from lightning_pipeline.run.out_of_memory import watch_memory

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -137,7 +137,8 @@ class Meeting:
             self._set(False)
             stack.callback(self._set, True)
             stack.enter_context(_disable_current_modes())
-            stack.enter_context(torch._C.DisableTorchFunctionSubclass())
+            if _get_current_function_mode() is self._modes[1]:  # no mode of the user's is above it
+                stack.callback(_push_mode, _pop_mode())
             yield
 
     def _set(self, inside: bool) -> None:
