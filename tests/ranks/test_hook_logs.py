@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import PipelineError, SplitError
-from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.ranks import Company
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 
@@ -185,26 +185,26 @@ def test_a_value_of_each_ranks_own_may_be_logged_by_rank_zero(ranks: Ranks) -> N
 def gathers(cls: type[Regression]) -> int:
     """How often the ranks gathered between the start of the second epoch and the end of the third."""
     calls: list[int] = []
-    gather = Pipeline.gather
+    gather = Company.gather
 
     class Counts(pl.Callback):
         def on_train_batch_start(self, run: pl.Trainer, *args: Any) -> None:
             calls.append(0)
 
-    def counted(self: Pipeline, value: Any) -> list[Any]:
+    def counted(self: Company, what: str, own: Any) -> dict[int, Any]:
         calls.append(1)
-        return gather(self, value)
+        return gather(self, what, own)
 
-    Pipeline.gather = counted  # type: ignore[method-assign]
+    Company.gather = counted  # type: ignore[method-assign, assignment]
     try:
         run = trainer(PIPELINE, max_epochs=1, callbacks=[Counts()])
         run.fit(cls(), loader(samples=80))
     finally:
-        Pipeline.gather = gather  # type: ignore[method-assign]
+        Company.gather = gather  # type: ignore[method-assign]
     starts = [index for index, call in enumerate(calls) if not call]
     return sum(calls[starts[4] : starts[8]])
 
 
 def test_a_batch_without_logs_in_hooks_needs_no_further_collective(ranks: Ranks) -> None:
     assert ranks(2)(gathers, Regression) == [0, 0]
-    assert ranks(2)(gathers, LogsWeights) == [20, 20]  # four values and the end, in each of four batches
+    assert ranks(2)(gathers, LogsWeights) == [8, 8]  # all values, and the end, in each of four batches
