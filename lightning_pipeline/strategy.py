@@ -415,8 +415,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.stepping(optimizer, closure) as once:
-            return super().optimizer_step(optimizer, called_once(once, optimizer), model, **kwargs)
+        with self._running.stepping(optimizer):
+            return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
     # Collectives
 

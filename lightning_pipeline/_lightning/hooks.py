@@ -8,6 +8,18 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 
 from lightning_pipeline._lightning.trainer import is_interrupted
 
+_OVER_PARAMETERS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping")
+# Where hooks are defined that are empty, or look at logs and counts only.
+_WITHOUT_WEIGHTS = (
+    "lightning_pipeline.",
+    "lightning.pytorch.core.",
+    *(
+        f"lightning.pytorch.callbacks.{name}"
+        for name in ("callback", "checkpoint", "early_stopping", "lr_monitor", "model_checkpoint",
+                     "model_summary", "progress", "rich_model_summary", "throughput_monitor", "timer")
+    ),
+)  # fmt: skip
+
 
 def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
     """Enter a context around every hook of the user's; returns what undoes it.
@@ -40,16 +52,14 @@ def _does_something(trainer: Trainer, action_name: str) -> bool:
     owner, _, hook = rest.rpartition(".")
     if kind not in ("[Callback", "[LightningModule"):
         return False
-    if not hook.startswith("on_"):
+    if kind == "[LightningModule" and hook in _OVER_PARAMETERS:
         return True
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-    module = trainer.lightning_module
-    holders: list[tuple[Any, type]] = (
-        [(module, LightningModule)]
-        if kind == "[LightningModule"
-        else [(callback, Callback) for callback in callbacks if callback.state_key == owner]
-    )
-    return any(
-        hook in vars(holder) or getattr(type(holder), hook, None) is not getattr(base, hook, None)
-        for holder, base in holders
-    )
+    holders: list[Any] = [trainer.lightning_module]
+    if kind == "[Callback":
+        holders = [callback for callback in callbacks if callback.state_key == owner]
+    return any(hook in vars(one) or not _knows_no_weights(type(one), hook) for one in holders)
+
+
+def _knows_no_weights(cls: type, hook: str) -> bool:
+    return str(getattr(getattr(cls, hook, None), "__module__", "")).startswith(_WITHOUT_WEIGHTS)

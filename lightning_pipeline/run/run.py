@@ -337,31 +337,24 @@ class Pipeline:
 
     def _end_batch(self, logged: bool) -> bool:
         assert self._together is not None, "made when the module was split"
-        return self._together.end_batch(self._trainer, logged)
+        with self.meeting.aside():
+            return self._together.end_batch(self._trainer, logged)
 
     def in_hook(self) -> AbstractContextManager[None]:
         """Around code of the user that sees the module: what needs several stages is completed."""
         return self.meeting.hook() if self._is_split else nullcontext()
 
     @contextmanager
-    def stepping(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Iterator[Callable[[], Any]]:
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
         """Around an optimizer's step. torch's own go over each parameter by itself; what others do is seen.
 
         Args:
-            optimizer: Whose step follows.
-            closure: Of the step.
-
-        Yields:
-            The closure to give it.
+            optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
         """
-
-        def in_hook() -> Any:
-            with self.in_hook():
-                return closure()
 
         try:
             with self.meeting.aside() if is_torchs(optimizer) else nullcontext():
-                yield in_hook
+                yield
                 self.own_parts.show_states(optimizer, self.split, self.gather)
         finally:
             self.own_parts.put_back()
@@ -399,7 +392,8 @@ class Pipeline:
 
     def gather(self, value: Any, what: str = "gathering from all stages") -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
-        return self._by_rank(self.replica.gather(what, value))
+        with self.meeting.aside() if self._is_split and hasattr(self, "meeting") else nullcontext():
+            return self._by_rank(self.replica.gather(what, value))
 
     def _meet(self, what: str, value: Any) -> list[Any]:
         """In a group of their own: a rank that reads alone meets nothing else there."""

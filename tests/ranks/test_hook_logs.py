@@ -207,4 +207,7 @@ def gathers(cls: type[Regression]) -> int:
 
 def test_a_batch_without_logs_in_hooks_needs_no_further_collective(ranks: Ranks) -> None:
     assert ranks(2)(gathers, Regression) == [0, 0]
-    assert ranks(2)(gathers, LogsWeights) == [8, 8]  # all values, and the end, in each of four batches
+    assert ranks(2)(gathers, LogsWeights) == [
+        12,
+        12,
+    ]  # the values in each of two hooks, and the end, in four batches

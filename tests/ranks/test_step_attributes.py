@@ -1,6 +1,7 @@
 """What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
 
 from collections import deque
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -107,7 +108,8 @@ def test_a_sum_and_a_count_that_are_divided_stay_right_and_are_warned_of(ranks: 
 
 
 def warned_logs_of(pipeline: dict[str, Any], cls: type[Regression]) -> tuple[float, str]:
-    with pytest.warns() as caught:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         logs = logs_of(pipeline, cls)
     return logs["average"], " ".join(str(warning.message) for warning in caught)
 
