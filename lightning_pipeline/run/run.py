@@ -351,7 +351,6 @@ class Pipeline:
         Args:
             optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
         """
-
         try:
             with self.meeting.aside() if is_torchs(optimizer) else nullcontext():
                 yield

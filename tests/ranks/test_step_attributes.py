@@ -1,7 +1,7 @@
 """What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
 
-from collections import deque
 import warnings
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
