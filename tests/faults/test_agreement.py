@@ -15,6 +15,8 @@ from lightning_pipeline import PipelineStrategy
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
 Ranks = Callable[[int], Pool]
 
 

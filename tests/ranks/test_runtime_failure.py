@@ -21,6 +21,8 @@ from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
 from tests.ranks.toy import Toy
 
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
 Ranks = Callable[[int], Pool]
 TIMEOUT = timedelta(seconds=2)
 
