@@ -91,13 +91,17 @@ def fit_uncounted(pipeline: dict[str, Any]) -> dict[str, Tensor]:
     return weights(module)
 
 
+# Plans do not foresee yet what "auto" keeps on the last stage to follow a loss: a few tensors of its size.
+SAMPLES = {"loss_weighting": "samples"}
+
+
 def fit_gpt(schedule: str, options: dict[str, Any]) -> dict[str, float]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     from gpt import GPT
 
     notes = Notes()
     run = trainer(
-        {"stages": 2, "schedule": schedule, "num_microbatches": 4, **options},
+        {"stages": 2, "schedule": schedule, "num_microbatches": 4, **SAMPLES, **options},
         callbacks=[StageMemoryMonitor(), notes], max_epochs=1, max_steps=2,
     )  # fmt: skip
     data = torch.randint(0, 256, (32, 65))
@@ -133,7 +137,7 @@ class Counted(pl.Callback):
 def fit_counting(every: int | None) -> int:
     counted = Counted()
     callbacks = [StageMemoryMonitor(every), counted]
-    trainer({"stages": 2, "num_microbatches": 2}, callbacks=callbacks, max_epochs=19).fit(
+    trainer({"stages": 2, "num_microbatches": 2, **SAMPLES}, callbacks=callbacks, max_epochs=19).fit(
         Regression(), loader()
     )
     return len(counted.counts)
@@ -161,7 +165,7 @@ def fit_briefly(options: dict[str, Any]) -> str:
     logger.addHandler(kept)
     try:
         monitor = StageMemoryMonitor(every_n_steps=2)
-        trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options).fit(
+        trainer({"stages": 2, "num_microbatches": 2, **SAMPLES}, callbacks=[monitor], **options).fit(
             Regression(), loader(), loader(seed=4)
         )
     finally:
