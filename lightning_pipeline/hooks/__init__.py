@@ -9,7 +9,6 @@ from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.norms import GlobalNorms
 from lightning_pipeline.hooks.optimizers import called_once
 from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, with_global_norm
-from lightning_pipeline.hooks.step_lists import StepLists
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "ReportChannel",
     "SetAside",
     "SharedMetrics",
-    "StepLists",
     "called_once",
     "clip_to_norm",
     "configure",

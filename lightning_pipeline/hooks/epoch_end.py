@@ -55,7 +55,7 @@ class EpochEndHooks:
         hook = getattr(self._module, name)
 
         def run() -> None:
-            if self._split.num_stages == 1 or not self._split.step_attributes(STEP_OF_HOOK[name]):
+            if self._split.num_stages == 1 or not self._split.has_late_attributes(STEP_OF_HOOK[name]):
                 hook()
                 return
             if not self._outlet.is_source:

@@ -1,6 +1,6 @@
 """One step of the user's module, run as a schedule: split the batch, run the plan, merge the results."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ from lightning_pipeline.hooks import (
     Report,
     ReportChannel,
     SharedMetrics,
-    StepLists,
     loss_of,
     replay,
 )
@@ -191,7 +190,7 @@ class StepRunner:
         self._module, self._split, self._executor, self._plans = module, split, executor, plans
         self._reports, self._recorder, self._metrics = reports, recorder, metrics
         self._replica, self._from_last = replica, from_last
-        self._warned: set[str] = set()
+        self._warned: set[Hashable] = set()
         self.num_microbatches = 1
         self.at_least = 1
         self.last_plan: Plan | None = None
@@ -250,11 +249,11 @@ class StepRunner:
             accumulate or 1,
         )
         training = accumulate is not None
-        result, lists = self._run_plan(step, parts, args, weights, key, training=training)
+        result = self._run_plan(step, parts, args, weights, key, training=training)
         if self.reordering is not None and training:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):
-            report, output = self._finish(step, parts, result, weights, lists, training=training)
+            report, output = self._finish(step, parts, result, weights, training=training)
             replay(self._module, report, parts.batch_size)
         return report, output
 
@@ -276,7 +275,7 @@ class StepRunner:
         key: tuple[int, ...],
         *,
         training: bool,
-    ) -> tuple[StepResult, StepLists]:
+    ) -> StepResult:
         self._recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
         forward_only = not training
         plan = self._plans.plan(len(parts.args), forward_only=forward_only)
@@ -290,15 +289,15 @@ class StepRunner:
                     step, microbatches, weights=weights.gradients if training else None, key=key,
                     replica=self._replica, split_backward=plan.splits_backward,
                     whole=None if weights.settled else whole,
+                    sizes=parts.sizes, merge=self._merge,
                 )  # fmt: skip
-                lists = StepLists([self._module, *(h for h, _ in self._split.step_attributes(step))], step)
                 self._executor.run(plan, self._split.signatures, forward_only=forward_only)
                 result = self._split.finish()
         except BaseException:
             self._split.failed()
             raise
         self._warn_once(step, len(parts.args))
-        return result, lists
+        return result
 
     def _warn_unsplit(self, batch: Any, parts: Parts) -> None:
         if (
@@ -314,14 +313,21 @@ class StepRunner:
             )
 
     def _warn_once(self, step: str, num_microbatches: int) -> None:
+        untried = self._split.not_tried.get(step)
+        if untried is not None and ("untried", step) not in self._warned:
+            self._warned.add(("untried", step))
+            rank_zero_warn(
+                f"what {step} leaves behind is made from its micro-batches as returned values are, means by "
+                "samples and rows joined; whether one device would leave the same could not be tried out. "
+                f"This concerns {untried}"
+            )
         names = self._split.doubtful(step)
         if names and num_microbatches > 1 and step not in self._warned:
             self._warned.add(step)
             rank_zero_warn(
                 f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
-                f"{num_microbatches} micro-batches. A sum over samples is that of one device; a sum or "
-                "moving average of means, an extreme, or a count of steps is not: use self.log or a "
-                "torchmetrics object, or update it in on_train_batch_end"
+                f"{num_microbatches} micro-batches, and no rule puts their results together to what one "
+                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end"
             )
 
     def _finish(
@@ -330,28 +336,30 @@ class StepRunner:
         parts: Parts,
         result: StepResult,
         weights: Weights,
-        lists: StepLists,
         *,
         training: bool,
     ) -> tuple[Report, Any]:
         report, output = None, None
-        kept = self._split.kept
-        lists.merge(parts.sizes, self._merge, kept.merge(parts.sizes, self._merge) if kept else set())
+        self._split.settle(self._merge)
         if self._split.has_last_stage:
             loss = loss_of_batch(result.losses, result.parts, weights.losses) if training else None
             chosen = (result.losses, weights.losses) if weights.settled and training else ()
             report = self._recorder.report(loss, *chosen)
             output = self._merged(step, result.outputs, parts.sizes)
         report = self._reports.share(step, report)
-        self._share_late_states(self._split.late_states(step))
+        self._share_what_is_left(step)
         return report, output
 
-    def _share_late_states(self, names: list[str]) -> None:
-        """Hooks on every rank read what the end of the step has just written, such as a confusion matrix."""
-        if names and self._from_last.group is not None:
-            values = self._from_last.share(lambda: late_values(self._module, names))
+    def _share_what_is_left(self, step: str) -> None:
+        """Hooks on every rank, and the next step, read what the end of the step has just left."""
+        names, attributes = self._split.late_states(step), self._split.has_late_attributes(step)
+        if (names or attributes) and self._from_last.group is not None:
+            values, left = self._from_last.share(
+                lambda: (late_values(self._module, names), self._split.left_on_last())
+            )
             if not self._from_last.is_source:
                 put_late_values(self._module, names, values)
+                self._split.take_from_last(left)
 
     def _merged(self, step: str, outputs: list[Any], sizes: list[int]) -> Any:
         if step == "training_step":  # its loss is averaged apart

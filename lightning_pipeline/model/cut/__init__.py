@@ -1,7 +1,13 @@
 """Where the module is cut, and what crosses each cut."""
 
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
-from lightning_pipeline.model.cut.liveness import Liveness, ValueKey, backward_edges, stages_of_states
+from lightning_pipeline.model.cut.liveness import (
+    Liveness,
+    ValueKey,
+    backward_edges,
+    goes_on,
+    stages_of_states,
+)
 from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
 from lightning_pipeline.model.cut.table import StageRow, StageTable, size_text, text_table, units_text
 
@@ -13,6 +19,7 @@ __all__ = [
     "StageTable",
     "ValueKey",
     "backward_edges",
+    "goes_on",
     "partition",
     "peak_activations",
     "size_text",

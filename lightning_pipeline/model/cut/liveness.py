@@ -112,3 +112,22 @@ def stages_of_states(
             stages = set(range(num_stages))
         result.update(dict.fromkeys(names, tuple(sorted(stages or {num_stages - 1}))))
     return result
+
+
+def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
+    """Whether a stage has to run the step to its end, for effects that come after its last call.
+
+    Args:
+        trace: Of the step.
+        stage_of: The stage of each unit.
+        stage: Which.
+    """
+    stages = [stage_of[call.unit] for call in trace.calls]
+    last = max((index for index, found in enumerate(stages) if found == stage), default=-1)
+    leaves = next((i for i, found in enumerate(stages) if i > last and found > stage), len(stages))
+    return any(
+        position > leaves
+        for effect in trace.effects
+        if not effect.from_units
+        for position in effect.positions
+    )

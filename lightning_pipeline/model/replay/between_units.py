@@ -174,6 +174,10 @@ class GlueRun:
 
     # ---- placeholders
 
+    def _reads_value(self, reason: str) -> BaseException:
+        """What to raise where a value is needed that is not here."""
+        return self._refuse(reason)
+
     def placeholder_operation(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
@@ -181,7 +185,7 @@ class GlueRun:
         if self.inside:
             raise self._refuse("a unit of this stage reads a value of another stage that it was not sent")
         if func._schema.name in _READS:
-            raise self._refuse("a value of another stage is used in control flow, or read as a number")
+            raise self._reads_value("a value of another stage is used in control flow, or read as a number")
         for tensor in written_tensors(func, args, kwargs):
             self.remembered.writes(tensor)
             if not is_placeholder(tensor):

@@ -8,35 +8,49 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.data import signature_of
+from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
+from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, stages_of_states
 from lightning_pipeline.model.loss import Follower, Observer, Whole
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
 from lightning_pipeline.model.state import (
+    CHAINED,
     AttributeGuards,
     CannotRepeatError,
     Elsewhere,
-    Isolation,
-    Kept,
+    Merge,
     Outside,
     Residence,
+    Rule,
+    SetByUnit,
     SharedParameter,
+    StepState,
+    unmerged,
+    usual,
 )
 from lightning_pipeline.model.tensors import (
+    Generators,
     Held,
     ModuleState,
     Peaks,
     PlaceholderMode,
     SavedCount,
     TensorSpec,
+    random_state_kept,
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
+    Effect,
+    Kept,
+    Owner,
+    Place,
+    Replayed,
+    Standing,
     Trace,
     UnitPatches,
     around_metrics,
@@ -81,15 +95,16 @@ class SplitModel:
         forward_context: Makes the precision's context for one forward, such as autocast.
         seed: Base of all random draws inside steps; the same on every rank.
         later: Traces of other steps, made when the module was whole; what has none is traced when it comes.
+        others: What a step may change beside the module.
 
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
-        kept: What the attributes of the module went through in a batch; None where nothing is to be merged.
         beside: Gives objects that a step may change beside the module, such as optimizers.
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         log_of_whole: Told, with the name of the method, what the step of the whole batch logs.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
+        not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
     """
 
     def __init__(
@@ -97,6 +112,7 @@ class SplitModel:
         sinks: Mapping[str, Sink] | None = None, seed: int = 0,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         later: Sequence[Trace] = (),
+        others: Callable[[], Sequence[Owner]] = tuple,
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._sinks = dict(sinks or {})
@@ -108,7 +124,8 @@ class SplitModel:
         self._programs = {stage: self._program(stage) for stage in stages}
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
         self._residence = Residence(root, needed, set(stages), self.mode)
-        self._guards = AttributeGuards(root)
+        self._guards = AttributeGuards()
+        self._others = others
         self._spread = self._shared_modules()
         self._parameters = ParameterGuard(root, self._spread)
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
@@ -124,13 +141,16 @@ class SplitModel:
         self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
-        self.kept: Kept | None = None
+        self._state: StepState | None = None
+        self._rules: dict[str, dict[str, Rule | None]] = {}
+        self._doubtful: dict[str, list[str]] = {}
+        self._seen_again: set[str] = set()
+        self.not_tried: dict[str, str] = {}
         self._microbatch = 0
         self.signatures: list[Hashable] = []
         self.counts_next = False
         self.count: SavedCount | None = None
         self.worst = Peaks()
-        self._isolation = Isolation(root, self._no_value) if len(self._programs) > 1 else None
         self._install()
 
     def _program(self, stage: int) -> StageProgram:
@@ -154,8 +174,9 @@ class SplitModel:
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
         self._parameters.install()
         for stage, program in self._programs.items():
-            if self._isolation is not None and stage != max(self._programs):
-                program.apart = self._isolation
+            program.counts = stage == max(self._programs)
+            if not program.counts:
+                program.apart = self._silent_metrics
 
     def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Undo every patch.
@@ -168,6 +189,10 @@ class SplitModel:
         self._patches.remove()
         self._parameters.remove()
         self._guards.remove()
+        for trace, _ in self._known.values():
+            for effect in trace.effects:
+                if isinstance(value := effect.place.get(), Replayed):
+                    effect.place.put(value.rest())
         self._residence.restore(states or {})
 
     # ---- what this rank holds
@@ -210,9 +235,11 @@ class SplitModel:
         """The stages that keep a copy of a parameter or buffer."""
         return self._residence.needed[name]
 
-    def step_attributes(self, step: str) -> list[tuple[Any, str]]:
-        """Attributes that a step sets or fills after its first unit ran, once it has been traced."""
-        return list(self._known[step][0].attributes) if step in self._known else []
+    def has_late_attributes(self, step: str) -> bool:
+        """Whether a step that has been traced leaves attributes that depend on what units return."""
+        return step in self._known and any(
+            effect.from_units and not effect.deep for effect in self._known[step][0].effects
+        )
 
     def extras_elsewhere(self, step: str) -> dict[Any, Any]:
         """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
@@ -226,8 +253,8 @@ class SplitModel:
         return self._known[step][0].late_states if self.num_stages > 1 else []
 
     def doubtful(self, step: str) -> list[str]:
-        """Names of what a step works out from its last value, where micro-batches may make a difference."""
-        return list(self._known[step][0].doubtful)
+        """States that a step works out from their last value once for each micro-batch: no rule is known."""
+        return self._doubtful.get(step, [])
 
     def guard_hooks(self, active: bool) -> None:
         """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
@@ -259,6 +286,8 @@ class SplitModel:
         replica: int = 0,
         split_backward: bool = False,
         whole: WholeBatch | None = None,
+        sizes: Sequence[int] | None = None,
+        merge: Merge = merge_outputs,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -271,14 +300,15 @@ class SplitModel:
             split_backward: Whether the plan has I and W actions.
             whole: The batch as one, where the divisors of a loss and of what is logged are to be followed;
                 `weights` then are those of what has none.
+            sizes: Samples of each micro-batch; None: alike.
+            merge: Merges one value per micro-batch.
         """
         assert self._open is None, "the batch before was not finished"
         self._check_backward_hooks()
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
-        if not self.has_last_stage:
-            self._guards.install(trace.guarded_attributes())
-        if self._isolation is not None:
-            self._isolation.begin(trace)
+        if trace.ended_early and step not in self._seen_again:
+            self._look_again(trace, microbatches[0])
+        self._guards.install(self._set_elsewhere(trace), SetByUnit)
         context = self._context_of(step)
         self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
@@ -300,10 +330,12 @@ class SplitModel:
         self._open.callback(seeds.close)
         self._open.enter_context(self._parameters.on())
         self._silence_or_record(self._open)
-        several = len(microbatches) > 1 and bool(trace.assigned or trace.entries or trace.counters)
-        self.kept = self._programs[max(self._programs)].kept = Kept(self.root, trace) if several else None
+        self._carried = trace.carried()
+        self._state = self._new_state(trace, microbatches, sizes or [1] * len(microbatches), merge)
         for program in self._programs.values():
+            program.state = self._state
             program.begin(self._step)
+            program.goes_on = goes_on(trace, self._stage_of, program.index)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._follow(whole, self._step)
 
@@ -356,13 +388,137 @@ class SplitModel:
     ) -> dict[tuple[int, int], TracedOutput]:
         """What units return for arguments of these shapes."""
         if signature not in self._traced_outputs:
-            calls = self._traced(step, batch).calls
-            outputs = {(call.unit, call.nth): (call.structure, call.specs) for call in calls}
-            self._traced_outputs[signature] = outputs
+            self._traced_outputs[signature] = _outputs_of(self._traced(step, batch))
         return self._traced_outputs[signature]
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
+
+    def _new_state(
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
+    ) -> StepState | None:
+        if not trace.effects:
+            return None
+        if len(microbatches) > 1 and trace.step not in self._doubtful:
+            rules = self._find_rules(trace, microbatches, sizes, merge)
+            states = {effect.place.label for effect in trace.effects if effect.deep}
+            wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
+            self._rules[trace.step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
+            self._doubtful[trace.step] = sorted(wrong)
+            if len(self._programs) > 1:
+                self._refuse_chains(trace)
+        return StepState(
+            trace.effects, self._rules.setdefault(trace.step, {}), sizes,
+            is_last=self.has_last_stage, step=trace.step,
+        )  # fmt: skip
+
+    def _refuse_chains(self, trace: Trace) -> None:
+        """Each stage of a rank would need what the micro-batch before left on that stage."""
+        rules = self._rules[trace.step]
+        names = [
+            effect.place.label
+            for effect in trace.effects
+            if not effect.from_units and rules.get(effect.place.label, unmerged) is CHAINED
+        ]
+        if names:
+            raise SplitError(
+                f"{trace.step} changes {', '.join(map(repr, names))} outside the units, for each micro-batch "
+                "from what the one before left, and with several stages on a rank would do so once for each: "
+                "use stages_per_rank=1, or change it in a hook such as on_train_batch_end"
+            )
+
+    def _refuse_late(self, readers: Mapping[str, set[int]], trace: Trace) -> None:
+        """The last stage alone has what the micro-batch before left there."""
+        for label, units in readers.items():
+            early = [unit for unit in units if self._stage_of[unit] != self.num_stages - 1]
+            if early:
+                raise SplitError(
+                    f"{trace.step} changes {label!r} from what the model returns, and in the next "
+                    f"micro-batch gives it to unit {self._patches.units[early[0]].name!r}, on another stage: "
+                    "change it in a hook such as on_train_batch_end, or use num_microbatches=1"
+                )
+
+    def _find_rules(
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
+    ) -> dict[str, Rule | None]:
+        effects = [e for e in trace.effects if self.has_last_stage or not e.from_units]
+        if not effects:
+            return {}
+        question = [(part, size) for part, size in zip(microbatches[:2], sizes, strict=False)]
+        try:
+            (one, first), (other, second) = question
+            whole, back = (
+                merge_outputs([one, other], [first, second]),
+                merge_outputs([other, one], [second, first]),
+            )
+            parts = [(part, self._traced(trace.step, part)) for part in (one, other, whole)]
+            asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
+            with self._guards.lifted():
+                found = self._try_out(effects, asked, merge)
+        except Exception as error:  # the user's code, on made-up values: then the usual rules must do
+            names = ", ".join(repr(effect.place.label) for effect in effects)
+            self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
+            return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
+        late = [e.place.label for e in effects if e.from_units]
+        self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
+        return found.by_place
+
+    def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge) -> Rules:
+        """The rules, with everything as it is left as it is."""
+        function = step_function(self.root, asked.whole[1].step)
+        kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
+        saved, outside = ModuleState(self.root), Standing(self._others())
+        try:
+            return rules_of(effects, asked, function, self._patches, merge, self._quiet)
+        finally:
+            saved.restore()
+            outside.restore()
+            for place, value in kept:
+                value.give_back(place)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Nothing is logged or measured, and no random number is used up."""
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept(Generators(self._modules)))
+            stack.enter_context(stub_sinks(self.root, tuple(self._sinks) or ("log", "log_dict"), _drop))
+            stack.enter_context(stub_metrics(self._metrics, _drop, lambda: torch.zeros(())))
+            stack.enter_context(self._context())
+            yield
+
+    def _set_elsewhere(self, trace: Trace) -> list[Place]:
+        """Attributes of units of other ranks that the forward of the unit sets; tensors are followed."""
+        return [
+            place
+            for unit, place in trace.unit_attributes
+            if self._stage_of[unit] not in self._programs
+            and not str(place.key).startswith("_")
+            and type(place.get()) in (bool, int, float, str)
+        ]
+
+    def _silent_metrics(self) -> AbstractContextManager[None]:
+        return stub_metrics(self._metrics, _drop, self._no_value)
+
+    # ---- what a batch leaves behind
+
+    def settle(self, merge: Merge = merge_outputs) -> None:
+        """After `finish`: let what the step leaves behind be what one device has after the batch.
+
+        Args:
+            merge: Merges one value per micro-batch.
+        """
+        if self._state is not None:
+            self._state.settle(merge)
+
+    def left_on_last(self) -> dict[str, Any]:
+        """After `settle`, on the last stage: what every rank is to have, by label."""
+        return self._state.to_share() if self._state is not None else {}
+
+    def take_from_last(self, values: Mapping[str, Any]) -> None:
+        """On the other ranks: have that too; what was not sent raises when it is read."""
+        if self._state is not None:
+            rest = self._state.take(values)
+            self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
     def _check_backward_hooks(self) -> None:
         for module in self._spread:
@@ -395,8 +551,13 @@ class SplitModel:
         self, step: str, microbatches: Sequence[MicrobatchArguments], liveness: Liveness
     ) -> list[dict[tuple[int, int], TracedOutput]]:
         """Where a stage meets calls of later ones half way, their shapes: a trace for each new signature."""
-        if not any(liveness.meets_later_calls[stage] for stage in self._programs):
+        trace = self._known[step][0]
+        needed = (liveness.meets_later_calls[s] or goes_on(trace, self._stage_of, s) for s in self._programs)
+        if not any(needed):
             return [{} for _ in microbatches]
+        for signature, (args, kwargs) in zip(self.signatures, microbatches, strict=True):
+            if trace.arguments == signature_of(args, kwargs):
+                self._traced_outputs.setdefault(signature, _outputs_of(trace))
         return [
             self._outputs_for(step, microbatch, signature)
             for microbatch, signature in zip(microbatches, self.signatures, strict=True)
@@ -407,7 +568,7 @@ class SplitModel:
             return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,
-                sinks=tuple(self._sinks) or ("log", "log_dict"),
+                sinks=tuple(self._sinks) or ("log", "log_dict"), others=self._others(),
                 seen=[call for trace, _ in self._known.values() for call in trace.calls],
             )  # fmt: skip
 
@@ -425,6 +586,12 @@ class SplitModel:
         self._known[trace.step] = (trace, self.cut.liveness(trace))
         return self._known[trace.step]
 
+    def _look_again(self, trace: Trace, microbatch: MicrobatchArguments) -> None:
+        """A trace that could not see the end of the step may see it now: the Trainer has its optimizers."""
+        self._seen_again.add(trace.step)
+        again = self._traced(trace.step, microbatch)
+        trace.effects, trace.unit_attributes = again.effects, again.unit_attributes
+
     def _at(self, microbatch: int) -> None:
         self._microbatch = microbatch
 
@@ -432,7 +599,7 @@ class SplitModel:
         """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
         stack.enter_context(stub_sinks(self.root, tuple(self._sinks), lambda value: None))
         if not self.has_last_stage:
-            stack.enter_context(stub_metrics(self._metrics, lambda value: None, self._no_value))
+            stack.enter_context(self._silent_metrics())
             return
         for name, sink in self._sinks.items():
             vars(self.root)[name] = self._checked(name, sink)
@@ -513,3 +680,11 @@ class SplitModel:
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
         return list(self._metrics)
+
+
+def _outputs_of(trace: Trace) -> dict[tuple[int, int], TracedOutput]:
+    return {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
+
+
+def _drop(value: Any) -> None:
+    """Logs and metrics outside the last stage."""

@@ -69,6 +69,7 @@ class Replay(GlueRun):
         self._entries: list[Entry] = []
         self._places: dict[int, list[Any]] = {}  # of calls of units that are called several times
         self._exited = False
+        self._going_on = False  # after the stage's last call, for the effects of the rest of the step
         self.replayed = Replayed(None, None, [])
         if incoming is not None:
             self._accept(incoming)
@@ -84,18 +85,22 @@ class Replay(GlueRun):
 
     def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Replayed:
         """Call the step until this stage's part is done."""
-        result = None
+        result, grad_mode = None, torch.is_grad_enabled()
         try:
             with self.functions, self._poison:
                 result = function(*args, **kwargs)
         except StageDone:
             pass
         except Exception as error:
-            self._explain(error)
-            raise
+            if not self._going_on:  # there the last stage runs on, and says what is wrong
+                self._explain(error)
+                raise
+            self._error = None
         else:
             self._check_return(result)
-        if self._error is not None:
+        finally:
+            torch.set_grad_enabled(grad_mode)
+        if self._error is not None and not self._going_on:
             raise self._error
         self.replayed.result = result
         self.replayed.outgoing = None if self._program.is_last else self._outgoing(result)
@@ -135,7 +140,7 @@ class Replay(GlueRun):
             self.check_real(result, f"what {self._program.step} returns")
         elif result is None and not any(self._counts):
             return
-        elif self._program.has_later_calls or self._own_left:
+        elif (self._program.has_later_calls and not self._going_on) or self._own_left:
             raise self._other_path(
                 f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage "
                 f"was called, with {self._own_left} of the stage's own calls missing",
@@ -236,8 +241,10 @@ class Replay(GlueRun):
 
     def _later(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._own_left <= 0:
-            self._exited = True
-            raise StageDone
+            if not self._program.goes_on:
+                self._exited = True
+                raise StageDone
+            self._going_on = True
         traced = self._program.traced_output(unit, nth, self._microbatch)
         if traced is None:
             raise self._other_path(
@@ -248,6 +255,10 @@ class Replay(GlueRun):
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._program.repeated)
         return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
+
+    def _reads_value(self, reason: str) -> BaseException:
+        """After the stage's own part, what needs values is left to the last stage."""
+        return StageDone() if self._going_on else super()._reads_value(reason)
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:
         line = f" [at {user_line(self._program.root)}]" if line is None else line

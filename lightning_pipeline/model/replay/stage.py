@@ -18,7 +18,7 @@ from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
-from lightning_pipeline.model.state import Kept
+from lightning_pipeline.model.state import StepState
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderMode,
@@ -117,7 +117,9 @@ class StageProgram:
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.kept: Kept | None = None  # on the stage of a rank that sets attributes last
+        self.state: StepState | None = None  # where the step leaves something behind
+        self.counts = True  # whether what this stage leaves of it is the rank's
+        self.goes_on = False  # to the end of the step, for what is left behind there
         self.idle = patches.idle  # who answers calls outside steps
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
@@ -180,12 +182,12 @@ class StageProgram:
         if self.is_last:
             step.on_microbatch(microbatch)
         queue = WeightQueue() if step.split_backward else None
-        if self.kept is not None:
-            self.kept.before()
+        if self.state is not None:
+            self.state.before(microbatch, counts=self.counts)
         with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
             done = self._replay(microbatch, step, incoming)
-        if self.kept is not None:
-            self.kept.after()
+        if self.state is not None:
+            self.state.after(counts=self.counts)
         if self.is_last:
             self._finish(microbatch, step, done)
         elif step.weights is not None and done.outgoing is not None:

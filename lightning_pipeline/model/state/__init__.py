@@ -1,22 +1,43 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
-from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError
-from lightning_pipeline.model.state.isolation import Isolation
-from lightning_pipeline.model.state.kept import Kept
+from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.outside import CannotRepeatError, Outside
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
+from lightning_pipeline.model.state.rules import (
+    Merge,
+    Rows,
+    Rule,
+    Trial,
+    equal,
+    rule_for,
+    same,
+    unmerged,
+    usual,
+)
+from lightning_pipeline.model.state.step_state import CHAINED, StepState, own_containers
 
 __all__ = [
+    "CHAINED",
     "AttributeGuards",
     "CannotRepeatError",
     "Elsewhere",
     "ElsewhereError",
-    "Isolation",
-    "Kept",
+    "Merge",
     "Outside",
     "Residence",
+    "Rows",
+    "Rule",
+    "SetByUnit",
     "SharedParameter",
+    "StepState",
+    "Trial",
+    "equal",
     "late_values",
+    "own_containers",
     "put_late_values",
+    "rule_for",
+    "same",
+    "unmerged",
+    "usual",
 ]

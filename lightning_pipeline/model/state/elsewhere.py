@@ -1,15 +1,15 @@
 """What stands on a stage for something that only another stage has."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from lightning_pipeline.errors import PlaceholderError
 from lightning_pipeline.model.tensors import user_line
+from lightning_pipeline.model.trace import Guard, Place
 
 
 class ElsewhereError(PlaceholderError):
@@ -74,7 +74,7 @@ _WRITES = [
 ]
 
 
-class Elsewhere:
+class Elsewhere(Guard):
     """Raises on any use, also by torch's functions."""
 
     def __init__(self, what: str) -> None:
@@ -90,7 +90,8 @@ class Elsewhere:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = [a for a in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(a, _GUARDS)]
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Guard)]
         return found[0]._refused() if found else _refuse("a value")
 
     def __repr__(self) -> str:
@@ -118,7 +119,7 @@ for _name in (*_READS, "__float__", "__int__", "__sub__", "__truediv__", "__radd
     setattr(Elsewhere, _name, _reader(_name))
 
 
-class ElsewhereList(list[Any]):
+class ElsewhereList(Guard, list[Any]):
     """A list that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
@@ -134,7 +135,7 @@ class ElsewhereList(list[Any]):
     __hash__ = None
 
 
-class ElsewhereDeque(deque[Any]):
+class ElsewhereDeque(Guard, deque[Any]):
     """A deque that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
@@ -150,7 +151,7 @@ class ElsewhereDeque(deque[Any]):
     __hash__ = None
 
 
-class ElsewhereDict(dict[Any, Any]):
+class ElsewhereDict(Guard, dict[Any, Any]):
     """A dictionary that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
@@ -166,75 +167,68 @@ class ElsewhereDict(dict[Any, Any]):
     __hash__ = None
 
 
-_GUARDS = (Elsewhere, ElsewhereList, ElsewhereDeque, ElsewhereDict)
-for _cls in _GUARDS[1:]:
+for _cls in (ElsewhereList, ElsewhereDeque, ElsewhereDict):
     for _name in _READS:
         setattr(_cls, _name, _reader(_name))
     for _name in _WRITES:
         setattr(_cls, _name, _silent)
 
 
-_MISSING = object()
+class SetByUnit(Elsewhere):
+    """Raises on any use of an attribute that the forward of a unit sets, on a stage that does not hold it."""
+
+    def _refused(self) -> NoReturn:
+        raise PlaceholderError(
+            f"{self._what} is set by a unit's forward on another stage and read outside it, where it has "
+            f"an old value: return it from forward instead [at {user_line()}]"
+        )
 
 
-def attribute_name(root: nn.Module, holder: object, name: str) -> str:
-    """What to call an attribute of a module, or of a plain object that a module holds.
-
-    Args:
-        root: The LightningModule.
-        holder: What has the attribute.
-        name: Its name there.
-    """
-    if holder is root:
-        return f"attribute '{name}' of the LightningModule"
-    for prefix, module in root.named_modules():
-        if module is holder:
-            return f"attribute '{prefix}.{name}'"
-        for own, value in vars(module).items():
-            if value is holder:
-                return f"attribute '{prefix + '.' if prefix else ''}{own}.{name}'"
-    return f"attribute '{name}' of {type(holder).__name__}"
+def attribute_name(place: Place) -> str:
+    """What to call an attribute of a module, or of a plain object that a module holds."""
+    own = "." not in place.label
+    return f"attribute {place.label!r}" + (" of the LightningModule" if own else "")
 
 
 class AttributeGuards:
-    """Puts guards in the place of attributes that a step sets on the last stage, and takes them away."""
+    """Puts guards in the place of attributes that only another stage has, and takes them away."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
-        self._before: dict[tuple[int, str], tuple[object, Any]] = {}
+    def __init__(self) -> None:
+        self._before: dict[tuple[int, Any], tuple[Place, Any, Callable[[str], Any] | None]] = {}
 
-    def install(self, attributes: list[tuple[object, str]]) -> None:
-        """Guard these; one that was assigned anew since is guarded again."""
-        for module, name in attributes:
-            own = vars(module)
-            value = own.get(name, _MISSING)
-            if isinstance(value, _GUARDS):
+    def install(self, places: Iterable[Place], kind: Callable[[str], Any] | None = None) -> None:
+        """Guard these; one that was assigned anew since is guarded again.
+
+        Args:
+            places: What to guard.
+            kind: Of guard; None takes one that is a list for a list and so on.
+        """
+        for place in places:
+            value = place.get()
+            if isinstance(value, Guard):
                 continue
-            self._before.setdefault((id(module), name), (module, value))
-            what = attribute_name(self._root, module, name)
+            self._before.setdefault(place.identity, (place, value, kind))
             kinds: dict[type, Callable[[str], Any]] = {
                 list: ElsewhereList,
                 deque: ElsewhereDeque,
                 dict: ElsewhereDict,
             }
-            kind = next((kinds[plain] for plain in kinds if isinstance(value, plain)), Elsewhere)
-            own[name] = kind(what)
+            found = kind or next((kinds[plain] for plain in kinds if isinstance(value, plain)), Elsewhere)
+            place.put(found(attribute_name(place)))
 
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the guards away for a moment, for a trace that looks at every attribute."""
-        guarded = [(module, name) for (_, name), (module, _) in self._before.items()]
+        guarded = [(place, kind) for place, _, kind in self._before.values()]
         self.remove()
         try:
             yield
         finally:
-            self.install(guarded)
+            for place, kind in guarded:
+                self.install([place], kind)
 
     def remove(self) -> None:
         """Put back what was there."""
-        for (_, name), (module, value) in self._before.items():
-            if value is _MISSING:
-                vars(module).pop(name, None)
-            else:
-                vars(module)[name] = value
+        for place, value, _ in self._before.values():
+            place.put(value)
         self._before.clear()

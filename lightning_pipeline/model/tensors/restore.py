@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
 from lightning_pipeline.model.tensors.generators import Generators
-from lightning_pipeline.model.tensors.placeholder import is_placeholder
+from lightning_pipeline.model.tensors.placeholder import is_placeholder, storage_key
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 
@@ -50,6 +50,7 @@ class ModuleState:
         plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
         self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
+        self._memory = [(p, p.data) for p in root.parameters() if not is_placeholder(p)]
 
     def restore(self) -> None:
         """Put it all back in place."""
@@ -62,6 +63,9 @@ class ModuleState:
         for containers in self._containers:
             for container, saved in containers:
                 _refill(container, saved)
+        for parameter, memory in self._memory:
+            if storage_key(parameter) != storage_key(memory):
+                parameter.data = memory
         for buffer, value in self._buffers:
             if value is not None:
                 with torch.no_grad():

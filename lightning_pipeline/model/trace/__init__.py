@@ -1,7 +1,18 @@
 """One step of the whole module, run once without its work, and what was seen."""
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.effects import Effect, tensors_held
 from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hooks, with_backward_hooks
+from lightning_pipeline.model.trace.places import (
+    MISSING,
+    ClassOwner,
+    Guard,
+    Kept,
+    Owner,
+    Place,
+    Replayed,
+    Standing,
+)
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
 from lightning_pipeline.model.trace.record import Call, Trace, needs_values, step_function, trace_step
 from lightning_pipeline.model.trace.sinks import (
@@ -14,8 +25,17 @@ from lightning_pipeline.model.trace.sinks import (
 from lightning_pipeline.model.trace.units import find_units, finer_names
 
 __all__ = [
+    "MISSING",
     "Call",
+    "ClassOwner",
+    "Effect",
+    "Guard",
+    "Kept",
+    "Owner",
+    "Place",
     "PortSpec",
+    "Replayed",
+    "Standing",
     "Trace",
     "Transient",
     "UnitPatches",
@@ -31,6 +51,7 @@ __all__ = [
     "step_function",
     "stub_metrics",
     "stub_sinks",
+    "tensors_held",
     "trace_step",
     "with_backward_hooks",
 ]

@@ -22,7 +22,6 @@ from lightning_pipeline.model.tensors import (
     map_tensors,
 )
 from lightning_pipeline.model.trace.costs import left_out_by, operation_cost
-from lightning_pipeline.model.trace.watch import AttributeSnapshot
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
@@ -42,10 +41,9 @@ class FakeRun:
         Lists and dictionaries among the arguments, which `given` holds, are changed as the unit does it.
         """
         tracer = self._tracer
-        module = tracer.patches.units[call.unit].module
         args, kwargs = tracer.glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
-        self._before = AttributeSnapshot(module.modules())
+        self._is_absent = _is_absent(tracer.patches.units[call.unit].module)
         draws = _host_draws(self._generators)
         tracer.inside = call
         try:
@@ -53,7 +51,6 @@ class FakeRun:
         finally:
             tracer.inside = None
         tracer.trace.host_random |= draws != _host_draws(self._generators)
-        tracer.attributes.changed_by_unit(call, self._before.changed())
         return given.carry_over(copies, output, lambda tensor: tensor)
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +76,7 @@ class FakeRun:
                 "build the module with its weights"
             ) from cause
         given = Given(args, kwargs)
-        if self._is_absent(unit.module):
+        if self._is_absent:
             return self._as_before(call, given, cause)
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         copies = Given(args, kwargs)
@@ -99,15 +96,6 @@ class FakeRun:
             self._tracer.runs_really = False
         call.flops = call.cost = float(counter.get_total_flops())
         return given.carry_over(copies, output, self._tracer.mode.like)
-
-    def _is_absent(self, module: nn.Module) -> bool:
-        """Whether placeholders stand for its weights; not what the attempt to run it fake has set."""
-        own = {(id(part), name) for part, name in self._before.changed()}
-        return any(
-            is_placeholder(value) and (id(part), name) not in own
-            for part in module.modules()
-            for name, value in vars(part).items()
-        )
 
     def _as_before(self, call: "Call", given: Given, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes in a trace of the whole module."""
@@ -148,6 +136,11 @@ class FakeRun:
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
         return self._tracer.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+
+def _is_absent(module: nn.Module) -> bool:
+    """Whether placeholders stand for its weights."""
+    return any(is_placeholder(value) for part in module.modules() for value in vars(part).values())
 
 
 @contextmanager

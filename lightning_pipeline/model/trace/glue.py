@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
-_MIXING = ("aten::mul_", "aten::div_", "aten::lerp_", "aten::clamp_", "aten::maximum_")
 
 
 class Glue:
@@ -46,7 +45,8 @@ class Glue:
         self._tracer = tracer
         self.unknown_line, self.draws = "", False
         self.written_states: dict[str, Tensor] = {}
-        self.overwritten: list[str] = []  # those that are scaled or mixed, which is no adding up
+        self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
+        self.moved: set[str] = set()  # parameters whose memory is another one after the step
         self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[tuple[int, str]] = []
@@ -78,7 +78,7 @@ class Glue:
         written = list(written_tensors(func, args, kwargs))
         if poisoned:
             args, kwargs = self.without_poison((args, kwargs))
-        self._note_states(written, faked, func._schema.name in _MIXING)
+        self._note_states(written, faked)
         if func._schema.name in SCALAR_READS:
             if faked:
                 return self._scalar(func, operands)
@@ -122,7 +122,7 @@ class Glue:
         if empty and not is_placeholder(tensor):
             self._poisoned[storage_key(tensor)] = tensor
 
-    def _note_states(self, written: list[Tensor], faked: bool, mixed: bool) -> None:
+    def _note_states(self, written: list[Tensor], faked: bool) -> None:
         for tensor in written:
             name = self._tracer.states.get(storage_key(tensor))
             if name is None:
@@ -130,15 +130,14 @@ class Glue:
             if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
                 self._restores.append((tensor, tensor.detach().clone()))
             self._seen_states.add(name)
-            if mixed and name not in self.overwritten:
-                self.overwritten.append(name)
+            self.write_positions.setdefault(name, set()).add(len(self._tracer.trace.calls))
             if faked or self._tracer.trace.calls:  # before any unit, every stage does the same
                 self.written_states.setdefault(name, tensor)
 
     @property
     def all_written(self) -> list[str]:
         """Every parameter, buffer and plain tensor that glue writes, before the units too."""
-        return sorted(self._seen_states)
+        return sorted(self._seen_states | self.moved)
 
     def note_batch(self, written: Tensor) -> None:
         """Note a write into the memory of the batch."""
@@ -173,6 +172,7 @@ class Glue:
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
+        self._tracer.effects.values_read()
         if not self.unknown_line:
             self.unknown_line = user_line(self._tracer.root)
         self._tracer.trace.tail |= self._tracer.tags.union(operands)

@@ -22,17 +22,17 @@ from lightning_pipeline.model.tensors import (
     refill,
     unflatten,
 )
-from lightning_pipeline.model.trace.watch import holds_tensor
+from lightning_pipeline.model.trace.effects import holds_tensor
 
 _PORTED = "ported"
 _CONTAINERS = (list, deque, dict)
-Place = tuple[int, str]  # a module, by its number in the tree, and the name of an attribute
+PortPlace = tuple[int, str]  # a module, by its number in the tree, and the name of an attribute
 
 
 class Way(NamedTuple):
     """A way out of a unit: an attribute that is set, or a container whose contents change."""
 
-    place: Place
+    place: PortPlace
     filled: bool
 
 
@@ -47,7 +47,7 @@ class Porting(NamedTuple):
     """What a trace is to look for: calls of which units, attributes inside them, and whether hooks."""
 
     units: frozenset[int]
-    places: frozenset[Place]
+    places: frozenset[PortPlace]
     hooks: bool
 
 
@@ -75,7 +75,7 @@ class Watch:
         self._unit = unit
         self._hooks: list[tuple[nn.Module, dict[int, Any]]] = []
         self._seen: list[_Seen] = []
-        self._before: dict[Place, tuple[Any, list[Any]]] = {}
+        self._before: dict[PortPlace, tuple[Any, list[Any]]] = {}
 
     def __enter__(self) -> None:
         """The call begins."""
@@ -116,11 +116,11 @@ class Watch:
         self._ways = tuple(found)
         return PortSpec(self._ways, bool(self._seen))
 
-    def held_before(self) -> dict[Place, list[Any]]:
+    def held_before(self) -> dict[PortPlace, list[Any]]:
         """What the containers that the call fills held before it."""
         return {way.place: self._before[way.place][1] for way in self._ways if way.filled}
 
-    def _value(self, place: Place) -> Any:
+    def _value(self, place: PortPlace) -> Any:
         return vars(self._modules[place[0]]).get(place[1])
 
     # ---- taking apart, putting together
@@ -140,7 +140,7 @@ class Watch:
             parts.append(Structure("hook", seen[:2], (describe(seen.arguments, tensors, known),)))
         return tensors, Structure(_PORTED, None, tuple(parts))
 
-    def _added(self, place: Place, value: Any, tensors: list[Tensor]) -> Structure:
+    def _added(self, place: PortPlace, value: Any, tensors: list[Tensor]) -> Structure:
         """What a container holds more than before the call; it may hold other old things on other stages."""
         known = set(map(id, self._before[place][1]))
         new = [(key, item) for key, item in items_of(value) if id(item) not in known]
@@ -159,7 +159,7 @@ class Watch:
                 self._fill(place, keys, [unflatten(tensors, child) for child in children])
         return self._given.put_together(tensors, main)
 
-    def _fill(self, place: Place, keys: Any, items: list[Any]) -> None:
+    def _fill(self, place: PortPlace, keys: Any, items: list[Any]) -> None:
         held = self._value(place)
         if keys is None:
             old = self._before[place][1] if place in self._before else _items(held)
@@ -185,7 +185,7 @@ class Watch:
         return list(owner._forward_hooks.values())[position](owner, *arguments)
 
 
-def transient(modules: Sequence[nn.Module], first: dict[Place, list[Any]]) -> frozenset[Place]:
+def transient(modules: Sequence[nn.Module], first: dict[PortPlace, list[Any]]) -> frozenset[PortPlace]:
     """Of containers that units fill, those that hold at the end what they held before the first call.
 
     Args:
@@ -210,7 +210,7 @@ class Transient:
         places: Where they are.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], places: Iterable[Place]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], places: Iterable[PortPlace]) -> None:
         held = (vars(modules[number]).get(name) for number, name in places)
         self._contents = [(one, contents_of(one)) for one in held if isinstance(one, _CONTAINERS)]
 
@@ -221,7 +221,7 @@ class Transient:
 
 
 def candidates(
-    modules: Sequence[nn.Module], unit: nn.Module, glue: Iterable[nn.Module], places: Iterable[Place]
+    modules: Sequence[nn.Module], unit: nn.Module, glue: Iterable[nn.Module], places: Iterable[PortPlace]
 ) -> tuple[Way, ...]:
     """Where a unit may put tensors: attributes of its modules that are read, containers of the others.
 
@@ -233,7 +233,7 @@ def candidates(
     """
     inner, outer = set(map(id, unit.modules())), set(map(id, glue))
 
-    def found() -> Iterator[Place]:
+    def found() -> Iterator[PortPlace]:
         for number, module in enumerate(modules):
             if id(module) in inner:
                 yield from (place for place in places if place[0] == number)

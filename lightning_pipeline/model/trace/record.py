@@ -1,9 +1,9 @@
 """Run one micro-batch through the user's step without computing the units, and note what depends on what."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     NOTHING,
@@ -28,8 +29,10 @@ from lightning_pipeline.model.tensors import (
     random_state_kept,
     user_line,
 )
+from lightning_pipeline.model.trace.effects import Effect
 from lightning_pipeline.model.trace.patches import UnitPatches
-from lightning_pipeline.model.trace.ports import Place, Porting, PortSpec
+from lightning_pipeline.model.trace.places import Owner, Place, Standing
+from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec
 from lightning_pipeline.model.trace.units import Unit
 
 _NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -84,13 +87,10 @@ class Trace:
         everywhere: Parameters and buffers whose values steer the code, needed on every stage.
         mutated: Values (call, leaf) that code between the units changes in place.
         together: Groups of units that must share a stage, with the reason.
-        attributes: Attributes that the step sets or fills after its first unit ran, each as what holds it, a
-            module or a plain object of one, and its name.
-        early_attributes: Those that it sets before, which every stage does.
-        assigned: Of these attributes those whose old value plays no part in the new one.
-        entries: Dictionaries whose entries are set like that: holder, name, and which keys; None: all.
-        counters: Numbers that a step changes by what is the same every time, such as `self.steps += 1`.
-        doubtful: Names of what is worked out from its last value otherwise, once for each micro-batch.
+        effects: What the code between the units leaves behind or puts back: attributes, modes, hooks, states.
+        unit_attributes: What the forward of a unit, its number first, changes of its own.
+        ended_early: Whether the rest of the step was not seen, for it needs values.
+        arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
         late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
@@ -103,7 +103,7 @@ class Trace:
         returned: Keys of the dictionary that the step returns.
         sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
         handed: Number of the memory behind each value (call, leaf).
-        side_reads: Attributes that units set, and the code between them reads: module number and name.
+        side_writes: Attributes with tensors that the forward of units sets: module number and name.
         ports: What calls (unit, nth) give away beside their output.
         transient: Containers that units fill and the end of the step empties.
         losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
@@ -117,12 +117,10 @@ class Trace:
     everywhere: set[str] = field(default_factory=set)
     mutated: set[tuple[int, int]] = field(default_factory=set)
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
-    attributes: list[tuple[Any, str]] = field(default_factory=list)
-    early_attributes: list[tuple[Any, str]] = field(default_factory=list)
-    assigned: list[tuple[Any, str]] = field(default_factory=list)
-    entries: list[tuple[Any, str, frozenset[Any] | None]] = field(default_factory=list)
-    counters: list[tuple[Any, str]] = field(default_factory=list)
-    doubtful: list[str] = field(default_factory=list)
+    effects: list[Effect] = field(default_factory=list)
+    unit_attributes: list[tuple[int, Place]] = field(default_factory=list)
+    ended_early: bool = False
+    arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)
     late_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
@@ -134,10 +132,16 @@ class Trace:
     returned: list[Any] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
     handed: dict[tuple[int, int], int] = field(default_factory=dict)
-    side_reads: set[Place] = field(default_factory=set)
+    side_writes: set[PortPlace] = field(default_factory=set)
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
-    transient: frozenset[Place] = frozenset()
+    transient: frozenset[PortPlace] = frozenset()
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
+
+    def carried(self) -> set[tuple[int, Any]]:
+        """Places that ports of units fill or set on every stage."""
+        modules = list(self.root.modules())
+        ways = [way for spec in self.ports.values() for way in spec.ways]
+        return {(id(vars(modules[number])), name) for (number, name), _ in ways}
 
     def leaking_units(self) -> frozenset[int]:
         """Units that change something beside their output which is read elsewhere."""
@@ -146,16 +150,22 @@ class Trace:
         leaks |= {tag.call for tag in self.tail if tag.kind == "effect"}
         return frozenset(self.calls[index].unit for index in leaks)
 
-    def guarded_attributes(self) -> list[tuple[Any, str]]:
-        """Of `attributes`, those that other stages than the last one do not have."""
-        modules = list(self.root.modules())
-        carried = {
-            (id(modules[way.place[0]]), way.place[1]) for spec in self.ports.values() for way in spec.ways
-        }
-        return [(holder, name) for holder, name in self.attributes if (id(holder), name) not in carried]
-
 
 ContextFactory = Callable[[], AbstractContextManager[Any]]
+
+
+class Look(NamedTuple):
+    """What a trace is to know beside the module.
+
+    Attributes:
+        sinks: Methods of the module that take values away, such as `log`.
+        others: What the step may change beside the module.
+        seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
+    """
+
+    sinks: Sequence[str]
+    others: Sequence[Owner]
+    seen: Sequence[Call]
 
 
 def trace_step(
@@ -169,6 +179,7 @@ def trace_step(
     mode: PlaceholderMode | None = None,
     sinks: Sequence[str] = ("log", "log_dict"),
     forward_context: ContextFactory = nullcontext,
+    others: Sequence[Owner] = (),
     seen: Sequence[Call] = (),
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
@@ -186,6 +197,7 @@ def trace_step(
         mode: The placeholders' mode of that split.
         sinks: Methods of `root` that take values away, such as `log`.
         forward_context: Makes the precision's context, such as autocast.
+        others: What the step may change beside the module.
         seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
 
     Raises:
@@ -194,12 +206,13 @@ def trace_step(
     patched = patches or UnitPatches(units)
     placeholders = mode or PlaceholderMode()
     batch = tuple(args), dict(kwargs or {})
+    look = Look(sinks, others, seen)
 
     def once(porting: Porting | None = None) -> Trace:
         if patches is None:
             patched.install()
         try:
-            return _traced(root, step, batch, patched, placeholders, sinks, forward_context, seen, porting)
+            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting)
         finally:
             if patches is None:
                 patched.remove()
@@ -209,22 +222,29 @@ def trace_step(
 
 def _traced(
     root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
-    sinks: Sequence[str], forward_context: ContextFactory, seen: Sequence[Call], porting: Porting | None,
+    look: Look, forward_context: ContextFactory, porting: Porting | None,
 ) -> Trace:  # fmt: skip
     from lightning_pipeline.model.trace.tracer import Tracer
 
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    saved = ModuleState(root)
+    saved, outside = ModuleState(root), Standing(look.others)
+    grad_mode = torch.is_grad_enabled()
     tracer = None
     try:
         weightless = StandIns(mode).put_into(root)
-        tracer = Tracer(root, step, patches, mode, sinks, weightless, seen, porting)
+        tracer = Tracer(root, step, patches, mode, look, weightless, porting)
         with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
         if tracer is not None:
             tracer.close()
+        torch.set_grad_enabled(grad_mode)
+        kept = tracer.effects.iterators_taken() if tracer is not None else []
         saved.restore()
+        outside.restore()
+        for place, replayed in kept:
+            place.put(replayed)
+    trace.arguments = signature_of(*batch)
     made = tracer.made
     del tracer, clone
     forget_placeholders(made)
@@ -242,7 +262,7 @@ def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:
         if not best.leaking_units():
             break
         try:
-            other = again(Porting(leaking, frozenset(trace.side_reads), hooks))
+            other = again(Porting(leaking, frozenset(trace.side_writes), hooks))
         except SplitError:
             continue  # what is refused with ports works without, on one stage
         if len(other.leaking_units()) < len(best.leaking_units()):

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
@@ -19,15 +19,16 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     written_tensors,
 )
-from lightning_pipeline.model.trace.attributes import Attributes
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
 from lightning_pipeline.model.trace.patches import UnitPatches
-from lightning_pipeline.model.trace.ports import Place, Porting, PortSpec, Watch, candidates, transient
+from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch, candidates, transient
 from lightning_pipeline.model.trace.record import (
     Call,
     ContextFactory,
+    Look,
     Trace,
     in_function_transform,
     refuse,
@@ -46,16 +47,15 @@ class Tracer:
         step: str,
         patches: UnitPatches,
         mode: PlaceholderMode,
-        sinks: Any,
+        look: Look,
         weightless: bool = False,
-        seen: Sequence[Call] = (),
         porting: Porting | None = None,
     ) -> None:
         self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
-        self.trace, self.seen = Trace(root, step, patches.units), seen
+        self.trace, self.seen = Trace(root, step, patches.units), look.seen
         self._porting, self._modules = porting, list(root.modules())
         self.watch: Watch | None = None  # of a call with ports
-        self._filled: dict[Place, list[Any]] = {}  # containers that units fill, and what was in them
+        self._filled: dict[PortPlace, list[Any]] = {}  # containers that units fill, and what was in them
         self.tags = TagStore()
         self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
         self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
@@ -70,8 +70,8 @@ class Tracer:
         self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
         self.states: dict[int, str] = {}
         self._glue_modules = self._find_glue_modules()
-        self.attributes = Attributes(self, self._glue_modules)
-        self._sinks = sinks
+        self.effects = EffectsSeen(self, look.others)
+        self._sinks = look.sinks
         self.glue = Glue(self)
         self.keeping = Keeping(self)
         self._fake = FakeRun(self)
@@ -99,7 +99,7 @@ class Tracer:
 
     def close(self) -> None:
         """Take every observer away, whatever happened."""
-        self.attributes.stop()
+        self.effects.close()
         self.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
@@ -112,7 +112,6 @@ class Tracer:
         function = step_function(self.root, self.trace.step)
         for tensor in tensors_in((args, kwargs)):
             self.glue.batch.add(tensor, frozenset({Tag("batch")}))
-        self.attributes.start()
         with ExitStack() as stack, reentrant_checkpoint_replaced():
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
@@ -121,14 +120,14 @@ class Tracer:
             stack.enter_context(GlueFunctions(self))
             stack.enter_context(GlueOperations(self))
             stack.enter_context(self.keeping.in_glue())
+            self.effects.start()
             self._call_step(function, args, kwargs)
-        self.attributes.stop()
-        self.attributes.note()
-        self.attributes.note_late_states()
+            self.effects.look()
+        self.trace.transient = transient(self._modules, self._filled)
+        self.effects.note()
         self._check_written_states()
         self._close_regions()
         self.glue.check_hooks()
-        self.trace.transient = transient(self._modules, self._filled)
         return self.trace
 
     def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -153,7 +152,8 @@ class Tracer:
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
                 f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
             ) from error
-        self.ended_early = True
+        self.effects.values_read()
+        self.trace.ended_early = self.ended_early = True
         self._everything_alive()
 
     def _everything_alive(self) -> None:
@@ -167,8 +167,7 @@ class Tracer:
         if self.inside is not None:  # a unit that is called by another is part of that
             return self.patches.originals[unit](*args, **kwargs)
         self._before_call(unit)
-        if not self.trace.calls:
-            self.attributes.first_call()
+        self.effects.look()
         call = Call(len(self.trace.calls), unit, self._counts[unit])
         self._counts[unit] += 1
         self.trace.calls.append(call)
@@ -181,6 +180,7 @@ class Tracer:
         with self.watch or nullcontext():
             output = self._fake.run(call, args, kwargs, given)
         if self.watch is None:
+            self.effects.look_at_unit(unit)
             tensors, call.structure = given.take_apart(output)
         else:
             self.trace.ports[unit, call.nth] = self.watch.narrow()
@@ -202,6 +202,7 @@ class Tracer:
     def _through_ports(self, call: Call, watch: Watch, values: list[Tensor]) -> Any:
         """The output of a call, after the hooks inside the unit have seen what they are to see."""
         result = watch.put_together(values, call.structure)
+        self.effects.look_at_unit(call.unit, self.trace.ports[call.unit, call.nth])
         watch.restart()
         changed = set(self.trace.mutated)
         for hook in watch.put_off(values, call.structure):
@@ -248,10 +249,9 @@ class Tracer:
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)
 
-    def note_side_read(self, module: nn.Module, name: str) -> None:
-        """Code between units reads a tensor from an attribute that a unit has set."""
-        numbers = (number for number, one in enumerate(self._modules) if one is module)
-        self.trace.side_reads.update((number, name) for number in numbers)
+    def in_glue(self, value: Any) -> bool:
+        """Whether a module outside the units has this very object."""
+        return any(value is own for module in self._glue_modules for own in vars(module).values())
 
     # ---- operations inside units
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.data.microbatch import split_batch
+from lightning_pipeline.data.microbatch import batch_size_of, split_batch
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.trace.record import trace_step
@@ -142,14 +142,11 @@ def _run_batch(
     with torch.set_grad_enabled(training):
         for split in dict.fromkeys(splits):
             weighted = weights if training else None
+            sizes = [batch_size_of(args[0]) for args, _ in microbatches]
             split.begin(
-                step,
-                microbatches,
-                weights=weighted,
-                key=(0, count),
-                split_backward=split_backward,
-                whole=whole,
-            )
+                step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward,
+                whole=whole, sizes=sizes,
+            )  # fmt: skip
         sent: list[list[Values | None]] = []
         for index in range(len(microbatches)):
             values: Values | None = None
@@ -162,6 +159,11 @@ def _run_batch(
             for index in range(len(microbatches)):
                 _run_backward(splits, index, sent[index], split_backward)
         results = {split: split.finish() for split in dict.fromkeys(splits)}
+        for split in results:
+            split.settle()
+        for split in results:
+            if not split.has_last_stage:
+                split.take_from_last(splits[-1].left_on_last())
     last = results[splits[-1]]
     outcome.losses.extend(last.losses)
     if training and None not in last.losses:

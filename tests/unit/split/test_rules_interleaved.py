@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 
-from lightning_pipeline.errors import SplitError
 from tests.unit.split.nets import Net, batch_of, seeded
 from tests.unit.split.pipe import alone, assert_same, piped, split_arguments
 from tests.unit.split.test_rules_inplace import InplaceResidual, IntoBatch, ViewAdd
@@ -13,9 +12,8 @@ from tests.unit.split.test_rules_parameters import GlueParameters, TiedHead
 from tests.unit.split.test_rules_random import ManyDraws, Mixup, NumpyGenerator
 from tests.unit.split.test_rules_states import (
     AnnealedFirst,
-    BufferFromBatch,
-    CodebookUnused,
     HookOnUnit,
+    Queue,
 )
 from tests.unit.split.test_rules_steps import Collecting, Logging, Metrics
 from tests.unit.split.test_rules_values import Siamese, UNet
@@ -60,9 +58,8 @@ def test_metrics_and_lists_see_each_value_once(ranks):
 def test_lists_that_a_step_fills_are_filled_once(ranks):
     module = seeded(Collecting)
     reference = copy.deepcopy(module)
-    for args, _ in split_arguments(batch_of(), 2)[0]:
-        with torch.no_grad():
-            reference.validation_step(*args)
+    with torch.no_grad():
+        reference.validation_step(batch_of(), 0)
     outcome = piped(
         module, batch_of(), stages=4, ranks=ranks, step="validation_step", split_by="training_step"
     )
@@ -72,7 +69,8 @@ def test_lists_that_a_step_fills_are_filled_once(ranks):
     assert last.names == reference.names
 
 
-@pytest.mark.parametrize("kind", [AnnealedFirst, BufferFromBatch, CodebookUnused])
-def test_what_each_stage_would_change_once_more_is_refused(kind):
-    with pytest.raises(SplitError, match=r"training_step changes '.*' outside the units.*stages_per_rank=1"):
-        piped(seeded(kind), batch_of(), stages=4, ranks=LOOPED)
+@pytest.mark.parametrize("kind", [AnnealedFirst, Queue])
+def test_what_each_stage_of_a_rank_does_is_left_once(kind):
+    module = seeded(kind)
+    found = piped(module, batch_of(), stages=4, ranks=LOOPED, steps=2)
+    assert_same(found, alone(module, batch_of(), steps=2))

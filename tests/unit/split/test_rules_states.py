@@ -7,7 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused
+from lightning_pipeline.errors import PlaceholderError
+from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused, seeded
+from tests.unit.split.pipe import alone, piped
 
 
 class AuxiliaryLoss(Block):
@@ -119,6 +121,8 @@ def test_what_a_hook_on_a_unit_keeps_and_what_a_unit_counts_is_right(kind):
 
 
 class Annealed(Net):
+    once_per_batch = ("tau",)
+
     def __init__(self) -> None:
         super().__init__()
         self.tau = 1.0
@@ -187,7 +191,19 @@ class PlainTensorAverage(Net):
         return self.loss(h, batch)
 
 
-@pytest.mark.parametrize("kind", [Annealed, AnnealedFirst, Memories, MemoryAtEnd, PlainTensorAverage])
+def test_hidden_states_kept_for_the_next_step_are_those_of_the_whole_batch_or_refused():
+    """Those of the end row for row, in micro-batches of 3, 3 and 2; a list of all stages' stays on the last."""
+    batch = batch_of(8)
+    for stages in (2, 3):
+        found = piped(seeded(MemoryAtEnd), batch, stages=stages, num_microbatches=3, steps=3)
+        expected = alone(seeded(MemoryAtEnd), batch, num_microbatches=1, steps=3)
+        for name, gradient in expected.gradients.items():
+            torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-10)
+        with pytest.raises(PlaceholderError, match="'mems'.*on the last stage only"):
+            piped(seeded(Memories), batch, stages=stages, num_microbatches=3, steps=2)
+
+
+@pytest.mark.parametrize("kind", [Annealed, AnnealedFirst, PlainTensorAverage])
 def test_state_for_the_next_step_is_right_or_refused(kind):
     same_or_refused(
         kind,
@@ -291,7 +307,7 @@ class BufferReplaced(Net):
         return super().loss(h - self.avg, batch)
 
 
-@pytest.mark.parametrize("kind", [CodebookAverage, CodebookUnused, Queue, BufferFromBatch, BufferReplaced])
+@pytest.mark.parametrize("kind", [CodebookAverage, Queue, BufferFromBatch, BufferReplaced])
 def test_buffers_that_a_step_writes_are_right_or_refused(kind):
     same_or_refused(kind, "written by training_step|another stage|together", steps=3, num_microbatches=3)
 
@@ -310,7 +326,13 @@ def test_a_parameter_that_the_step_normalises_first_works():
     assert_works(Prototypes, num_microbatches=1, steps=2)
 
 
-@pytest.mark.parametrize("kind", [CodebookUnused, Queue, BufferFromBatch])
+def test_an_average_that_nobody_reads_in_the_step_is_that_of_the_whole_batch():
+    found = piped(seeded(CodebookUnused), batch_of(), stages=2, steps=3)
+    expected = alone(seeded(CodebookUnused), batch_of(), num_microbatches=1, steps=3)
+    torch.testing.assert_close(found.buffers["avg"], expected.buffers["avg"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [Queue, BufferFromBatch])
 def test_buffers_written_and_read_at_one_place_work(kind):
     assert_works(kind, steps=3)
 
@@ -356,8 +378,7 @@ def test_caches_filled_in_a_unit_hold_no_placeholder_after_the_trace():
     assert_works(Cached, cuts=[["layers.1"]], steps=2)
     _table.cache_clear()
     _CACHE.clear()
-    from tests.unit.split.nets import seeded
-    from tests.unit.split.pipe import alone, assert_same, piped
+    from tests.unit.split.pipe import assert_same
 
     module = seeded(Cached)
     split_first = piped(module, batch_of(), stages=2)

@@ -1,0 +1,346 @@
+"""Find out how what micro-batches leave behind is put together: run the code between the units and look.
+
+The units answer with made-up values, so that nothing is computed but glue. The step runs with one
+micro-batch, with another, with one after the other, and with both joined to one batch. A rule that makes of
+the first two what the last has left is the rule.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.model.state import (
+    CHAINED,
+    Merge,
+    Rows,
+    Rule,
+    Trial,
+    equal,
+    own_containers,
+    rule_for,
+    same,
+    unmerged,
+    usual,
+)
+from lightning_pipeline.model.tensors import Given, TensorSpec, alias, is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches, Watch, tensors_held
+
+_log = logging.getLogger(__name__)
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Observed = list[tuple[int | None, list[Tensor]]]
+"""What each unit was given, by its number, and last what the step returned."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """Two micro-batches and both as one.
+
+    Attributes:
+        one: Arguments of the first, and what units return for it.
+        other: Of the second.
+        whole: Of both.
+        back: Of both, the second first.
+        sizes: Samples of the two.
+    """
+
+    one: tuple[Arguments, Trace]
+    other: tuple[Arguments, Trace]
+    whole: tuple[Arguments, Trace]
+    back: tuple[Arguments, Trace]
+    sizes: tuple[int, int]
+
+    def swapped(self) -> "Question":
+        """The second first."""
+        return Question(self.other, self.one, self.back, self.whole, (self.sizes[1], self.sizes[0]))
+
+
+class _MadeUp:
+    """Answers calls of units with values that nobody computed."""
+
+    inside = False
+
+    def __init__(self, values: Mapping[tuple[int, int], Any], trace: Trace) -> None:
+        self._values, self._trace = values, trace
+        self._counts: dict[int, int] = {}
+        self._modules = list(trace.root.modules())
+        self.seen: Observed = []
+
+    def again(self) -> "_MadeUp":
+        """The same, for another run."""
+        return _MadeUp(self._values, self._trace)
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nth = self._counts.get(unit, 0)
+        self._counts[unit] = nth + 1
+        self.seen.append((unit, _values_in((args, kwargs))))
+        tensors, structure = self._values[unit, nth]
+        fresh = [alias(t.clone().requires_grad_()) if t.requires_grad else t.clone() for t in tensors]
+        given, ports = Given(args, kwargs), self._trace.ports.get((unit, nth))
+        if ports is None:
+            return given.put_together(fresh, structure)
+        watch = Watch(self._modules, self._trace.units[unit].module, ports, given)
+        result = watch.put_together(fresh, structure)
+        for hook in watch.put_off(fresh, structure):
+            hook()
+        return result
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What was found out about a step.
+
+    Attributes:
+        by_place: The rule for each place, by label; `CHAINED` where micro-batches have to follow each other.
+        readers: Of chained places those that change what the next micro-batch computes: units that see it.
+    """
+
+    by_place: dict[str, Rule | None]
+    readers: dict[str, set[int]]
+
+
+def rules_of(
+    effects: Sequence[Effect],
+    question: Question,
+    function: Callable[..., Any],
+    patches: UnitPatches,
+    merge: Merge,
+    quiet: Callable[[], AbstractContextManager[Any]],
+) -> Rules:
+    """How what stands in each place after the micro-batches becomes what the batch leaves.
+
+    Args:
+        effects: Of the step.
+        question: What to run.
+        function: The user's step.
+        patches: The units' `forward`.
+        merge: Merges one value per micro-batch.
+        quiet: Lets logs and metrics do nothing, and keeps random states.
+
+    Raises:
+        Exception: Whatever the step raises on made-up values.
+    """
+    run = _Runs(effects, function, patches, quiet)
+    trials, again, observed = _trials(run, question)
+    found: dict[str, Rule | None] = {}
+    without = set()
+    for effect in effects:
+        label = effect.place.label
+        own = [Trial(a[label], b[label], c[label], d[label], sizes) for (a, b, c, d), sizes in trials]
+        if equal(own[0].whole, again[label]) and all(_is_finite(trial[:4]) for trial in own):
+            rule = rule_for(run.start(effect), own, merge, anew=label in run.anew)
+            found[label] = rule or unmerged
+            if rule is None:
+                without.add(label)
+        else:  # random, or no numbers at all
+            found[label] = unmerged if effect.deep else usual
+    in_order = {
+        label
+        for label in found
+        if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
+    }
+    if without & in_order:
+        found |= dict.fromkeys(in_order, CHAINED)
+    readers: dict[str, set[int]] = {}
+    one, other, whole = observed
+    if not _is_whole(one, other, whole, question.sizes):
+        readers = _readers(run, question, trials[0][0][0], other, found)
+    return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+
+
+def _readers(
+    run: "_Runs", question: Question, left: dict[str, Any], alone: Observed, rules: dict[str, Rule | None]
+) -> dict[str, set[int]]:
+    """Places in which what the first micro-batch left would change what the second computes.
+
+    Where the micro-batches apart do not compute what both as one batch do, these follow each other: what
+    comes out is that of gradient accumulation, as it is on one device.
+    """
+    _, other, _ = _values_for(question, 0)
+    found = {}
+    for label, rule in rules.items():
+        if rule is same or isinstance(rule, Rows):
+            continue
+        run([(question.other[0], other)], carried={label: left[label]})
+        pairs = zip(run.observed, alone, strict=True)
+        different = {unit for (unit, now), (_, then) in pairs if not _identical(now, then)}
+        if different:
+            found[label] = {unit for unit in different if unit is not None}
+    return found
+
+
+def _identical(now: list[Tensor], then: list[Tensor]) -> bool:
+    return len(now) == len(then) and all(
+        a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, then, strict=True)
+    )
+
+
+def _is_whole(one: Observed, other: Observed, whole: Observed, sizes: tuple[int, int]) -> bool:
+    """Whether two micro-batches computed what both as one batch did: rows joined, means by samples."""
+    if not len(one) == len(other) == len(whole):
+        return False
+    for (_, first), (_, second), (_, both) in zip(one, other, whole, strict=True):
+        if not len(first) == len(second) == len(both):
+            return False
+        if not all(_joins(*tensors, sizes) for tensors in zip(first, second, both, strict=True)):
+            return False
+    return True
+
+
+def _joins(one: Tensor, other: Tensor, whole: Tensor, sizes: tuple[int, int]) -> bool:
+    spec = TensorSpec.of(whole)
+    try:
+        joined = _together(one, other, spec, sizes)
+    except ValueError:
+        return False
+    if joined.shape != whole.shape or joined.dtype != whole.dtype:
+        return False
+    precise = joined.dtype in (torch.float64, torch.complex128)
+    return bool(
+        torch.allclose(joined, whole, rtol=1e-9 if precise else 1e-4, atol=1e-10 if precise else 1e-5)
+    )
+
+
+def _values_in(value: Any) -> list[Tensor]:
+    return [tensor.detach().clone() for tensor in tensors_in(value) if not is_placeholder(tensor)]
+
+
+def _trials(run: "_Runs", question: Question) -> tuple[list[Any], dict[str, Any], list[Observed]]:
+    """What is left with these values and, in the other order, with others; and once more with other draws.
+
+    With it what the first, the second and both as one batch computed, in the first order.
+    """
+    trials, observed = [], []
+    for seed, asked in enumerate((question, question.swapped())):
+        one, other, whole = _values_for(asked, seed)
+        first, second = (asked.one[0], one), (asked.other[0], other)
+        alone = []
+        for parts in ([first], [second], [(asked.whole[0], whole)]):
+            alone.append(run(parts))
+            if not seed:
+                observed.append(run.observed)
+        if not seed:
+            again = run([(asked.whole[0], whole)], seed=1)
+        trials.append(((alone[0], alone[1], run.in_order([first, second]), alone[2]), asked.sizes))
+    return trials, again, observed
+
+
+def _put(effect: Effect, value: Any) -> None:
+    tensor = effect.place.get()
+    if effect.deep and isinstance(tensor, Tensor) and isinstance(value, Tensor):
+        tensor.data = value.clone()
+    else:
+        effect.place.put(value)
+
+
+class _Runs:
+    """Runs of the step, each from where things stand now."""
+
+    def __init__(self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any) -> None:
+        self._effects, self._function, self._patches, self._quiet = effects, function, patches, quiet
+        self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
+        self.anew: set[str] = set()
+        self.observed: Observed = []
+
+    def start(self, effect: Effect) -> Any:
+        kept = self._start[effect.place.label]
+        if kept.tensors:
+            return kept.tensors[0][1]
+        return kept.inner[0][1] if kept.inner and kept.inner[0][0] is kept.value else kept.value
+
+    def in_order(self, parts: Sequence[tuple[Arguments, Any]]) -> dict[str, Any]:
+        """One after the other; nothing where these cannot follow each other, being of other sizes."""
+        try:
+            return self(parts)
+        except Exception as error:
+            _log.debug("micro-batches do not follow each other: %s", error)
+            return dict.fromkeys(self._start, MISSING)
+
+    def __call__(
+        self, parts: Sequence[tuple[Arguments, Any]], seed: int = 0, carried: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        with ExitStack() as stack:
+            stack.enter_context(self._quiet())
+            torch.manual_seed(seed)
+            try:
+                for effect in self._effects if carried else ():
+                    if carried is not None and effect.place.label in carried:
+                        _put(effect, carried[effect.place.label])
+                for (args, kwargs), values in parts:
+                    self._patches.runner = runner = values.again()
+                    copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
+                    result = self._function(*copied[0], **copied[1])
+                    self.observed = [*runner.seen, (None, _values_in(result))]
+                return {effect.place.label: self._found(effect) for effect in self._effects}
+            finally:
+                self._patches.runner = None
+                for effect in self._effects:
+                    self._start[effect.place.label].give_back(effect.place)
+
+    def _found(self, effect: Effect) -> Any:
+        value = effect.place.get()
+        if value is not self._start[effect.place.label].value and not effect.deep:
+            self.anew.add(effect.place.label)
+        if effect.deep and isinstance(value, Tensor) and not is_placeholder(value):
+            return value.detach().clone()
+        known = {
+            id(item)
+            for _, saved in self._start[effect.place.label].inner
+            for item in (saved.values() if isinstance(saved, dict) else saved)
+        }
+        return own_containers(value, known)
+
+
+def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _MadeUp]":
+    """What units return for the two and, put together, for both."""
+    generator = torch.Generator().manual_seed(seed)
+    found: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = ({}, {}, {})
+    triples = zip(question.one[1].calls, question.other[1].calls, question.whole[1].calls, strict=True)
+    for one, other, whole in triples:
+        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
+        for specs in zip(one.specs, other.specs, whole.specs, strict=True):
+            first, second = _made_up(specs[0], generator), _made_up(specs[1], generator)
+            lists[0].append(first)
+            lists[1].append(second)
+            lists[2].append(_together(first, second, specs[2], question.sizes))
+        for call, tensors, table in zip((one, other, whole), lists, found, strict=True):
+            specs_of = [spec.requires_grad for spec in call.specs]
+            for tensor, needed in zip(tensors, specs_of, strict=True):
+                tensor.requires_grad_(needed)
+            table[call.unit, call.nth] = (tensors, call.structure)
+    traces = question.one[1], question.other[1], question.whole[1]
+    one_by, other_by, whole_by = map(_MadeUp, found, traces)
+    return one_by, other_by, whole_by
+
+
+def _made_up(spec: TensorSpec, generator: torch.Generator) -> Tensor:
+    if spec.dtype.is_floating_point or spec.dtype.is_complex:
+        return (
+            torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(spec.dtype).to(spec.device)
+        )
+    return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype).to(spec.device)
+
+
+def _together(one: Tensor, other: Tensor, spec: TensorSpec, sizes: tuple[int, int]) -> Tensor:
+    """Along the dimension that has grown; a number is the mean over samples, as a loss is."""
+    if tuple(one.shape) == tuple(other.shape) == spec.shape:
+        if one.is_floating_point():
+            return (one * sizes[0] + other * sizes[1]) / sum(sizes)
+        return one
+    grown = [d for d, size in enumerate(spec.shape) if size == one.shape[d] + other.shape[d]]
+    if len(grown) != 1:
+        raise ValueError("no dimension is that of the samples")
+    return torch.cat([one, other], grown[0])
+
+
+def _is_finite(values: Sequence[Any]) -> bool:
+    return all(
+        bool(torch.isfinite(tensor).all())
+        for value in values
+        for tensor in tensors_held(value)
+        if tensor.is_floating_point() and not is_placeholder(tensor)
+    )

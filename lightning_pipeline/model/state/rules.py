@@ -1,0 +1,371 @@
+"""How what the micro-batches of a batch left in a place becomes what the batch as a whole would have left.
+
+Every micro-batch begins with what stood there when the batch began. Which rule puts the results together is
+not guessed: `rule_for` tries them on a run in which the answer is known.
+"""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.tensors import flatten, unflatten
+from lightning_pipeline.model.trace import MISSING
+
+Merge = Callable[[list[Any], list[int]], Any]
+Rule = Callable[[Any, list[Any], list[int], Merge], Any]
+
+
+class NoFit(Exception):
+    """A rule does not apply to such values."""
+
+
+def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """All leave the same, such as a counter of batches or a mask made once."""
+    return results[-1]
+
+
+def first(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """What the first samples of the batch give."""
+    return results[0]
+
+
+def merged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """As returned values are merged: means by samples, samples joined."""
+    try:
+        return merge(list(results), list(sizes))
+    except (ConfigurationError, TypeError, RuntimeError) as error:
+        raise NoFit from error
+
+
+def averaged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """The mean by samples of each element, such as a moving average of a mean."""
+    if not _are_tensors(results[0], results) or not results[0].is_floating_point():
+        raise NoFit
+    weighted = [result * size for result, size in zip(results, sizes, strict=True)]
+    return torch.stack(weighted).sum(0) / sum(sizes)
+
+
+def summed(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """Sums over samples: what each has added is added up."""
+    if _are_tensors(start, results):
+        return start + torch.stack([result - start for result in results]).sum(0).to(start.dtype)
+    if not all(_is_number(value) for value in (start, *results)):
+        raise NoFit
+    return start + sum(result - start for result in results)
+
+
+def added(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """Sums over samples that begin with the batch, such as a count of its samples."""
+    if not all(_is_number(value) or (isinstance(value, Tensor) and not value.dim()) for value in results):
+        raise NoFit
+    return sum(results[1:], results[0])
+
+
+def largest(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """The largest that was seen."""
+    return _extreme(results, torch.maximum, max)
+
+
+def smallest(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """The smallest that was seen."""
+    return _extreme(results, torch.minimum, min)
+
+
+def joined(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """All items that were added, in order."""
+    if isinstance(start, set):
+        return start.union(*_of_type(results, set))
+    return _with(start, [item for new in _new_items(start, results) for item in new])
+
+
+def one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """As many items as one micro-batch has added, each merged."""
+    new = _new_items(start, results)
+    if len({len(items) for items in new}) != 1:
+        raise NoFit
+    columns = zip(*new, strict=True)
+    return _with(start, [merged(None, list(column), sizes, merge) for column in columns])
+
+
+class Rows:
+    """Tensors with a dimension of the samples, joined along it; what a batch finds there is cut likewise.
+
+    Args:
+        dims: Of each tensor in the value.
+    """
+
+    def __init__(self, dims: list[int]) -> None:
+        self._dims = dims
+
+    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        found = [flatten(result) for result in results]
+        if any(len(tensors) != len(self._dims) for tensors, _ in found):
+            raise NoFit
+        columns = zip(*(tensors for tensors, _ in found), strict=True)
+        joined = [torch.cat(column, dim) for column, dim in zip(columns, self._dims, strict=True)]
+        return unflatten(joined, found[0][1])
+
+    def cut(self, value: Any, begin: int, length: int, total: int) -> Any:
+        """The part of a micro-batch in what the batch before left.
+
+        Args:
+            value: As it was left.
+            begin: First sample of the micro-batch.
+            length: Its samples.
+            total: Samples of the batch.
+        """
+        tensors, structure = flatten(value)
+        if len(tensors) != len(self._dims) or any(
+            dim >= t.dim() or t.shape[dim] != total for t, dim in zip(tensors, self._dims, strict=True)
+        ):
+            return value
+        parts = [t.narrow(dim, begin, length) for t, dim in zip(tensors, self._dims, strict=True)]
+        return unflatten(parts, structure)
+
+
+def _rows(one: Any, other: Any, whole: Any) -> "Rows | None":
+    """Along which dimensions `whole` is the two others."""
+    (first, structure), (second, _), (both, _) = flatten(one), flatten(other), flatten(whole)
+    if not first or not len(first) == len(second) == len(both):
+        return None
+    dims = [_grown(*tensors) for tensors in zip(first, second, both, strict=True)]
+    if any(dim is None for dim in dims):
+        return None
+    rows = Rows([dim for dim in dims if dim is not None])
+    return rows if equal(unflatten([*both], structure), rows(None, [one, other], [], _no_merge)) else None
+
+
+def _grown(one: Tensor, other: Tensor, both: Tensor) -> int | None:
+    if not one.dim() == other.dim() == both.dim():
+        return None
+    found = [d for d in range(both.dim()) if both.shape[d] == one.shape[d] + other.shape[d]]
+    return found[0] if len(found) == 1 else None
+
+
+def _no_merge(values: list[Any], sizes: list[int]) -> Any:
+    raise NoFit
+
+
+class ByKey:
+    """Each entry of a dictionary by a rule of its own.
+
+    Args:
+        rules: By key.
+    """
+
+    def __init__(self, rules: dict[Any, Rule]) -> None:
+        self._rules = rules
+
+    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        before = start if isinstance(start, dict) else {}
+        _of_type(results, dict)
+        found: dict[Any, Any] = {}
+        for key in dict.fromkeys(key for result in results for key in result):
+            values = [result.get(key, MISSING) for result in results]
+            rule = self._rules.get(key, usual)
+            if all(value is before.get(key, MISSING) for value in values):
+                found[key] = values[0]
+            elif any(value is MISSING for value in values):
+                raise NoFit
+            else:
+                found[key] = rule(before.get(key, MISSING), values, sizes, merge)
+        return found
+
+
+def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """Where nothing is known: as returned values are merged; what was added to a container likewise."""
+    if all(equal(result, results[0]) for result in results) and not _is_number(results[0]):
+        return results[0]
+    if isinstance(start, bool) and all(isinstance(result, bool) for result in results):
+        return flipped(start, results, sizes, merge)
+    if isinstance(start, dict) and not all(callable(v) for result in results for v in result.values()):
+        return ByKey({})(start, results, sizes, merge)
+    if isinstance(start, dict):
+        return results[-1]
+    if isinstance(start, list | deque):
+        return one_by_one(start, results, sizes, merge)
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in (start, *results)):
+        steps = [result - start for result in results]
+        counts_samples = steps == list(sizes) or len(set(steps)) > 1
+        return summed(start, results, sizes, merge) if counts_samples else results[0]
+    return merged(start, results, sizes, merge)
+
+
+def flipped(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """A flag that is set for some samples, such as one that asks to stop."""
+    if not all(isinstance(value, bool) for value in (start, *results)):
+        raise NoFit
+    return start if all(result is start for result in results) else not start
+
+
+def unmerged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """No rule is known to fit."""
+    raise NoFit
+
+
+class Trial(NamedTuple):
+    """What two micro-batches leave.
+
+    Attributes:
+        one: The first.
+        other: The second, beginning with what was there as well.
+        after: The second, beginning with what the first left.
+        whole: Both as one batch.
+        sizes: Samples of the two.
+    """
+
+    one: Any
+    other: Any
+    after: Any
+    whole: Any
+    sizes: tuple[int, int]
+
+    def entry(self, key: Any) -> "Trial":
+        """The same of one entry of dictionaries."""
+        one, other, after, whole = (left.get(key, MISSING) for left in self[:4])
+        return Trial(one, other, after, whole, self.sizes)
+
+
+_RULES: list[Rule] = [
+    same,
+    summed,
+    added,
+    merged,
+    averaged,
+    joined,
+    one_by_one,
+    largest,
+    smallest,
+    first,
+    flipped,
+]
+
+
+def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = False) -> Rule | None:
+    """The rule that makes of two micro-batches' results that of both as one batch, in every trial.
+
+    Args:
+        start: What stood there before.
+        trials: What was left each time.
+        merge: Merges one value per micro-batch.
+        anew: Whether another object stands there afterwards.
+
+    Returns:
+        None where none fits.
+    """
+    rows = _rows(*trials[0][:2], trials[0].whole) if anew else None
+    candidates: list[Rule] = [*([rows] if rows is not None else []), *_RULES]
+    if all(isinstance(value, dict) for trial in trials for value in trial[:4]):
+        return _rule_by_key(start if isinstance(start, dict) else {}, trials, merge)
+    for rule in candidates:
+        if all(_fits(rule, start, trial, merge) for trial in trials):
+            return rule
+    return None
+
+
+def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
+    if rule is same and not equal(trial.one, trial.other):
+        return False
+    # What is added up goes on from what was there; what begins anew does not.
+    if rule in (summed, added) and (rule is summed) is not equal(trial.after, trial.whole):
+        return False
+    try:
+        return equal(rule(start, [trial.one, trial.other], list(trial.sizes), merge), trial.whole)
+    except NoFit:
+        return False
+
+
+def _rule_by_key(start: Any, trials: Sequence[Trial], merge: Merge) -> Rule | None:
+    if all(callable(value) for trial in trials for result in trial[:4] for value in result.values()):
+        return same if len(trials[0].one) == len(trials[0].whole) else None  # hooks
+    rules: dict[Any, Rule] = {}
+    for key in dict.fromkeys(key for trial in trials for result in trial[:4] for key in result):
+        inner = [trial.entry(key) for trial in trials]
+        missing = any(value is MISSING for trial in inner for value in trial[:4])
+        rule = None if missing else rule_for(start.get(key, MISSING), inner, merge)
+        if rule is None:
+            return None
+        rules[key] = rule
+    return ByKey(rules)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float | complex) and not isinstance(value, bool)
+
+
+def _are_tensors(start: Any, results: list[Any]) -> bool:
+    values = [start, *results]
+    return all(isinstance(value, Tensor) and value.dtype is not torch.bool for value in values) and all(
+        result.shape == start.shape for result in results
+    )
+
+
+def _extreme(results: list[Any], of_tensors: Any, of_numbers: Any) -> Any:
+    if _are_tensors(results[0], results):
+        found = results[0]
+        for result in results[1:]:
+            found = of_tensors(found, result)
+        return found
+    if not all(map(_is_number, results)):
+        raise NoFit
+    return of_numbers(results)
+
+
+def _of_type(results: list[Any], kind: type) -> list[Any]:
+    if not all(isinstance(result, kind) for result in results):
+        raise NoFit
+    return results
+
+
+def _new_items(start: Any, results: list[Any]) -> list[list[Any]]:
+    """What each result has beyond the items of `start`; a deque may have lost some of these."""
+    _of_type([start], list | deque)  # type: ignore[arg-type]
+    _of_type(results, list | deque)  # type: ignore[arg-type]
+    before, found = list(start), []
+    for result in map(list, results):
+        kept = next(
+            n
+            for n in range(min(len(before), len(result)), -1, -1)
+            if all(a is b for a, b in zip(before[len(before) - n :], result[:n], strict=True))
+        )
+        if kept < len(before) and getattr(start, "maxlen", None) != len(result):
+            raise NoFit
+        found.append(result[kept:])
+    return found
+
+
+def _with(start: Any, items: list[Any]) -> Any:
+    return deque([*start, *items], start.maxlen) if isinstance(start, deque) else [*start, *items]
+
+
+def equal(one: Any, other: Any) -> bool:
+    """Whether two values are the same up to rounding."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.shape == other.shape and one.dtype == other.dtype and _close(one, other)
+    if _is_number(one) and _is_number(other):
+        exact = isinstance(one, int) and isinstance(other, int)
+        return bool(one == other) if exact else abs(one - other) <= 1e-4 * max(abs(one), abs(other), 1e-6)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(equal, one, other))
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.device != other.device:
+        return False
+    if not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)

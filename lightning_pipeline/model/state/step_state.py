@@ -1,0 +1,270 @@
+"""What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
+from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
+from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed
+
+CHAINED = None
+"""Instead of a rule: micro-batches follow each other, as in gradient accumulation."""
+_MOST_SHARED = 1 << 16  # bytes of a tensor that every rank is told after each batch
+_SMALL = (type(None), bool, int, float, complex, str)
+
+
+class StepState:
+    """Follows the effects of one batch on one rank.
+
+    Args:
+        effects: Of the step.
+        rules: For the places, by label; `CHAINED` for those that no rule puts together.
+        sizes: Samples of each micro-batch.
+        is_last: Whether this rank holds the last stage.
+        step: Name of the step.
+    """
+
+    def __init__(
+        self, effects: Sequence[Effect], rules: dict[str, Rule | None], sizes: Sequence[int],
+        *, is_last: bool, step: str,
+    ) -> None:  # fmt: skip
+        self._step, self._is_last = step, is_last
+        self._effects = [effect for effect in effects if is_last or not effect.from_units]
+        self._elsewhere = [] if is_last else [effect for effect in effects if effect.from_units]
+        self._rules = rules
+        for effect in effects:
+            replay_from(effect.place)
+        self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
+        self._results: list[dict[str, Any]] = []
+        self._several, self._sizes = len(sizes) > 1, list(sizes)
+        self._fresh = True
+        self._aside: list[tuple[Place, Kept]] = []
+        self._all = list(effects)
+
+    def before(self, microbatch: int, *, counts: bool) -> None:
+        """A replay comes: let everything be as when the batch began; what has samples is cut as the batch.
+
+        Args:
+            microbatch: Which.
+            counts: Whether what it leaves is that of its micro-batch, see `after`.
+        """
+        chained = [] if counts else [effect for effect in self._all if self._is_chained(effect)]
+        self._aside = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in chained]
+        if not self._fresh:
+            for effect in self._all:
+                if not self._is_chained(effect):
+                    self._start[effect.place.label].give_back(effect.place)
+        self._fresh = False
+        for effect in self._all if self._several else ():
+            rule = self._rules.get(effect.place.label)
+            value = self._start[effect.place.label].value
+            if isinstance(rule, Rows) and not isinstance(value, Guard) and value is not MISSING:
+                begin, length = sum(self._sizes[:microbatch]), self._sizes[microbatch]
+                effect.place.put(rule.cut(value, begin, length, sum(self._sizes)))
+
+    def after(self, *, counts: bool) -> None:
+        """A replay is over.
+
+        Args:
+            counts: Whether what it left is that of its micro-batch. On a rank with several stages that of the
+                last of them is; what the others left is not to be seen by anyone.
+        """
+        if counts:
+            if self._several:
+                self._results.append({e.place.label: self._found(e) for e in self._effects})
+            return
+        for effect in self._all:
+            if effect.from_units or not effect.deep:  # a backward to come reads weights as the step has them
+                self._start[effect.place.label].give_back(effect.place)
+        for place, kept in self._aside:
+            kept.give_back(place)
+        self._fresh = not any(effect.deep for effect in self._all)
+
+    def _is_chained(self, effect: Effect) -> bool:
+        return self._several and self._rules.get(effect.place.label, usual) is CHAINED
+
+    def _found(self, effect: Effect) -> Any:
+        """What stands in the place now, with containers of its own."""
+        if self._is_chained(effect):
+            return None
+        value, start = effect.place.get(), self._start[effect.place.label]
+        if effect.deep and isinstance(value, Tensor):
+            return value.detach().clone()
+        before = start.inner[0][1] if start.inner and start.inner[0][0] is value else None
+        if isinstance(value, list | deque) and before is not None and _is_grown(value, before):
+            new = [value[index] for index in range(len(before), len(value))]
+            return _Grown(own_containers(new))
+        known = {
+            id(item)
+            for _, saved in start.inner
+            for item in (saved.values() if isinstance(saved, dict) else saved)
+        }
+        return own_containers(value, known)
+
+    def settle(self, merge: Merge) -> None:
+        """Let each place be as one device would have left it.
+
+        Args:
+            merge: Merges one value per micro-batch.
+        """
+        for effect in self._elsewhere:
+            self._start[effect.place.label].give_back(effect.place)
+        if self._several and self._results:
+            sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
+            for effect in self._effects:
+                if not self._is_chained(effect):
+                    self._merge(effect, sizes, merge)
+
+    def _merge(self, effect: Effect, sizes: list[int], merge: Merge) -> None:
+        place, start = effect.place, self._start[effect.place.label]
+        results = [found[place.label] for found in self._results]
+        before = start.value if not start.tensors else start.tensors[0][1]
+        if start.inner and start.inner[0][0] is start.value:
+            before = start.inner[0][1]
+        rule = self._rules.get(place.label, usual) or usual
+        try:
+            if all(isinstance(result, _Grown) for result in results):
+                new = _merged(rule, [], [result.items for result in results], sizes, merge)
+                whole = type(before)([*before, *new], *_length(before))
+            else:
+                results = [_all(before, result) for result in results]
+                whole = _merged(rule, before, results, sizes, merge)
+        except NoFit:
+            whole = Unmerged(attribute_name(place), self._step)
+        self._put(effect, start, whole)
+
+    def _put(self, effect: Effect, start: Kept, whole: Any) -> None:
+        place = effect.place
+        if start.tensors and isinstance(whole, Tensor):
+            tensor = start.tensors[0][0]
+            if place.get() is not tensor:
+                place.put(tensor)
+            with torch.no_grad():
+                tensor.data = whole.to(tensor.dtype).clone()
+            return
+        old = start.value
+        if isinstance(old, list | dict | set | deque) and type(whole) in (type(old), list, dict, set):
+            _fill(old, whole)
+            whole = old
+        place.put(whole)
+
+    # ---- what other ranks are told
+
+    def to_share(self) -> dict[str, tuple[Any, Rule | None]]:
+        """On the last stage: small values of what depends on units, by label; others are left out.
+
+        With each what cuts it by rows, where it has rows.
+        """
+        found = {e.place.label: e.place.get() for e in self._effects if e.from_units and not e.deep}
+        rules = {label: rule for label, rule in self._rules.items() if isinstance(rule, Rows)}
+        small = {label: value for label, value in found.items() if is_small(value)}
+        return {label: (portable(value), rules.get(label)) for label, value in small.items()}
+
+    def take(self, shared: Mapping[str, tuple[Any, Rule | None]]) -> list[Effect]:
+        """Elsewhere: set what the last stage has sent.
+
+        Returns:
+            The rest, which is on the last stage only.
+        """
+        rest = []
+        for effect in self._elsewhere:
+            if effect.place.label in shared:
+                value, rule = shared[effect.place.label]
+                effect.place.put(_on_device(value, effect.place.get()))
+                if rule is not None:
+                    self._rules[effect.place.label] = rule
+            elif not effect.deep:
+                rest.append(effect)
+        return rest
+
+
+def replay_from(place: Place) -> None:
+    """Let an iterator there begin here: each replay of the step takes the same of it."""
+    value = place.get()
+    if isinstance(value, Replayed):
+        value.forget()
+    elif hasattr(type(value), "__next__"):
+        place.put(Replayed(value))
+
+
+def is_small(value: Any) -> bool:
+    """Whether every rank may be told this after each batch."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() <= _MOST_SHARED and not value.requires_grad
+    if type(value) is tuple:
+        return len(value) < 16 and all(map(is_small, value))
+    return type(value) in _SMALL or value is MISSING
+
+
+def portable(value: Any) -> Any:
+    """The same on CPU."""
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value) if value is not MISSING else value
+
+
+def _on_device(value: Any, before: Any) -> Any:
+    device = before.device if isinstance(before, Tensor) else None
+    return map_tensors(lambda tensor: tensor.to(device) if device is not None else tensor, value)
+
+
+class _Grown:
+    """A list or deque at the end of which items were added: these."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+
+def _is_grown(value: Any, before: Any) -> bool:
+    length = len(before)
+    return len(value) >= length and (not length or value[length - 1] is before[-1])
+
+
+def _length(value: Any) -> list[Any]:
+    return [value.maxlen] if isinstance(value, deque) else []
+
+
+def _all(before: Any, result: Any) -> Any:
+    return [*before, *result.items] if isinstance(result, _Grown) else result
+
+
+def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 4) -> Any:
+    """The same with lists, deques, dictionaries and sets of its own; tensors without their graph.
+
+    Args:
+        value: Anything.
+        known: Identities of what stays as it is.
+        depth: How far down to go.
+    """
+    if isinstance(value, Tensor):
+        return value.detach() if value.requires_grad else value
+    if id(value) in known or not depth:
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(own_containers(item, known, depth - 1) for item in value)
+    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
+        return {key: own_containers(item, known, depth - 1) for key, item in value.items()}
+    if isinstance(value, deque):
+        return deque((own_containers(item, known, depth - 1) for item in value), value.maxlen)
+    return value.copy() if type(value) is set else value
+
+
+def _merged(rule: Rule, before: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    if all(result is before for result in results):
+        return before
+    if any(result is MISSING for result in results):
+        if all(result is MISSING for result in results):
+            return MISSING
+        raise NoFit
+    return rule(before, results, sizes, merge)
+
+
+def _fill(container: Any, whole: Any) -> None:
+    if isinstance(container, list):
+        container[:] = whole
+        return
+    container.clear()
+    (container.extend if isinstance(container, deque) else container.update)(whole)

@@ -1,0 +1,386 @@
+"""Where a step may leave something behind: attributes, entries of objects, flags; and which of them changed.
+
+Nothing is put in the way of the user's code: what stands there is compared by identity, before and after.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.model.tensors import (
+    is_placeholder,
+    items_of,
+    objects_below,
+    refill,
+    storage_key,
+)
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
+_OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
+_DEEP, _LONG = 3, 1000
+
+
+class Guard:
+    """Base of what stands in the place of a value of another stage. Nobody looks into it."""
+
+
+class Place(NamedTuple):
+    """One attribute, entry or flag.
+
+    Attributes:
+        owner: What has it.
+        key: Its name there.
+        label: What to call it, the same on every rank, such as `layers.0.scale`.
+    """
+
+    owner: "Owner"
+    key: Any
+    label: str
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Equal for two places that are the same."""
+        return self.owner.identity, self.key
+
+    def get(self) -> Any:
+        """What stands there; `MISSING` where nothing does."""
+        return self.owner.read().get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Let it stand there; `MISSING` takes away what does."""
+        self.owner.write(self.key, value)
+
+
+class Owner:
+    """Has entries by name: the attributes of a module or object.
+
+    Args:
+        entries: Where they are.
+        label: Begins the label of each.
+        but: Names that are not looked at.
+    """
+
+    def __init__(self, entries: dict[Any, Any], label: str, but: Iterable[str] = ()) -> None:
+        self._entries, self.label, self._but = entries, label, frozenset(but)
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of the same entries, while these live."""
+        return id(self._entries)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return self._entries
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            self._entries.pop(key, None)
+        else:
+            self._entries[key] = value
+
+    def place(self, key: Any) -> Place:
+        """That entry."""
+        return Place(self, key, f"{self.label}{key}")
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return key not in self._but
+
+
+class ClassOwner(Owner):
+    """The attributes of a class."""
+
+    def __init__(self, cls: type, label: str) -> None:
+        super().__init__({}, label)
+        self._cls = cls
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return vars(self._cls)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            delattr(self._cls, key)
+        else:
+            setattr(self._cls, key, value)
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return not str(key).startswith("__")
+
+
+class Flags(Owner):
+    """Which parameters require a gradient, by name."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__({}, "requires_grad of ")
+        self._tensors = dict(root.named_parameters())
+
+    def read(self) -> Mapping[Any, Any]:
+        """All flags."""
+        return {name: tensor.requires_grad for name, tensor in self._tensors.items()}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._tensors[key].requires_grad_(value)
+
+
+class Memory(Owner):
+    """Where the values of parameters are, by name: `weight.data = ...` moves them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__({}, "")
+        self._tensors = dict(root.named_parameters())
+        self._held = [
+            tensor.untyped_storage() for tensor in self._tensors.values()
+        ]  # no number is used twice
+        self._numbers: dict[int, int] = {}  # the same object for the same number
+
+    def read(self) -> Mapping[Any, Any]:
+        """The number of each memory."""
+        keys = {name: storage_key(tensor) for name, tensor in self._tensors.items()}
+        return {name: self._numbers.setdefault(key, key) for name, key in keys.items()}
+
+
+class GradMode(Owner):
+    """Whether gradients are recorded, as `torch.set_grad_enabled` leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__({}, "")
+
+    def read(self) -> Mapping[Any, Any]:
+        """The one mode."""
+        return {"torch.is_grad_enabled()": torch.is_grad_enabled()}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set it."""
+        torch.set_grad_enabled(value)
+
+
+class _Seen:
+    """The entries of an owner at the last look."""
+
+    def __init__(self, owner: Owner) -> None:
+        self.owner = owner
+        self.entries = dict(owner.read())
+        self.held = {
+            key: inner
+            for key, value in self.entries.items()
+            if owner.watches(key) and (inner := list(_containers(value)))
+        }
+
+    def look(self) -> list[Place]:
+        """Those that are not as they were; from now on they are."""
+        now = self.owner.read()
+        changed = [key for key, inner in self.held.items() if any(map(_is_changed, inner))]
+        same = len(now) == len(self.entries) and all(map(is_, now.values(), self.entries.values()))
+        if same and not changed:
+            return []
+        names = {**self.entries, **now}
+        changed += [
+            key for key in names if key not in changed and now.get(key, MISSING) is not self._old(key)
+        ]
+        for key in changed:
+            self.held.pop(key, None)
+            inner = list(_containers(now.get(key, MISSING)))
+            if inner and self.owner.watches(key):
+                self.held[key] = inner
+        self.entries = dict(now)
+        return [self.owner.place(key) for key in changed if self.owner.watches(key)]
+
+    def _old(self, key: Any) -> Any:
+        return self.entries.get(key, MISSING)
+
+
+def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
+    """Every container below, and what is in it; objects have owners of their own."""
+    pending, seen = [(value, _DEEP)], set()
+    while pending:
+        held, left = pending.pop()
+        if isinstance(held, Guard) or not isinstance(held, list | dict | set | tuple | deque):
+            continue
+        if id(held) in seen or not left:
+            continue
+        seen.add(id(held))
+        if not isinstance(held, tuple):
+            yield held, _contents(held)
+        if len(held) <= _LONG:
+            pending.extend((item, left - 1) for _, item in items_of(held))
+
+
+def _contents(held: Any) -> list[Any]:
+    if len(held) > _LONG:
+        return [len(held)]
+    return [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else list(held)
+
+
+def _is_changed(pair: tuple[Any, list[Any]]) -> bool:
+    held, before = pair
+    if len(held) > _LONG:
+        return before != [len(held)]
+    now = _contents(held)
+    return len(now) != len(before) or not all(map(is_, now, before))
+
+
+class Surroundings:
+    """Everything around a step that it may change, and what has changed since the last look.
+
+    Args:
+        root: The LightningModule.
+        others: Beside it, such as the entries of a data module.
+    """
+
+    def __init__(self, root: nn.Module, others: Iterable[Owner] = ()) -> None:
+        owners = [*_owners(root), GradMode(), Flags(root), Memory(root), *others]
+        self._seen = [_Seen(owner) for owner in owners]
+
+    def iterators(self) -> list[Place]:
+        """Places of iterators from which a step may take."""
+        kinds = {type(value) for seen in self._seen for value in seen.entries.values()}
+        kinds = {kind for kind in kinds if hasattr(kind, "__next__")}
+        return [
+            seen.owner.place(key)
+            for seen in (self._seen if kinds else ())
+            for key, value in seen.entries.items()
+            if type(value) in kinds and seen.owner.watches(key)
+        ]
+
+    def look(self) -> list[Place]:
+        """Places that are not as they were at the last look."""
+        return [place for seen in self._seen for place in seen.look()]
+
+
+def _owners(root: nn.Module) -> Iterator[Owner]:
+    found = []
+    for prefix, module in root.named_modules():
+        label = f"{prefix}." if prefix else ""
+        yield Owner(vars(module), label, _OURS)
+        yield Owner(module._buffers, label)
+        found.append(module)
+    names = {id(vars(module)): name for name, module in root.named_modules()}
+    for thing in objects_below(found):
+        yield Owner(vars(thing), f"{_name_of(thing, found, names)}.")
+
+
+def _name_of(thing: object, modules: list[nn.Module], names: dict[int, str]) -> str:
+    for module in modules:
+        for key, value in vars(module).items():
+            if value is thing:
+                prefix = names[id(vars(module))]
+                return f"{prefix}.{key}" if prefix else key
+    return type(thing).__name__
+
+
+class Replayed:
+    """Stands for an iterator: what it gives is kept, so that a step can take it again.
+
+    Args:
+        source: The iterator.
+        on_next: Told when something is taken.
+    """
+
+    def __init__(self, source: Any, on_next: Callable[["Replayed"], None] | None = None) -> None:
+        self.source, self.on_next = source, on_next
+        self.at = 0
+        self._given: list[Any] = []
+
+    def __iter__(self) -> "Replayed":
+        return self
+
+    def __next__(self) -> Any:
+        if self.on_next is not None:
+            self.on_next(self)
+        if self.at == len(self._given):
+            self._given.append(next(self.source))
+        self.at += 1
+        return self._given[self.at - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def forget(self) -> None:
+        """What has been taken will not be asked for again."""
+        del self._given[: self.at]
+        self.at = 0
+
+    def rest(self) -> Any:
+        """The iterator itself, or one that gives what it would give now."""
+        self.forget()
+        return chain(self._given, self.source) if self._given else self.source
+
+
+class Kept(NamedTuple):
+    """A value as it stood, with what was in it.
+
+    Attributes:
+        value: The object.
+        inner: The containers in it, each with a shallow copy.
+        tensors: Tensors in it with a copy of their values, where those are kept.
+        taken: How much has been taken of an iterator.
+    """
+
+    value: Any
+    inner: list[tuple[Any, Any]]
+    tensors: list[tuple[Tensor, Tensor, int]]
+    taken: int = 0
+
+    @classmethod
+    def of(cls, value: Any, *, deep: bool = False) -> "Kept":
+        """Keep a value.
+
+        Args:
+            value: What stands somewhere.
+            deep: Whether the values of a tensor are kept too.
+        """
+        inner = [(held, held.copy()) for held, _ in _containers(value)]
+        tensors = []
+        if deep and isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
+            tensors.append((value, value.detach().clone(), value._version))
+        return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0)
+
+    def give_back(self, place: Place) -> None:
+        """Let the place be as it was."""
+        if place.get() is not self.value:
+            place.put(self.value)
+        if isinstance(self.value, Replayed):
+            self.value.at = self.taken
+        for held, saved in self.inner:
+            if _is_changed((held, _contents(saved))):
+                refill(held, saved)
+        for tensor, saved, version in self.tensors:
+            tensor.data = saved.clone()
+            # A micro-batch before may have it in its graph, with this number. Private since torch 2.6 in this
+            # form; `torch.autograd._unsafe_preserve_version_counter` can only keep the number of now.
+            if tensor._version != version:
+                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+
+
+class Standing:
+    """Everything that some owners have, to be put back.
+
+    Args:
+        owners: Whose.
+    """
+
+    def __init__(self, owners: Iterable[Owner]) -> None:
+        self._kept = [
+            (owner, {key: Kept.of(value) for key, value in owner.read().items() if owner.watches(key)})
+            for owner in owners
+        ]
+
+    def restore(self) -> None:
+        """Put it back."""
+        for owner, kept in self._kept:
+            for key in [key for key in owner.read() if owner.watches(key) and key not in kept]:
+                owner.write(key, MISSING)
+            for key, value in kept.items():
+                value.give_back(owner.place(key))
