@@ -175,7 +175,7 @@ class Pipeline:
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
         )
-        recorder.part_of, self.split.log_of_whole = self.split.part, recorder.log_of_whole
+        recorder.part_of, self.split.told.of_whole = self.split.part, recorder.log_of_whole
         self.split.beside = lambda: beside_module(trainer)
         self.split.set_aside = lambda: loggers_set_aside(trainer)
         self._is_split = True

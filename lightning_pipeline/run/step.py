@@ -313,7 +313,7 @@ class StepRunner:
             )
 
     def _warn_once(self, step: str, num_microbatches: int) -> None:
-        untried = self._split.not_tried.get(step)
+        untried = self._split.not_tried(step)
         if untried is not None and ("untried", step) not in self._warned:
             self._warned.add(("untried", step))
             rank_zero_warn(

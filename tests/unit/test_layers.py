@@ -57,7 +57,7 @@ FOREIGN = {
 }
 # Inside functions only: read when asked for.
 LATE = {"schedules.rules.from_torch": {"torch"}}
-FILES_IN_ROOT, FILES_IN_A_ROOM, LINES, IMPORTS = 6, 17, 700, 35
+FILES_IN_ROOT, FILES_IN_A_ROOM, LINES, IMPORTS = 6, 17, 600, 35
 
 
 def dotted(file: Path) -> str:

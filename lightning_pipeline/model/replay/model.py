@@ -14,55 +14,39 @@ from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, go
 from lightning_pipeline.model.loss import Follower, Observer, Whole
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
-from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
-from lightning_pipeline.model.replay.rehearsal import Rehearsal
+from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
+from lightning_pipeline.model.replay.told import Sink, Told
 from lightning_pipeline.model.state import (
-    CHAINED,
     AttributeGuards,
     CannotRepeatError,
     Elsewhere,
     Merge,
     Outside,
     Residence,
-    Rule,
     SetByUnit,
     SharedParameter,
     StepState,
-    unmerged,
-    usual,
 )
 from lightning_pipeline.model.tensors import (
-    Generators,
     Held,
     ModuleState,
     Peaks,
     PlaceholderMode,
     SavedCount,
-    TensorSpec,
-    random_state_kept,
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
-    Effect,
-    Kept,
     Owner,
     Place,
     Replayed,
-    Standing,
     Trace,
     UnitPatches,
-    around_metrics,
-    metrics_of,
-    replaced,
     step_function,
-    stub_metrics,
-    stub_sinks,
     trace_step,
 )
 
-Sink = Callable[..., None]
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
 WholeBatch = tuple[MicrobatchArguments, Sequence[float], float]
 """Arguments, each micro-batch's share of samples, and scale."""
@@ -101,10 +85,9 @@ class SplitModel:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         beside: Gives objects that a step may change beside the module, such as optimizers.
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
-        log_of_whole: Told, with the name of the method, what the step of the whole batch logs.
+        told: What steps tell loggers and metrics.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
-        not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
     """
 
     def __init__(
@@ -115,12 +98,13 @@ class SplitModel:
         others: Callable[[], Sequence[Owner]] = tuple,
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
-        self._sinks = dict(sinks or {})
         self._context, self.seed = forward_context, seed
         self.mode = PlaceholderMode()
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of = cut.stage_of
         self.num_stages = cut.num_stages
+        last = self.num_stages - 1 in stages
+        self.told = Told(root, sinks or {}, self.mode, has_last_stage=last)
         self._programs = {stage: self._program(stage) for stage in stages}
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
         self._residence = Residence(root, needed, set(stages), self.mode)
@@ -132,8 +116,6 @@ class SplitModel:
         for trace in later:
             self._know(trace)
         self._modules = list(root.modules())
-        self._metrics = metrics_of(root)
-        self.log_of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
         self.beside: Callable[[], Iterable[Any]] = list
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._followers: dict[str, Follower] = {}
@@ -142,11 +124,11 @@ class SplitModel:
         self._open: ExitStack | None = None
         self._step: Step | None = None
         self._state: StepState | None = None
-        self._rules: dict[str, dict[str, Rule | None]] = {}
-        self._doubtful: dict[str, list[str]] = {}
+        self._left_behind = LeftBehind(
+            root, cut, self._patches, stages,
+            traced=self._traced, guards=self._guards, others=others, quiet=self._quiet,
+        )  # fmt: skip
         self._seen_again: set[str] = set()
-        self.not_tried: dict[str, str] = {}
-        self._microbatch = 0
         self.signatures: list[Hashable] = []
         self.counts_next = False
         self.count: SavedCount | None = None
@@ -176,7 +158,7 @@ class SplitModel:
         for stage, program in self._programs.items():
             program.counts = stage == max(self._programs)
             if not program.counts:
-                program.apart = self._silent_metrics
+                program.apart = self.told.silent_metrics
 
     def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
         """Undo every patch.
@@ -254,7 +236,11 @@ class SplitModel:
 
     def doubtful(self, step: str) -> list[str]:
         """States that a step works out from their last value once for each micro-batch: no rule is known."""
-        return self._doubtful.get(step, [])
+        return self._left_behind.doubtful.get(step, [])
+
+    def not_tried(self, step: str) -> str | None:
+        """What a step leaves behind where no run on made-up values could tell how, and why not."""
+        return self._left_behind.not_tried.get(step)
 
     def guard_hooks(self, active: bool) -> None:
         """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
@@ -329,9 +315,10 @@ class SplitModel:
         self._open = ExitStack()
         self._open.callback(seeds.close)
         self._open.enter_context(self._parameters.on())
-        self._silence_or_record(self._open)
+        self._open.enter_context(self.told.in_step())
         self._carried = trace.carried()
-        self._state = self._new_state(trace, microbatches, sizes or [1] * len(microbatches), merge)
+        sizes = sizes or [1] * len(microbatches)
+        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge)
         for program in self._programs.values():
             program.state = self._state
             program.begin(self._step)
@@ -360,7 +347,7 @@ class SplitModel:
         follower.warn_of_losses(step.trace.losses_inside, tensors)
         follower.begin(fractions, tensors, rehearse)
         if follower.follows:
-            self._open.enter_context(around_metrics(self._metrics, self._unfollowed))
+            self._open.enter_context(self.told.metrics_unfollowed())
 
     def _rehearse(self, batch: MicrobatchArguments, number: int, observer: Observer, draws: Draws) -> None:
         """Run the step once without units, and leave nothing behind.
@@ -376,7 +363,7 @@ class SplitModel:
             signature = (*self._context_of(self._step.name), signature_of(*batch))
             outputs = self._outputs_for(self._step.name, batch, signature)
             outside.check()
-            with self.set_aside(), stub_metrics(self._metrics, lambda value: None, self._no_value):
+            with self.set_aside(), self.told.silent_metrics():
                 program.rehearse(batch, outputs, number, observer, draws)
             outside.check()
         finally:
@@ -394,96 +381,10 @@ class SplitModel:
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
 
-    def _new_state(
-        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
-    ) -> StepState | None:
-        if not trace.effects:
-            return None
-        if len(microbatches) > 1 and trace.step not in self._doubtful:
-            rules = self._find_rules(trace, microbatches, sizes, merge)
-            states = {effect.place.label for effect in trace.effects if effect.deep}
-            wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
-            self._rules[trace.step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-            self._doubtful[trace.step] = sorted(wrong)
-            if len(self._programs) > 1:
-                self._refuse_chains(trace)
-        return StepState(
-            trace.effects, self._rules.setdefault(trace.step, {}), sizes,
-            is_last=self.has_last_stage, step=trace.step,
-        )  # fmt: skip
-
-    def _refuse_chains(self, trace: Trace) -> None:
-        """Each stage of a rank would need what the micro-batch before left on that stage."""
-        rules = self._rules[trace.step]
-        names = [
-            effect.place.label
-            for effect in trace.effects
-            if not effect.from_units and rules.get(effect.place.label, unmerged) is CHAINED
-        ]
-        if names:
-            raise SplitError(
-                f"{trace.step} changes {', '.join(map(repr, names))} outside the units, for each micro-batch "
-                "from what the one before left, and with several stages on a rank would do so once for each: "
-                "use stages_per_rank=1, or change it in a hook such as on_train_batch_end"
-            )
-
-    def _refuse_late(self, readers: Mapping[str, set[int]], trace: Trace) -> None:
-        """The last stage alone has what the micro-batch before left there."""
-        for label, units in readers.items():
-            early = [unit for unit in units if self._stage_of[unit] != self.num_stages - 1]
-            if early:
-                raise SplitError(
-                    f"{trace.step} changes {label!r} from what the model returns, and in the next "
-                    f"micro-batch gives it to unit {self._patches.units[early[0]].name!r}, on another stage: "
-                    "change it in a hook such as on_train_batch_end, or use num_microbatches=1"
-                )
-
-    def _find_rules(
-        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
-    ) -> dict[str, Rule | None]:
-        effects = [e for e in trace.effects if self.has_last_stage or not e.from_units]
-        if not effects:
-            return {}
-        question = [(part, size) for part, size in zip(microbatches[:2], sizes, strict=False)]
-        try:
-            (one, first), (other, second) = question
-            whole, back = (
-                merge_outputs([one, other], [first, second]),
-                merge_outputs([other, one], [second, first]),
-            )
-            parts = [(part, self._traced(trace.step, part)) for part in (one, other, whole)]
-            asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
-            with self._guards.lifted():
-                found = self._try_out(effects, asked, merge)
-        except Exception as error:  # the user's code, on made-up values: then the usual rules must do
-            names = ", ".join(repr(effect.place.label) for effect in effects)
-            self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
-            return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
-        late = [e.place.label for e in effects if e.from_units]
-        self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
-        return found.by_place
-
-    def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge) -> Rules:
-        """The rules, with everything as it is left as it is."""
-        function = step_function(self.root, asked.whole[1].step)
-        kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
-        saved, outside = ModuleState(self.root), Standing(self._others())
-        try:
-            return rules_of(effects, asked, function, self._patches, merge, self._quiet)
-        finally:
-            saved.restore()
-            outside.restore()
-            for place, value in kept:
-                value.give_back(place)
-
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Nothing is logged or measured, and no random number is used up."""
-        with ExitStack() as stack:
-            stack.enter_context(random_state_kept(Generators(self._modules)))
-            stack.enter_context(stub_sinks(self.root, tuple(self._sinks) or ("log", "log_dict"), _drop))
-            stack.enter_context(stub_metrics(self._metrics, _drop, lambda: torch.zeros(())))
-            stack.enter_context(self._context())
+        """For runs of a step on made-up values."""
+        with self.told.nothing(), self._context():
             yield
 
     def _set_elsewhere(self, trace: Trace) -> list[Place]:
@@ -495,9 +396,6 @@ class SplitModel:
             and not str(place.key).startswith("_")
             and type(place.get()) in (bool, int, float, str)
         ]
-
-    def _silent_metrics(self) -> AbstractContextManager[None]:
-        return stub_metrics(self._metrics, _drop, self._no_value)
 
     # ---- what a batch leaves behind
 
@@ -568,7 +466,7 @@ class SplitModel:
             return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,
-                sinks=tuple(self._sinks) or ("log", "log_dict"), others=self._others(),
+                sinks=self.told.names, others=self._others(),
                 seen=[call for trace, _ in self._known.values() for call in trace.calls],
             )  # fmt: skip
 
@@ -593,47 +491,7 @@ class SplitModel:
         trace.effects, trace.unit_attributes = again.effects, again.unit_attributes
 
     def _at(self, microbatch: int) -> None:
-        self._microbatch = microbatch
-
-    def _silence_or_record(self, stack: ExitStack) -> None:
-        """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
-        stack.enter_context(stub_sinks(self.root, tuple(self._sinks), lambda value: None))
-        if not self.has_last_stage:
-            stack.enter_context(self._silent_metrics())
-            return
-        for name, sink in self._sinks.items():
-            vars(self.root)[name] = self._checked(name, sink)
-
-    def _checked(self, name: str, sink: Sink) -> Callable[..., None]:
-        def log(*args: Any, **kwargs: Any) -> None:
-            watcher: Any = self.mode.watcher
-            if watcher is not None and not getattr(watcher, "is_last", True):
-                if isinstance(watcher, Rehearsal):
-                    self.log_of_whole(name, *args, **kwargs)
-                return
-            if watcher is not None:
-                watcher.check_real((args, kwargs), f"self.{name}")
-            with self._unfollowed():
-                sink(self._microbatch, *args, **kwargs)
-
-        return log
-
-    @contextmanager
-    def _unfollowed(self) -> Iterator[None]:
-        """What logs and metrics compute is none of the step's own functions."""
-        watcher: Any = self.mode.watcher
-        follow = getattr(watcher, "follow", None)
-        if follow is None:
-            yield
-            return
-        watcher.follow = None
-        try:
-            yield
-        finally:
-            watcher.follow = follow
-
-    def _no_value(self) -> Tensor:
-        return self.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+        self.told.microbatch = microbatch
 
     def finish(self) -> StepResult:
         """End the batch and hand out what the last stage has."""
@@ -671,20 +529,12 @@ class SplitModel:
         self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
     ) -> AbstractContextManager[None]:
         """Outside a step: give calls of `root.log(...)` and the like to `record`, with the method's name."""
-
-        def sink(name: str) -> Callable[..., None]:
-            return lambda *args, **kwargs: record(name, args, kwargs)
-
-        return replaced(self.root, {name: sink(name) for name in self._sinks})
+        return self.told.to(record)
 
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
-        return list(self._metrics)
+        return list(self.told.metrics)
 
 
 def _outputs_of(trace: Trace) -> dict[tuple[int, int], TracedOutput]:
     return {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
-
-
-def _drop(value: Any) -> None:
-    """Logs and metrics outside the last stage."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
-from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed
 
 CHAINED = None
@@ -112,6 +112,7 @@ class StepState:
         Args:
             merge: Merges one value per micro-batch.
         """
+        self._elsewhere = [effect for effect in self._elsewhere if not self._retains(effect)]
         for effect in self._elsewhere:
             self._start[effect.place.label].give_back(effect.place)
         if self._several and self._results:
@@ -119,6 +120,12 @@ class StepState:
             for effect in self._effects:
                 if not self._is_chained(effect):
                     self._merge(effect, sizes, merge)
+
+    def _retains(self, effect: Effect) -> bool:
+        """Whether the one micro-batch left gradients there that are on this rank: read where they live."""
+        value = effect.place.get()
+        held = () if self._several or effect.deep or isinstance(value, Guard) else tensors_in(value)
+        return any(tensor.retains_grad and not is_placeholder(tensor) for tensor in held)
 
     def _merge(self, effect: Effect, sizes: list[int], merge: Merge) -> None:
         place, start = effect.place, self._start[effect.place.label]

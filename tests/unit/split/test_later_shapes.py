@@ -57,5 +57,5 @@ class ReadsCounter(Module):
 
 def test_an_attribute_of_a_unit_that_is_read_before_the_unit_sets_it_is_refused() -> None:
     batch = (torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64))
-    with pytest.raises(SplitError, match=r"attribute 'calls' of unit 'net\.1' .* test_later_shapes\.py:\d+"):
+    with pytest.raises(SplitError, match=r"attribute 'net\.1\.calls' .* test_later_shapes\.py:\d+"):
         piped(ReadsCounter(), batch)

@@ -15,11 +15,20 @@ from tests.unit.split.models import module_and_batch
 from tests.unit.split.pipe import Module
 
 NAMES = ("perceptron", "residual", "unet", "gpt2", "llama", "bert", "t5")
-COMPARED = [
-    name
-    for name in Trace.__slots__
-    if name not in ("root", "units", "attributes", "early_attributes", "assigned", "entries", "counters")
-]
+COMPARED = [name for name in Trace.__slots__ if name not in ("root", "units", "effects", "unit_attributes")]
+
+
+def assert_traced_alike(meta: Trace, real: Trace) -> None:
+    for attribute in COMPARED:
+        assert getattr(meta, attribute) == getattr(real, attribute), attribute
+    found, expected = (
+        [(e.place.label, e.positions, e.from_units, e.deep) for e in trace.effects] for trace in (meta, real)
+    )
+    assert found == expected
+    labels, expected_labels = (
+        [(unit, place.label) for unit, place in trace.unit_attributes] for trace in (meta, real)
+    )
+    assert labels == expected_labels
 
 
 def trace(make: Callable[[], nn.Module], batch: object, device: str) -> Trace:
@@ -32,8 +41,7 @@ def trace(make: Callable[[], nn.Module], batch: object, device: str) -> Trace:
 def test_costs_bytes_dependence_and_cut_are_those_of_the_real_module(name: str) -> None:
     batch = module_and_batch(name)[1]
     real, meta = (trace(lambda: module_and_batch(name)[0], batch, device) for device in ("cpu", "meta"))
-    for attribute in COMPARED:
-        assert getattr(meta, attribute) == getattr(real, attribute), attribute
+    assert_traced_alike(meta, real)
     assert partition(meta, 2).bounds == partition(real, 2).bounds
 
 
@@ -70,8 +78,7 @@ class Glued(Module):
 
 def test_parameters_and_buffers_between_units_are_traced_alike() -> None:
     real, meta = (trace(Glued, torch.zeros(2, 8), device) for device in ("cpu", "meta"))
-    for attribute in COMPARED:
-        assert getattr(meta, attribute) == getattr(real, attribute), attribute
+    assert_traced_alike(meta, real)
 
 
 def test_code_that_looks_at_a_value_on_the_meta_device_is_told_which() -> None:

@@ -1,0 +1,117 @@
+"""What a step tells loggers and metrics: it counts once, on the last stage."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.model.replay.rehearsal import Rehearsal
+from lightning_pipeline.model.tensors import Generators, PlaceholderMode, TensorSpec, random_state_kept
+from lightning_pipeline.model.trace import around_metrics, metrics_of, replaced, stub_metrics, stub_sinks
+
+Sink = Callable[..., None]
+
+
+class Told:
+    """Calls of `root.log(...)` and the like, and of torchmetrics objects, on one rank.
+
+    Args:
+        root: The LightningModule.
+        sinks: What the methods become on the last stage: called with the micro-batch's index and the user's
+            arguments.
+        mode: Of placeholders.
+        has_last_stage: Whether what is told counts here.
+
+    Attributes:
+        metrics: The module's torchmetrics objects.
+        microbatch: The one that runs on the last stage.
+        of_whole: Told, with the name of the method, what the step of the whole batch logs.
+    """
+
+    def __init__(
+        self, root: nn.Module, sinks: Mapping[str, Sink], mode: PlaceholderMode, *, has_last_stage: bool
+    ) -> None:
+        self._root, self._sinks, self._mode = root, dict(sinks), mode
+        self._has_last_stage = has_last_stage
+        self.metrics = metrics_of(root)
+        self.microbatch = 0
+        self.of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the methods."""
+        return tuple(self._sinks) or ("log", "log_dict")
+
+    def silent_metrics(self) -> AbstractContextManager[None]:
+        """Inside, metrics take nothing, and give placeholders."""
+        return stub_metrics(self.metrics, _drop, self._no_value)
+
+    @contextmanager
+    def nothing(self) -> Iterator[None]:
+        """Inside, nothing is logged or measured, and no random number is used up."""
+        with ExitStack() as stack:
+            stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
+            stack.enter_context(stub_sinks(self._root, self.names, _drop))
+            stack.enter_context(stub_metrics(self.metrics, _drop, lambda: torch.zeros(())))
+            yield
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
+        with ExitStack() as stack:
+            stack.enter_context(stub_sinks(self._root, tuple(self._sinks), _drop))
+            if not self._has_last_stage:
+                stack.enter_context(self.silent_metrics())
+            for name, sink in self._sinks.items() if self._has_last_stage else ():
+                vars(self._root)[name] = self._checked(name, sink)
+            yield
+
+    def to(
+        self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]
+    ) -> AbstractContextManager[None]:
+        """Outside a step: give calls to `record`, with the method's name."""
+
+        def sink(name: str) -> Callable[..., None]:
+            return lambda *args, **kwargs: record(name, args, kwargs)
+
+        return replaced(self._root, {name: sink(name) for name in self._sinks})
+
+    def metrics_unfollowed(self) -> AbstractContextManager[None]:
+        """Inside, what metrics compute is none of the step's own functions."""
+        return around_metrics(self.metrics, self._unfollowed)
+
+    def _checked(self, name: str, sink: Sink) -> Callable[..., None]:
+        def log(*args: Any, **kwargs: Any) -> None:
+            watcher: Any = self._mode.watcher
+            if watcher is not None and not getattr(watcher, "is_last", True):
+                if isinstance(watcher, Rehearsal):
+                    self.of_whole(name, *args, **kwargs)
+                return
+            if watcher is not None:
+                watcher.check_real((args, kwargs), f"self.{name}")
+            with self._unfollowed():
+                sink(self.microbatch, *args, **kwargs)
+
+        return log
+
+    @contextmanager
+    def _unfollowed(self) -> Iterator[None]:
+        watcher: Any = self._mode.watcher
+        follow = getattr(watcher, "follow", None)
+        if follow is None:
+            yield
+            return
+        watcher.follow = None
+        try:
+            yield
+        finally:
+            watcher.follow = follow
+
+    def _no_value(self) -> Tensor:
+        return self._mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+
+
+def _drop(value: Any) -> None:
+    """Logs and metrics outside the last stage."""
