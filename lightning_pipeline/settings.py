@@ -16,6 +16,7 @@ DATA = ("auto", "replicate", "broadcast")
 TRANSPORTS = ("auto", "nccl", "host")
 START_METHODS = ("popen", "fork", "spawn", "forkserver")
 LOSS_WEIGHTING = ("auto", "samples", "sum")
+GATHER_WEIGHTS = ("auto", "all", "rank_zero", "none")
 INTEGRITY = ("sha256", "crc32", "off")
 
 
@@ -58,6 +59,7 @@ class Settings:
     save_distributed_checkpoint: bool | None = None
     start_method: str = "popen"
     loss_weighting: str = "auto"
+    gather_weights: str = "auto"
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.
@@ -94,6 +96,7 @@ def read_settings(
     save_distributed_checkpoint: object = None,
     start_method: object = "popen",
     loss_weighting: object = "auto",
+    gather_weights: object = "auto",
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -127,6 +130,7 @@ def read_settings(
         ),
         start_method=_one_of("start_method", start_method, START_METHODS, problems),
         loss_weighting=_one_of("loss_weighting", loss_weighting, LOSS_WEIGHTING, problems),
+        gather_weights=_one_of("gather_weights", gather_weights, GATHER_WEIGHTS, problems),
     )
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above

@@ -84,6 +84,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             classes, a number of the batch). "samples": the mean over samples of the micro-batches' losses.
             "sum": their sum. A `microbatch_weight(batch)` of the LightningModule, which returns a number for
             a micro-batch as the step gets it, wins: the mean by these weights; what weighs 0 adds nothing.
+        gather_weights: Who has the whole module after a run. "all": every rank, in its host memory.
+            "rank_zero": global rank 0. "none": nobody; a rank keeps its own stages, and what is not there is
+            on the meta device. "auto": as "all".
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -115,6 +118,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         save_distributed_checkpoint: bool | None = None,
         start_method: Literal["popen", "fork", "spawn", "forkserver"] = "popen",
         loss_weighting: Literal["auto", "samples", "sum"] = "auto",
+        gather_weights: Literal["auto", "all", "rank_zero", "none"] = "auto",
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -138,6 +142,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             save_distributed_checkpoint=save_distributed_checkpoint,
             start_method=start_method,
             loss_weighting=loss_weighting,
+            gather_weights=gather_weights,
         )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}

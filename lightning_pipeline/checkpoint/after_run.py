@@ -1,4 +1,4 @@
-"""Saves after a run has ended, when every rank holds the whole module and no group is left."""
+"""Saves after a run has ended, when no group is left and each rank holds the whole module or its stages."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.optim import Optimizer
 
@@ -27,11 +28,11 @@ def save_whole(
     objects: Sequence[tuple[tuple[str, ...], bytes]] = (),
     put: Put | None = None,
 ) -> None:
-    """Write a checkpoint: global rank 0 the module, every rank its part of the optimizers.
+    """Write a checkpoint: every rank its part of the optimizers, and of the module what no rank before has.
 
     Args:
         path: The folder.
-        dumped: What Lightning dumped, with the whole `state_dict`.
+        dumped: What Lightning dumped, with the module's `state_dict`; what is on the meta device is left out.
         options: Of the strategy; it is written before this returns.
         numbering: Of the run that ended.
         optimizers: With this rank's parameters.
@@ -46,7 +47,7 @@ def save_whole(
         CheckpointWriteError: It was not written.
     """
     joined = dist.is_initialized()
-    state = dict(dumped["state_dict"]) if not joined or dist.get_rank() == 0 else {}
+    state = _own_part(dumped["state_dict"], joined)
     store = None
     if joined and dist.group.WORLD is not None:
         store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
@@ -61,3 +62,14 @@ def save_whole(
         checkpoints.save(path, {**dumped, "state_dict": state}, held)
     finally:
         checkpoints.close(failed=False)
+
+
+def _own_part(states: Mapping[str, Any], joined: bool) -> dict[str, Any]:
+    """What this rank writes: each entry is written by the first rank that has its values."""
+    own = {name: v for name, v in states.items() if not (isinstance(v, Tensor) and v.is_meta)}
+    if not joined:
+        return own
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, set(own))
+    taken: set[str] = set().union(*found[: dist.get_rank()])
+    return {name: value for name, value in own.items() if name not in taken}

@@ -43,7 +43,7 @@ class Ranks(Company):
         super().__init__(group, None, rank)
         if self.group is not None:
             _set_pg_timeout(2 * timeout + timedelta(seconds=60), self.group)  # the lookout is sooner
-        self.rank, self.size, self._timeout = rank, len(self.ranks), timeout
+        self.size, self._timeout = len(self.ranks), timeout
         self._key = f"{name}/cause"
         self._lookout = lookout
         self._own: Lookout | None = None

@@ -46,7 +46,7 @@ class Company:
     def __init__(self, group: dist.ProcessGroup | None, failure: Failure | None, rank: int) -> None:
         self.group = group if group is not None and group.size() > 1 else None
         self.ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
-        self._failure, self._rank = failure, rank
+        self._failure, self.rank = failure, rank
 
     def close(self) -> None:
         """Let go of the group: a connection closes only when nobody refers to its group any more."""
@@ -92,7 +92,7 @@ class Company:
     def gather(self, what: str, own: T) -> dict[int, T]:
         """An object of every rank, by global rank."""
         if len(self.ranks) == 1:
-            return {self._rank: own}
+            return {self.rank: own}
         found: list[Any] = [None] * len(self.ranks)
         with self.exchange(what) as group:
             dist.all_gather_object(found, own, group=group)
@@ -113,7 +113,7 @@ class Company:
             result = work()
         except Exception as error:  # told to the others first, raised below
             failure = error
-        told = self.gather(what, None if failure is None else Failed.of(failure, self._rank))
+        told = self.gather(what, None if failure is None else Failed.of(failure, self.rank))
         if failure is not None:
             raise failure
         failed = [entry for entry in told.values() if entry is not None]
@@ -159,14 +159,14 @@ class Company:
         try:
             return work(), None
         except (KeyboardInterrupt, SystemExit) as error:
-            return Failed.of(error, self._rank), error
+            return Failed.of(error, self.rank), error
         except BaseException as error:  # DCP's exceptions are no `Exception`
-            return Failed.of(error, self._rank), None
+            return Failed.of(error, self.rank), None
 
     def _to_first(self, what: str, value: Any) -> list[Any] | None:
         if len(self.ranks) == 1:
             return [value]
-        found: list[Any] | None = [None] * len(self.ranks) if self._rank == self.ranks[0] else None
+        found: list[Any] | None = [None] * len(self.ranks) if self.rank == self.ranks[0] else None
         with self.exchange(what) as group:
             dist.gather_object(value, found, group=group, group_dst=0)
         return found
@@ -174,7 +174,7 @@ class Company:
     def _from_first(self, what: str, value: Any, scatter: bool) -> Any:
         if len(self.ranks) == 1:
             return value[0] if scatter and isinstance(value, list) else value
-        leads = self._rank == self.ranks[0]
+        leads = self.rank == self.ranks[0]
         if not scatter:
             box = [value]
             with self.exchange(what) as group:
@@ -204,11 +204,11 @@ class Company:
             return make()
         box: list[Any] = [None]
         failure: Exception | None = None
-        if self._rank == source:
+        if self.rank == source:
             try:
                 box = [make()]
             except Exception as error:
-                failure, box = error, [Failed.of(error, self._rank)]
+                failure, box = error, [Failed.of(error, self.rank)]
         with self.exchange(what) as group:
             dist.broadcast_object_list(box, src=source, group=group)
         if failure is not None:

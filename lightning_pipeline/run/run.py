@@ -13,7 +13,11 @@ from torch import Tensor
 from lightning_pipeline import _lightning
 from lightning_pipeline._lightning import equal_groups
 from lightning_pipeline.checkpoint import Checkpoints, options_of
-from lightning_pipeline.checkpoint.contents import Owns, extra_states, names_by_identity, owned_by
+from lightning_pipeline.checkpoint.contents import (
+    Owns,
+    names_by_identity,
+    owned_by,
+)
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
@@ -50,11 +54,11 @@ from lightning_pipeline.run.setup import (
     as_the_loop_will,
     beside_module,
     choose_cut,
-    fill_whole,
-    gather_whole,
     held_states,
     hooks_undone,
     loggers_set_aside,
+    make_whole,
+    materialize,
     move,
     seed_of_run,
     split_module,
@@ -65,6 +69,7 @@ from lightning_pipeline.run.step import Plans, StepRunner, samples_of, split_arg
 from lightning_pipeline.run.summary import summarize_before_split
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.weights import receives_all
 
 
 class Pipeline:
@@ -171,6 +176,7 @@ class Pipeline:
                 self._cut = self.agreed(
                     lambda: trace_later(self._module, self._cut, later[0], parts.args[0], context)
                 )
+        materialize(self._module, self._cut, self._stages, self.world, self.replica)
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
@@ -406,10 +412,10 @@ class Pipeline:
         self.checkpoints.close(failed=True)
 
     def close(self) -> None:
-        """End the run: the module becomes whole on every rank, on CPU, with all stages' weights.
+        """End the run: the module becomes whole, on CPU, on the ranks that `gather_weights` names.
 
-        After an exception the other stages' weights are not to be had; the module then keeps placeholders for
-        them, which fail loudly when used.
+        On the others what they did not hold is on the meta device. After an exception the other stages'
+        weights are not to be had; the module then keeps empty tensors for them, which fail loudly when used.
         """
         for undo in reversed(self._undo):
             undo()
@@ -430,8 +436,5 @@ class Pipeline:
         if self._failed:
             self.split.restore()
             return
-        outlets = [self._outlet(rank) for rank in range(len(self._ranks))]
-        own = self.split.owned_states(transient=True)
-        whole = gather_whole({**own, **extra_states(self._module, self.owns())}, outlets)
-        fill_whole(self._module, whole)
-        self.split.restore(whole)
+        everything = receives_all(self._settings.gather_weights, self.groups.global_rank, staged=False)
+        make_whole(self._module, self.split, self.owns(), self.replica, everything=everything)

@@ -1,6 +1,6 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,17 +12,18 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_pipeline.checkpoint.contents import EXTRA, load_extra_states
+from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks import LogRecorder
-from lightning_pipeline.model.cut import Partition, StageTable, partition
+from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import SharedParameter
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
 from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
-from lightning_pipeline.ranks import Groups, Outlet
+from lightning_pipeline.ranks import Company, Groups, Outlet
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.weights import fetch_absent, gather_weights, is_whole
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,47 @@ def trace_later(
     return replace(cut, later=(*cut.later, trace))
 
 
+def materialize(
+    module: LightningModule, cut: Cut, stages: tuple[int, ...], world: Company, replica: Company
+) -> None:
+    """Give what this rank is to hold its values, where the module has none; all ranks call.
+
+    Args:
+        module: Not split.
+        cut: The same on every rank.
+        stages: Of this rank.
+        world: All ranks.
+        replica: Those that hold the module together.
+    """
+    if world.any_of("looking for weights", not is_whole(module))[0]:
+        chosen = cut.partition
+        needed = stages_of_states(module, chosen.trace, chosen.stage_of, chosen.num_stages)
+        own = {name for name, users in needed.items() if set(users) & set(stages)}
+        fetch_absent(module, own, replica)
+
+
+def make_whole(
+    module: LightningModule, split: SplitModel, owns: Owns, replica: Company, *, everything: bool
+) -> None:
+    """The end of a run: the module is one again, on the CPU; all ranks of a replica call.
+
+    Args:
+        module: Of the run.
+        split: This rank's stages of it.
+        owns: Whether this rank has the true state of a module that is neither parameter nor buffer.
+        replica: The ranks that hold the module together.
+        everything: Whether this rank gets what the others hold; else that is left on the meta device.
+    """
+    move(module, torch.device("cpu"))
+    told = replica.gather("gathering extra states", extra_states(module, owns))
+    extra: dict[str, Any] = {}
+    for one in told.values():
+        extra = {**one, **extra}
+    load_extra_states(module, extra)
+    own, held = split.owned_states(transient=True), held_states(module, transient=True)
+    split.restore(gather_weights(replica, own, held, everything=everything), on_meta=True)
+
+
 @contextmanager
 def as_the_loop_will(trainer: Trainer, step: str) -> Iterator[None]:
     """Inside, the module is in the mode in which the loop calls the step; at the end all is as before.
@@ -182,36 +224,6 @@ def move(module: LightningModule, device: torch.device) -> None:
                 tensor.data = tensor.data.to(device)
         if isinstance(part, Metric):
             part.to(device)
-
-
-def gather_whole(own: Mapping[str, Any], outlets: list[Outlet]) -> dict[str, Any]:
-    """The state of the whole module on CPU, on every rank of a replica.
-
-    Args:
-        own: This rank's part.
-        outlets: From each rank of the pipeline to the others, in order.
-    """
-    here = {name: v.detach().cpu() if isinstance(v, Tensor) else v for name, v in own.items()}
-    whole: dict[str, Any] = {}
-    for outlet in outlets:
-        for name, tensor in outlet.share(lambda: here).items():
-            whole.setdefault(name, tensor)
-    whole.update(here)
-    return whole
-
-
-def fill_whole(module: LightningModule, whole: Mapping[str, Any]) -> None:
-    """Give what this rank holds the values of the whole module, on CPU.
-
-    Args:
-        module: Still split.
-        whole: From `gather_whole`.
-    """
-    move(module, torch.device("cpu"))
-    with torch.no_grad():
-        for name, tensor in held_states(module, transient=True).items():
-            tensor.copy_(whole[name])  # a copy of what another stage owns may be behind
-    load_extra_states(module, {name: value for name, value in whole.items() if name.endswith(EXTRA)})
 
 
 @contextmanager

@@ -17,6 +17,7 @@ ROOMS = [
     "strategy",
     "callbacks",
     "run",
+    "weights",
     "hooks",
     "checkpoint",
     "checkpoint.contents",

@@ -160,12 +160,13 @@ class SplitModel:
             if not program.counts:
                 program.apart = self.told.silent_metrics
 
-    def restore(self, states: Mapping[str, Tensor] | None = None) -> None:
+    def restore(self, states: Mapping[str, Tensor] | None = None, *, on_meta: bool = False) -> None:
         """Undo every patch.
 
         Args:
             states: Values of parameters and buffers of other stages, by name; those without one keep no
                 values, and using them raises.
+            on_meta: Whether those are left on the meta device, in their shapes.
         """
         self.failed()
         self._patches.remove()
@@ -175,7 +176,7 @@ class SplitModel:
             for effect in trace.effects:
                 if isinstance(value := effect.place.get(), Replayed):
                     effect.place.put(value.rest())
-        self._residence.restore(states or {})
+        self._residence.restore(states or {}, on_meta=on_meta)
 
     # ---- what this rank holds
 

@@ -82,6 +82,8 @@ class Residence:
         self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool
     ) -> None:
         spec = TensorSpec.of(tensor)
+        if tensor.is_meta:
+            spec = spec._replace(device="cpu")
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         del registry[name]
         vars(module)[name] = self._absent.make(full, spec)
@@ -108,12 +110,14 @@ class Residence:
         finally:
             state.restore()
 
-    def restore(self, states: Mapping[str, Tensor]) -> None:
+    def restore(self, states: Mapping[str, Tensor], *, on_meta: bool = False) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.
 
-        One without a value stays empty: its shape is `(0,)`, so that no use of it goes unnoticed.
+        One without a value stays empty: its shape is `(0,)`, so that no use of it goes unnoticed. With
+        `on_meta` it is left on the meta device, in its shape, so that the module can be split again.
         """
         filled: set[int] = set()
+        made: dict[int, Tensor] = {}  # in place of what cannot be given a value, or is to have none
         for item in self._dropped:
             vars(item.module).pop(item.name, None)
             registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
@@ -121,9 +125,11 @@ class Residence:
             if id(item.tensor) in filled:
                 continue
             value = states.get(self._first_names[item.full_name], states.get(item.full_name))
-            if value is not None:
+            if value is not None and not item.tensor.is_meta:
                 item.tensor.data = value.detach().to(item.spec.dtype)
                 filled.add(id(item.tensor))
+            elif value is not None or on_meta:
+                registry[item.name] = made.setdefault(id(item.tensor), _replacement(item, value))
         self._dropped.clear()
         _reorder(self._root, self._first_names)
 
@@ -159,6 +165,13 @@ class Residence:
                 if buffer is not None and listed and self.needed[full][-1] in stages:
                     result[full] = buffer
         return result
+
+
+def _replacement(item: _Dropped, value: Tensor | None) -> Tensor:
+    """A tensor with a value, or on the meta device, where it has no memory."""
+    spec = item.spec
+    made = torch.empty(spec.shape, dtype=spec.dtype, device="meta") if value is None else value.to(spec.dtype)
+    return nn.Parameter(made, requires_grad=spec.requires_grad) if item.is_parameter else made
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:
