@@ -1,10 +1,9 @@
 """Turns a checkpoint folder into one file that needs no pipeline. Runs in one process, without a group."""
 
-import json
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,14 @@ from lightning_pipeline.checkpoint.folder import (
     OURS,
     Manifest,
     Reader,
+    check_kinds,
     optimizer_key,
     read_manifest,
     stamp_file,
     verify_file,
+    write_tensors,
 )
 from lightning_pipeline.errors import CheckpointError
-
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
-    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 def verify(folder: Path) -> Manifest:
@@ -187,17 +182,19 @@ def to_safetensors(folder: Path, file: Path) -> None:
     """
     reader = _verified(folder, trust=False)
     kept, ties = _once(reader)
-    header, offset = {"__metadata__": {"format": "pt", **ties}}, 0
-    entries: dict[str, Any] = dict(header)
-    for name in kept:
-        entry = reader.entries[f"{MODEL}.{name}"]
-        kind = _SAFETENSORS.get(entry.properties.dtype)
-        if kind is None:
-            raise CheckpointError(f"{name} is {entry.properties.dtype}, which safetensors does not know")
-        end = offset + entry.size.numel() * entry.properties.dtype.itemsize
-        entries[name] = {"dtype": kind, "shape": list(entry.size), "data_offsets": [offset, end]}
-        offset = end
-    _replace(file, reader, lambda temporary: _write_safetensors(temporary, entries, reader, kept))
+    entries = {name: reader.entries[f"{MODEL}.{name}"] for name in kept}
+    shapes = {name: (tuple(entry.size), entry.properties.dtype) for name, entry in entries.items()}
+    check_kinds(shapes)
+
+    def get(name: str) -> Tensor:
+        key = f"{MODEL}.{name}"
+        found: Tensor = reader.read([key], mapped=True)[key]
+        return found
+
+    def write(temporary: Path) -> None:
+        write_tensors(temporary, shapes, get, {"format": "pt", **ties})
+
+    _replace(file, reader, write)
 
 
 def _once(reader: Reader) -> tuple[list[str], dict[str, str]]:
@@ -209,19 +206,3 @@ def _once(reader: Reader) -> tuple[list[str], dict[str, str]]:
         if known != name:
             ties[name] = known
     return list(first.values()), ties
-
-
-def _write_safetensors(path: Path, entries: Mapping[str, Any], reader: Reader, names: list[str]) -> None:
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in names:
-            for piece in _bytes_of(reader.read([f"{MODEL}.{name}"], mapped=True)[f"{MODEL}.{name}"]):
-                file.write(piece)
-
-
-def _bytes_of(tensor: Tensor) -> Iterator[memoryview]:
-    flat = tensor.contiguous().view(-1)
-    if flat.numel():
-        yield flat.view(torch.uint8).numpy().data

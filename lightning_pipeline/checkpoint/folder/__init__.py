@@ -24,6 +24,7 @@ from lightning_pipeline.checkpoint.folder.names import (
 from lightning_pipeline.checkpoint.folder.pace import Pace
 from lightning_pipeline.checkpoint.folder.reader import Reader
 from lightning_pipeline.checkpoint.folder.safe import is_plain, load_object
+from lightning_pipeline.checkpoint.folder.tensor_file import check_kinds, write_tensors
 from lightning_pipeline.checkpoint.folder.writer import Writer, check_owners, described
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "Reader",
     "Writer",
     "beside",
+    "check_kinds",
     "check_owners",
     "clean",
     "described",
@@ -55,4 +57,5 @@ __all__ = [
     "sync_folder",
     "verify_file",
     "write_manifest",
+    "write_tensors",
 ]
