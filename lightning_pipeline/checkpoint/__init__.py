@@ -1,18 +1,22 @@
 """Checkpoints: folders written by all ranks through DCP, committed by renaming, and safe to open."""
 
-from lightning_pipeline.checkpoint.after_run import save_whole
+from lightning_pipeline.checkpoint.after_run import first_holders, outside_a_run, save_whole
 from lightning_pipeline.checkpoint.consolidate import read_whole, to_file, to_safetensors, verify
 from lightning_pipeline.checkpoint.newest import newest_verified
 from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
+from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of, writes_one_file
 
 __all__ = [
     "Checkpoints",
     "Holdings",
     "Put",
+    "Ranks",
+    "first_holders",
     "load_from_checkpoint",
     "newest_verified",
     "options_of",
+    "outside_a_run",
     "read_whole",
     "save_whole",
     "tell_of_folders",

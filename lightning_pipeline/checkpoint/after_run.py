@@ -1,6 +1,7 @@
 """Saves after a run has ended, when no group is left and each rank holds the whole module or its stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,28 +47,39 @@ def save_whole(
     Raises:
         CheckpointWriteError: It was not written.
     """
-    joined = dist.is_initialized()
-    state = _own_part(dumped["state_dict"], joined)
-    store = None
-    if joined and dist.group.WORLD is not None:
-        store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
-    options = replace(options, in_background=False)
-    checkpoints = Checkpoints(options, numbering, store)
+    state = first_holders(dumped["state_dict"])
     held = Holdings(
         tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
         parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
         position=lambda: stood, topology={"ranks": numbering.num_ranks}, objects=objects, put=put,
     )  # fmt: skip
-    try:
+    with outside_a_run(path, options, numbering) as checkpoints:
         checkpoints.save(path, {**dumped, "state_dict": state}, held)
+
+
+@contextmanager
+def outside_a_run(path: Path, options: Options, numbering: Numbering) -> Iterator[Checkpoints]:
+    """What saves and loads where no run has its own; all ranks enter.
+
+    Args:
+        path: Of what is saved or loaded.
+        options: Of the strategy; what is written is there at the end.
+        numbering: Of the run that ended.
+    """
+    store = None
+    if dist.is_initialized() and dist.group.WORLD is not None:
+        store = PrefixStore(f"lightning_pipeline/after/{path}", dist.group.WORLD.get_group_store())
+    checkpoints = Checkpoints(replace(options, in_background=False), numbering, store)
+    try:
+        yield checkpoints
     finally:
         checkpoints.close(failed=False)
 
 
-def _own_part(states: Mapping[str, Any], joined: bool) -> dict[str, Any]:
-    """What this rank writes: each entry is written by the first rank that has its values."""
+def first_holders(states: Mapping[str, Any]) -> dict[str, Any]:
+    """What this rank writes of a `state_dict`: each entry is the first rank's that has its values."""
     own = {name: v for name, v in states.items() if not (isinstance(v, Tensor) and v.is_meta)}
-    if not joined:
+    if not dist.is_initialized():
         return own
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, set(own))

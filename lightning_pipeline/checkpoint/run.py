@@ -141,6 +141,12 @@ class Checkpoints:
         self._warned: set[str] = set()
         self._opened: Opened | None = None
 
+    @property
+    def ranks(self) -> Ranks:
+        """All ranks, once what is in flight is written."""
+        self._background.wait()
+        return self._ranks
+
     # Saving
 
     def save(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> None:

@@ -12,11 +12,20 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint import Holdings, Put, options_of, save_whole, writes_one_file
+from lightning_pipeline.checkpoint import (
+    Holdings,
+    Put,
+    first_holders,
+    options_of,
+    outside_a_run,
+    save_whole,
+    writes_one_file,
+)
 from lightning_pipeline.checkpoint.contents import (
     as_told,
     bare,
@@ -34,6 +43,7 @@ from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.weights import save_weights
 
 
 class CheckpointHooks(Answers, PlainStrategy):
@@ -181,6 +191,40 @@ class CheckpointHooks(Answers, PlainStrategy):
             return None
         io = self.checkpoint_io
         return lambda checkpoint, _: io.save_checkpoint(checkpoint, path, storage_options=storage_options)
+
+    def save_weights(
+        self, path: str | os.PathLike[str], *, prefix: str = "", max_shard_bytes: int = 5 * 10**9,
+        overwrite: bool = False,
+    ) -> None:  # fmt: skip
+        """Write weights as safetensors shards with an index, as `transformers` reads them; all ranks call.
+
+        Each rank writes what it holds, one tensor after the other, during a run and after it. What lies in
+        the folder beside, such as `config.json`, stays.
+
+        Args:
+            path: A folder; made where there is none.
+            prefix: Taken off the names, such as `model.`; what has it not is left out.
+            max_shard_bytes: Largest size of a shard with several tensors.
+            overwrite: Whether weights that lie there are replaced.
+
+        Raises:
+            CheckpointError: On every rank: they could not be written, or would replace others.
+        """
+        module = self.lightning_module
+        assert module is not None, "the strategy has seen a run"
+        told = local_path(path if self._alone else self.broadcast(os.fspath(path)))
+        write = partial(
+            save_weights, told, prefix=prefix, max_shard_bytes=max_shard_bytes, overwrite=overwrite
+        )
+        if self._pipeline is not None:
+            own = self._pipeline.own_state() if self.replica_index == 0 else {}
+            write(own, self._pipeline.checkpoints.ranks)
+            return
+        placement, numbering = self._layout()
+        with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
+            held = first_holders(module.state_dict())
+            own = {name: value for name, value in held.items() if isinstance(value, Tensor)}
+            write(own, checkpoints.ranks)
 
     def finish_saving(self) -> None:
         """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
