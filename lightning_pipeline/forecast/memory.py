@@ -19,6 +19,7 @@ class RankMemory:
         optimizer: What the optimizer keeps.
         buffers: Of the module.
         activations: The most that is held for backwards.
+        recomputed: The largest checkpointed region while it is computed again.
         messages: One value and one gradient, in and out.
     """
 
@@ -27,6 +28,7 @@ class RankMemory:
     optimizer: float
     buffers: float
     activations: float
+    recomputed: float
     messages: float
 
     @property
@@ -81,5 +83,6 @@ def _rank(
         optimizer=assumptions.optimizer_copies * trained,
         buffers=sum(state.num_bytes for state in states.values() if not state.is_parameter),
         activations=activations,
+        recomputed=max((stage.recomputed_bytes for stage in stages), default=0),
         messages=messages,
     )

@@ -74,14 +74,16 @@ class Forecast:
         return title + text_table(head, rows, left=["units"])
 
     def _memory_table(self) -> str:
+        again = any(held.recomputed for held in self.chosen.memory)
         rows = [
             [str(rank), *(size_text(size) for size in (
                 held.parameters, held.gradients, held.optimizer, held.activations,
-                held.buffers + held.messages, held.total,
+                *((held.recomputed,) if again else ()), held.buffers + held.messages, held.total,
             ))]
             for rank, held in enumerate(self.chosen.memory)
         ]  # fmt: skip
-        head = ["rank", "parameters", "gradients", "optimizer", "activations", "buffers", "all"]
+        head = ["rank", "parameters", "gradients", "optimizer", "activations"]
+        head += [*(["recomputed"] if again else []), "buffers", "all"]
         fits = "" if self.chosen.fits else ", which does not fit"
         return f"Memory with {self.chosen.name}{fits}\n" + text_table(head, rows)
 

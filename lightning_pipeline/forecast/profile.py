@@ -39,9 +39,10 @@ class StageProfile:
         copies: Names of the parameters that an earlier stage keeps as well.
         flops: Operations of a forward, without memory traffic.
         forward: Equivalent operations of a forward, memory traffic counted in.
-        backward_input: The same of the input-gradient half of a backward.
+        backward_input: The same of the input-gradient half of a backward, and of what it computes again.
         backward_weight: The same of the weight-gradient half.
         activation_bytes: Held from forward to backward, what it was sent and the loss included.
+        recomputed_bytes: Held while the largest checkpointed region is computed again.
         message_bytes: Size of what it is sent.
     """
 
@@ -54,6 +55,7 @@ class StageProfile:
     backward_input: float
     backward_weight: float
     activation_bytes: int
+    recomputed_bytes: int
     message_bytes: int
 
     @property
@@ -82,6 +84,9 @@ def profile(root: nn.Module, partition: Partition) -> tuple[StageProfile, ...]:
             states=tuple(state for state in states if stage in needed[state.name]),
             copies=frozenset(s.name for s in states if s.is_parameter and stage in needed[s.name][1:]),
             activation_bytes=held[stage].until_backward,
+            recomputed_bytes=max(
+                (call.recomputed_bytes for call in trace.calls if stage_of[call.unit] == stage), default=0
+            ),
             message_bytes=sum(sizes[key] for key in messages[stage]),
             **_work(trace, [call for call in trace.calls if stage_of[call.unit] == stage]),
         )
@@ -108,7 +113,8 @@ def _work(trace: Trace, calls: list[Call]) -> dict[str, float]:
     return dict(
         flops=sum(call.flops for call in calls),
         forward=sum(call.cost for call in calls),
-        backward_input=sum(call.cost for call in calls if _passes_gradients(trace, call)),
+        backward_input=sum(call.cost for call in calls if _passes_gradients(trace, call))
+        + sum(work.cost for call in calls for work in call.recomputed),
         backward_weight=sum(call.cost for call in calls if trained[call.unit]),
     )
 

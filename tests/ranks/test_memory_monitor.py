@@ -122,6 +122,52 @@ def test_the_demo_holds_what_was_foreseen(ranks: Ranks, schedule: str, options: 
         assert logged[f"{name}/activations_gib"] == pytest.approx(planned, rel=0.002), name
 
 
+class Layers(pl.LightningModule):
+    """A small Llama of transformers, whose layers checkpoint themselves if they are told to."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 4}
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "vocab_size": 64}
+        self.model = LlamaForCausalLM(LlamaConfig(**heads, **sizes, use_cache=False))
+        if checkpointed:
+            self.model.gradient_checkpointing_enable()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(input_ids=batch, labels=batch).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def fit_llama(checkpointed: bool) -> tuple[dict[str, float], list[float]]:
+    from lightning_pipeline import PipelineStrategy
+
+    pipeline = {"stages": 2, "num_microbatches": 4, **SAMPLES}
+    data = torch.randint(0, 64, (16, 32))
+    module, notes = Layers(checkpointed), Notes()
+    plan = PipelineStrategy(**pipeline, schedule="1F1B").plan(module, data)  # type: ignore[arg-type]
+    run = trainer(pipeline, callbacks=[StageMemoryMonitor(), notes], max_epochs=1)
+    run.fit(module, torch.utils.data.DataLoader(data, 16))
+    chosen = next(one for one in plan.predictions if one.name == "1F1B")
+    return notes.logged, [rank.activations for rank in chosen.memory]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradient_checkpointing_of_transformers_is_planned_as_measured(
+    ranks: Ranks, checkpointed: bool
+) -> None:
+    pytest.importorskip("transformers")
+    logged, planned = ranks(2)(fit_llama, checkpointed)[0]
+    measured = [GIB * logged[f"stage_{stage}/activations_gib"] for stage in range(2)]
+    assert planned == pytest.approx(measured, rel=0.02)
+    if checkpointed:  # two layers of a micro-batch of four, and two micro-batches at the worst moment
+        assert measured[0] == 2 * 2 * (4 * 32 * 32 * 4)
+
+
 class Counted(pl.Callback):
     """How many steps were counted."""
 

@@ -2,10 +2,105 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.utils.checkpoint
 from torch import Tensor
+
+from lightning_pipeline.model.trace.costs import Work
+
+if TYPE_CHECKING:
+    from lightning_pipeline.model.trace.record import Call
+
+
+class _Region:
+    """A region that is open: what ran in it since its last saved tensor, and the sizes of what it saved."""
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+        self.since: list[tuple[Call, Work]] = []
+        self.sizes: dict[int, int] = {}
+        self.calls: list[Call] = []
+
+
+class Regions:
+    """What a backward computes again: of each region all that stands before the last tensor saved in it.
+
+    torch ends a recomputation there, unless `set_checkpoint_early_stop(False)` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Region] = []
+
+    def operation(self, call: "Call", work: Work) -> None:
+        """An operation of a unit ran."""
+        for region in self._open:
+            region.since.append((call, work))
+
+    def saved(self, number: int | None, size: int) -> None:
+        """Autograd keeps a piece of memory, by its number, which a region drops until it is run again."""
+        for region in self._open:
+            if number is not None:
+                region.sizes[number] = size
+            self._again(region)
+
+    @property
+    def open(self) -> bool:
+        """Whether code inside a region runs."""
+        return bool(self._open)
+
+    @staticmethod
+    def _pack_of(hook: Any) -> Callable[[Tensor], Any]:
+        pack: Callable[[Tensor], Any] = hook.pack_hook
+        return pack
+
+    @staticmethod
+    def _again(region: _Region) -> None:
+        for call, work in region.since:
+            call.recomputed.append(work)
+            region.calls.append(call)
+        region.since.clear()
+
+    @contextmanager
+    def watched(self, number_of: Callable[[Tensor], int | None]) -> Iterator[None]:
+        """Notice checkpoints, for the length of a trace.
+
+        Args:
+            number_of: Of the memory of a saved tensor; `None` where it is there anyway.
+        """
+        regions, module = self._open, torch.utils.checkpoint
+        kind: Any = module._checkpoint_hook
+
+        class Noted(kind):  # type: ignore[misc]
+            def __init__(hook, frame: Any) -> None:
+                super().__init__(frame)
+                hook.region, pack = _Region(frame), self._pack_of(hook)
+
+                def noting(tensor: Tensor) -> Any:
+                    self.saved(number_of(tensor), tensor.untyped_storage().nbytes())
+                    return pack(tensor)
+
+                hook.pack_hook = noting
+
+            def __enter__(hook) -> Any:
+                regions.append(hook.region)
+                return super().__enter__()
+
+            def __exit__(hook, *error: Any) -> None:
+                super().__exit__(*error)
+                regions.remove(hook.region)
+                if not hook.region.frame.early_stop:
+                    self._again(hook.region)
+                held = sum(hook.region.sizes.values())
+                for call in hook.region.calls:
+                    call.recomputed_bytes = max(call.recomputed_bytes, held)
+
+        module._checkpoint_hook = Noted  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            module._checkpoint_hook = kind  # type: ignore[misc]
+            regions.clear()
 
 
 class _AsNonReentrant:

@@ -1,12 +1,33 @@
 """What a unit costs, read off the operations of its traced forward."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round figure for CPUs and GPUs alike
+
+
+class Work(NamedTuple):
+    """One operation of a forward.
+
+    Attributes:
+        flops: Floating-point operations.
+        num_bytes: Read and written.
+        dtype: Of what it computes.
+        weighs: Whether one of its operands is a parameter that is trained.
+    """
+
+    flops: float
+    num_bytes: float
+    dtype: torch.dtype = torch.float32
+    weighs: bool = False
+
+    @property
+    def cost(self) -> float:
+        """Equivalent FLOPs, memory traffic counted in."""
+        return max(self.flops, self.num_bytes * FLOPS_PER_BYTE)
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
@@ -43,13 +64,12 @@ _MEANS_OVER_CLASSES = (torch.ops.aten.nll_loss_forward, torch.ops.aten.nll_loss2
 _MEAN = 1
 
 
-def operation_cost(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-) -> tuple[float, float]:
-    """FLOPs of one operation, and its cost in equivalent FLOPs, memory traffic counted in.
+def work_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, weighs: bool = False
+) -> Work:
+    """What one operation computes and moves.
 
-    A view or a look at metadata costs nothing; an operation without a formula costs the bytes it reads and
-    writes.
+    A view or a look at metadata moves nothing; an embedding reads the rows that it is asked for.
     """
     packet = getattr(func, "overloadpacket", func)
     flops = 0.0
@@ -58,11 +78,18 @@ def operation_cost(
     elif packet in flop_registry:
         flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") == "prim":  # asks for metadata
-        return flops, flops
-    moved = sum(t.numel() * t.element_size() for t in _flat(args)) + sum(
-        t.numel() * t.element_size() for t in _flat((result,))
-    )
-    return flops, max(flops, moved * FLOPS_PER_BYTE)
+        return Work(flops, 0.0, _dtype_of(result), weighs)
+    written = sum(t.numel() * t.element_size() for t in _flat((result,)))
+    read = written if packet is torch.ops.aten.embedding else _bytes_of(args)
+    return Work(flops, float(read + written), _dtype_of(result), weighs)
+
+
+def _bytes_of(args: Any) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in _flat(args))
+
+
+def _dtype_of(result: Any) -> torch.dtype:
+    return next((tensor.dtype for tensor in _flat((result,))), torch.float32)
 
 
 def left_out_by(func: Any, args: tuple[Any, ...]) -> int | None:

@@ -21,7 +21,7 @@ from lightning_pipeline.model.tensors import (
     is_placeholder,
     map_tensors,
 )
-from lightning_pipeline.model.trace.costs import left_out_by, operation_cost
+from lightning_pipeline.model.trace.costs import Work, left_out_by, work_of
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
@@ -81,6 +81,7 @@ class FakeRun:
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         copies = Given(args, kwargs)
         call.saved.clear()
+        call.recomputed.clear()
         call.activation_bytes = 0
         counter = FlopCounterMode(display=False)
         self._tracer.runs_really = True
@@ -95,6 +96,7 @@ class FakeRun:
         finally:
             self._tracer.runs_really = False
         call.flops = call.cost = float(counter.get_total_flops())
+        call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
         return given.carry_over(copies, output, self._tracer.mode.like)
 
     def _as_before(self, call: "Call", given: Given, cause: Exception) -> Any:
@@ -107,7 +109,7 @@ class FakeRun:
                 "called with other shapes than when the module was whole, keep it and its neighbours whole "
                 f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
             ) from cause
-        call.flops, call.cost = known[0].flops, known[0].cost
+        call.flops, call.cost, call.work = known[0].flops, known[0].cost, known[0].work
         grad = torch.is_grad_enabled()
         specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known[0].specs]
         return given.put_together(list(map(self._tracer.mode.make, specs)), known[0].structure)
@@ -116,9 +118,12 @@ class FakeRun:
         self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Add one operation's work to a call."""
-        flops, cost = operation_cost(func, args, kwargs, result)
-        call.flops += flops
-        call.cost += cost
+        work = work_of(func, args, kwargs, result, weighs=self._tracer.keeping.trains(args))
+        if work.flops or work.num_bytes:
+            call.work.append(work)
+        call.flops += work.flops
+        call.cost += work.cost
+        self._tracer.regions.operation(call, work)
         left_out = left_out_by(func, args)
         if left_out is not None:
             self._tracer.trace.losses_inside.add((self._tracer.patches.units[call.unit].name, left_out))

@@ -29,6 +29,7 @@ from lightning_pipeline.model.tensors import (
     random_state_kept,
     user_line,
 )
+from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.effects import Effect
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Owner, Place, Standing
@@ -52,6 +53,9 @@ class Call:
         specs: Its output tensors.
         flops: Floating-point operations of the forward.
         cost: Equivalent FLOPs of the forward, memory traffic counted in.
+        work: Its operations, one by one.
+        recomputed: Those that the backward runs again, by activation checkpointing.
+        recomputed_bytes: What the largest region keeps from there until its backward is done.
         saved: Numbers of the pieces of memory that autograd keeps for the backward; parameters, buffers and
             the batch apart. `Trace.sizes` has their bytes.
         deferred: Those that a split backward keeps until W.
@@ -68,6 +72,9 @@ class Call:
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
     cost: float = 0.0
+    work: list[Work] = field(default_factory=list)
+    recomputed: list[Work] = field(default_factory=list)
+    recomputed_bytes: int = 0
     saved: set[int] = field(default_factory=set)
     deferred: set[int] = field(default_factory=set)
     deferred_gradients: int = 0

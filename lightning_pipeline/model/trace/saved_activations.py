@@ -51,6 +51,19 @@ class Keeping:
         """Whether this is neither a parameter or buffer nor the batch, which are there anyway."""
         return not self._tracer.is_state(origin) and not self._tracer.glue.batch.of(origin)
 
+    def dropped(self, tensor: Tensor) -> int | None:
+        """The number of memory that a checkpoint drops; None for what is there anyway."""
+        origin = self._tracer.origin(tensor)
+        if not self._counts(origin):
+            return None
+        number = self.number_of(origin)
+        return None if number in self._tracer.trace.handed.values() else number
+
+    def trains(self, operands: Iterable[Any]) -> bool:
+        """Whether a parameter that needs a gradient is among these."""
+        origins = (self._tracer.origin(value) for value in operands if isinstance(value, Tensor))
+        return any(self._tracer.is_state(origin) and _needs_gradient(origin) for origin in origins)
+
     # ---- in a unit
 
     @contextmanager
@@ -61,6 +74,8 @@ class Keeping:
 
         def keep(tensor: Tensor) -> Tensor:
             origin = self._tracer.origin(tensor)
+            if self._tracer.regions.open:
+                self._tracer.regions.saved(self.dropped(tensor), origin.untyped_storage().nbytes())
             if counts and self._counts(origin):
                 call.saved.add(self.number_of(origin))
                 call.activation_bytes = sum(self._tracer.trace.sizes[number] for number in call.saved)

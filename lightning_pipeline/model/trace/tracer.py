@@ -19,7 +19,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     written_tensors,
 )
-from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.checkpointing import Regions, reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
@@ -74,6 +74,7 @@ class Tracer:
         self._sinks = look.sinks
         self.glue = Glue(self)
         self.keeping = Keeping(self)
+        self.regions = Regions()
         self._fake = FakeRun(self)
         self._name_states()
 
@@ -120,6 +121,7 @@ class Tracer:
             stack.enter_context(GlueFunctions(self))
             stack.enter_context(GlueOperations(self))
             stack.enter_context(self.keeping.in_glue())
+            stack.enter_context(self.regions.watched(self.keeping.dropped))
             self.effects.start()
             self._call_step(function, args, kwargs)
             self.effects.look()

@@ -1,0 +1,134 @@
+"""What activation checkpointing computes twice is what torch's own counter sees in a real backward."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.memory import memory_of
+from lightning_pipeline.forecast.predict import predict
+from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.schedules import OneFOneB
+from tests.unit.split.pipe import Module
+
+transformers = pytest.importorskip("transformers")
+
+WIDTH, ROWS, LAYERS = 32, 8, 4
+
+
+class Block(nn.Module):
+    """Two matrices with something between; `how`: which checkpoint is around them."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.how = how
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        wide = torch.tanh(self.first(hidden))
+        if self.how == "nested":
+            wide = checkpoint(torch.tanh, wide, use_reentrant=False)
+        return hidden + self.second(wide)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.how == "none":
+            return self.inner(hidden)
+        return checkpoint(self.inner, hidden, use_reentrant=False)
+
+
+class Blocks(Module):
+    """A chain of blocks; `around`: one checkpoint around each block as a whole, between units."""
+
+    def __init__(self, how: str, around: bool = False) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(how) for _ in range(LAYERS))
+        self.around = around
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        hidden = self.embed(batch)
+        for layer in self.layers:
+            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.around else layer(hidden)
+        return hidden.square().mean()
+
+
+class Llama(Module):
+    """A small model of transformers, whose layers checkpoint themselves."""
+
+    def __init__(self, checkpointed: bool) -> None:
+        super().__init__()
+        sizes = dict(
+            hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=LAYERS, vocab_size=64,
+            num_attention_heads=2, num_key_value_heads=2,
+        )  # fmt: skip
+        config = transformers.LlamaConfig(**sizes, use_cache=False, attn_implementation="eager")
+        self.model = transformers.LlamaForCausalLM(config)
+        self.train()
+        if checkpointed:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch, labels=batch).loss
+
+
+def counted(module: Any, batch: Tensor) -> float:
+    with FlopCounterMode(display=False) as counter:
+        module.training_step(batch, 0).backward()
+    return counter.get_total_flops()
+
+
+def planned(module: Any, batch: Tensor) -> float:
+    calls = Workload(module, (batch, 0)).partition(1).trace.calls
+    return sum(work.flops for call in calls for work in call.recomputed)
+
+
+@pytest.mark.parametrize("how", ["once", "nested"])
+def test_a_checkpoint_in_a_unit_computes_again_up_to_the_last_saved_tensor(how: str) -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    surplus = counted(Blocks(how), batch) - counted(Blocks("none"), batch)
+    # not the second matrix of a block: its input is the last that is saved
+    assert planned(Blocks(how), batch) == surplus == LAYERS * 2 * ROWS * WIDTH * 4 * WIDTH
+    assert planned(Blocks("none"), batch) == 0
+
+
+def test_a_checkpoint_around_a_unit_counts_too() -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    surplus = counted(Blocks("none", around=True), batch) - counted(Blocks("none"), batch)
+    assert planned(Blocks("none", around=True), batch) == surplus > 0
+
+
+def test_without_the_early_stop_all_is_computed_again() -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    with set_checkpoint_early_stop(False):
+        surplus = counted(Blocks("once"), batch) - counted(Blocks("none"), batch)
+        assert planned(Blocks("once"), batch) == surplus == LAYERS * 4 * ROWS * WIDTH * 4 * WIDTH
+
+
+def test_gradient_checkpointing_of_transformers_is_seen() -> None:
+    batch = torch.randint(0, 64, (2, 16))
+    torch.manual_seed(0)
+    surplus = counted(Llama(True), batch) - counted(Llama(False), batch)
+    assert planned(Llama(True), batch) == surplus > 0
+    assert planned(Llama(False), batch) == 0
+    hidden = 2 * 16 * WIDTH * 4
+    work = Workload(Llama(True), (batch, 0), how=["model.model.layers.2"])
+    assert work.stages(2)[0].activation_bytes == 2 * hidden  # what two layers are given, and nothing inside
+
+
+def test_the_second_forward_is_in_the_time_and_one_region_in_the_memory() -> None:
+    batch = torch.randn(ROWS, WIDTH)
+    plain, again = (Workload(Blocks(how), (batch, 0)) for how in ("none", "once"))
+    step = {
+        work: next(one for one in predict(work, 2, 4, Assumptions(flops=1e9)) if one.name == "1F1B").step
+        for work in (plain, again)
+    }
+    assert step[again] > 1.1 * step[plain]
+    plan = OneFOneB().plan(2, 4)
+    held = [memory_of(plan, work.partition(2), work.stages(2), Assumptions()) for work in (plain, again)]
+    assert [rank.recomputed for rank in held[0]] == [0, 0]
+    # of a block: what the second matrix is given, which is what tanh saves too; the block's input stays
+    assert [rank.recomputed for rank in held[1]] == [ROWS * 4 * WIDTH * 4] * 2
