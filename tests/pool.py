@@ -51,6 +51,7 @@ class Outcome:
         exit_code: Of a process that ended by itself during the run (a signal is negative), else None.
         hung: Whether the rank was still running when the time was over.
         seconds: From the start of the run to the rank's end of it.
+        ended: When that was, as `time.monotonic` says, which is one clock for all processes.
         output: The end of what it wrote to stdout and stderr.
     """
 
@@ -61,6 +62,7 @@ class Outcome:
     exit_code: int | None = None
     hung: bool = False
     seconds: float = 0.0
+    ended: float = 0.0
     output: str = ""
 
     @property
@@ -268,8 +270,12 @@ class _Watch:
             ended = time.monotonic()
             self._processes[rank].join(10)
             code = self._processes[rank].exitcode
-            return Outcome(rank, report=_exit_in_words(code), exit_code=code, seconds=ended - self._start)
-        return Outcome(rank, value, error, report, seconds=ended - self._start)
+            return self._ended(Outcome(rank, report=_exit_in_words(code), exit_code=code), ended)
+        return self._ended(Outcome(rank, value, error, report), ended)
+
+    def _ended(self, outcome: Outcome, when: float) -> Outcome:
+        outcome.ended, outcome.seconds = when, when - self._start
+        return outcome
 
     def _stop_hanging(self) -> None:
         hanging = [rank for rank in range(len(self._processes)) if rank not in self._done]
@@ -278,9 +284,9 @@ class _Watch:
         if hanging:
             time.sleep(0.3)  # for faulthandler to write; a stopped process writes nothing
         for rank in hanging:
-            seconds = time.monotonic() - self._start
-            report = f"still running after {seconds:.1f} s; its stacks are at the end of its output"
-            self._done[rank] = Outcome(rank, report=report, hung=True, seconds=seconds)
+            now = time.monotonic()
+            report = f"still running after {now - self._start:.1f} s; its stacks end its output"
+            self._done[rank] = self._ended(Outcome(rank, report=report, hung=True), now)
 
 
 def _exit_in_words(code: int | None) -> str:

@@ -36,7 +36,8 @@ class Cause:
         summary: Type and text of the exception.
         detail: Traceback, or last actions.
         timed_out: Whether a wait took longer than allowed.
-        silent: Whether that rank cannot tell anything itself any more.
+        silent: Whether that rank cannot tell anything itself, nor read this soon: it is gone, stopped, or
+            busy in the user's own code.
         advice: What more there is to say, such as what to change.
     """
 

@@ -225,7 +225,7 @@ class Lookout:
             f"{self._pipeline_rank(rank)} is the one that waits for nobody"
         )
         advice = "\nIf that may take so long, raise PipelineStrategy(hook_timeout=...)."
-        return self._cause(rank, where, summary, advice, silent=False)
+        return self._cause(rank, where, summary, advice)
 
     def _circle(self, wait: Wait, others: Mapping[int, Any]) -> Cause:
         places = {self._rank: wait.text(), **{rank: state[0] for rank, state in others.items()}}

@@ -1,10 +1,11 @@
 """A small fit in which something goes wrong on one rank, at one point."""
 
 import os
+import re
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,8 +18,8 @@ from tests.ranks.lightning_cases import Regression, loader
 
 Ranks = Callable[[int], Pool]
 SETTINGS: dict[str, Any] = {"step_timeout": 4, "checkpoint_timeout": 6, "init_timeout": 20}
-BOUND = 4 + 2 + 5.0  # seconds from the start of the run, which takes some itself, to the end of a time-out
-SOON = 9.0  # seconds to the end without a time-out
+BOUND = 4 + 2.0  # seconds from a fault to the end of all ranks by a time-out: step_timeout + 2
+SOON = 3.0  # seconds from a fault to the end without a time-out
 
 
 def stop() -> None:
@@ -47,6 +48,27 @@ def sleep() -> None:
 
 FAULTS = {one.__name__: one for one in (stop, kill, terminate, fail, end_data, sleep)}
 VISITS: Counter[str] = Counter()  # not in the module, whose attributes belong to its step
+
+
+def say_when() -> None:
+    """The fault happens now; for `after_fault`."""
+    os.write(1, f"fault at {time.monotonic()}\n".encode())
+
+
+def after_fault(outcome: Outcome, outcomes: Sequence[Outcome]) -> float:
+    """Seconds from the fault of a run to a rank's end; of a fault that was met several times the last.
+
+    Args:
+        outcome: Of the rank.
+        outcomes: Of all ranks: the one that was hit says when.
+    """
+    moments = [
+        float(moment) for one in outcomes for moment in re.findall(r"fault at ([\d.]+)\n", one.output)
+    ]
+    assert moments, "no rank has met the fault"
+    return outcome.ended - max(moments)
+
+
 HOOKS = (
     "setup", "configure_optimizers", "on_fit_start", "on_train_start", "on_train_epoch_start",
     "on_train_batch_start", "on_before_optimizer_step", "on_train_batch_end", "on_validation_start",
@@ -68,6 +90,7 @@ class Faulty(Regression):
         again = self.fault == "fail"  # setting up tries some hooks first
         here = point == self.point and self.trainer.global_rank == self.rank
         if here and (VISITS[point] == visit or (again and VISITS[point] > visit)):
+            say_when()
             FAULTS[self.fault]()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from tests.faults.cases import SOON, Ranks, fit, outcomes_of
+from tests.faults.cases import SOON, Ranks, after_fault, fit, outcomes_of, say_when
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression
 
 
@@ -20,6 +20,7 @@ class Stream(IterableDataset[Any]):
         generator = torch.Generator().manual_seed(1)
         for _ in range(24 if os.environ["RANK"] == "1" else 32):
             yield tuple(torch.randn(n, generator=generator).double() for n in (FEATURES, TARGETS))
+        say_when()
 
 
 class Streams(Regression):
@@ -35,9 +36,10 @@ def end_early(folder: str) -> None:
 
 
 def test_data_that_ends_earlier_on_one_rank_is_told_at_once(ranks: Ranks, tmp_path: Path) -> None:
-    for outcome in outcomes_of(ranks, end_early, str(tmp_path)):
+    outcomes = outcomes_of(ranks, end_early, str(tmp_path))
+    for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert outcome.seconds < SOON
+        assert after_fault(outcome, outcomes) < SOON
         assert "BatchMismatchError: the data of global rank 1 ended after 3 batches" in outcome.output
 
 
@@ -47,6 +49,7 @@ class KillsItsWorker(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         if index == 40 and os.environ["RANK"] == "1" and torch.utils.data.get_worker_info() is not None:
+            say_when()
             os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(index)
         return tuple(torch.randn(n, generator=generator).double() for n in (FEATURES, TARGETS))
@@ -62,10 +65,10 @@ def lose_a_worker(folder: str) -> None:
 
 
 def test_a_killed_worker_of_a_loader_is_its_own_ranks_failure(ranks: Ranks, tmp_path: Path) -> None:
-    for outcome in outcomes_of(ranks, lose_a_worker, str(tmp_path)):
+    outcomes = outcomes_of(ranks, lose_a_worker, str(tmp_path))
+    for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert outcome.seconds < SOON
+        assert after_fault(outcome, outcomes) < SOON
         assert "DataLoader worker" in outcome.output
         assert "(global rank 0) failed" not in outcome.output
-    outcome = outcomes_of(ranks, lose_a_worker, str(tmp_path))[0]
-    assert "(global rank 1) failed" in outcome.output
+    assert "(global rank 1) failed" in outcomes[0].output

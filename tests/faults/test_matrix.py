@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from tests.faults.cases import BOUND, SOON, Faulty, Ranks, faulty, fit, outcomes_of
+from tests.faults.cases import BOUND, SOON, Faulty, Ranks, after_fault, faulty, fit, outcomes_of
 from tests.pool import Outcome
 
 
@@ -22,9 +22,10 @@ def named(outcome: Outcome, rank: int) -> bool:
      "on_validation_start", "on_save_checkpoint"],
 )  # fmt: skip
 def test_an_exception_in_a_hook_is_told_by_all(ranks: Ranks, tmp_path: Path, point: str) -> None:
-    for outcome in outcomes_of(ranks, faulty, "fail", point, 1, str(tmp_path)):
+    outcomes = outcomes_of(ranks, faulty, "fail", point, 1, str(tmp_path))
+    for outcome in outcomes:
         assert outcome.exit_code == 1, outcome
-        assert outcome.seconds < SOON
+        assert after_fault(outcome, outcomes) < SOON
         assert "boom-17" in outcome.output, outcome.output
 
 
@@ -33,7 +34,7 @@ def test_others_do_not_wait_for_a_callback_that_uploads(ranks: Ranks, tmp_path: 
         ranks, faulty, "fail", "on_train_batch_end", 1, str(tmp_path), 2, True, without=[1]
     )
     assert outcomes[0].exit_code == 1
-    assert outcomes[0].seconds < SOON
+    assert after_fault(outcomes[0], outcomes) < SOON
     assert "boom-17" in outcomes[0].output
 
 
@@ -48,7 +49,7 @@ def test_a_stopped_rank_is_named_after_step_timeout(
     for outcome in outcomes:
         if outcome.rank != rank:
             assert outcome.exit_code == 1, outcome
-            assert outcome.seconds < BOUND
+            assert after_fault(outcome, outcomes) < BOUND
             assert "StageTimeoutError" in outcome.output
             assert re.search(rf"because pipeline rank . \(global rank {rank}\) is stuck", outcome.output)
 
@@ -64,14 +65,15 @@ def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: 
             assert outcome.exit_code == -signal.SIGKILL
         else:
             assert outcome.exit_code == 1, outcome
-            assert outcome.seconds < SOON
+            assert after_fault(outcome, outcomes) < SOON
             assert named(outcome, rank), outcome.output
 
 
 def test_stop_iteration_in_a_forward_is_an_error_of_that_rank(ranks: Ranks, tmp_path: Path) -> None:
-    for outcome in outcomes_of(ranks, faulty, "end_data", "preamble", 1, str(tmp_path)):
+    outcomes = outcomes_of(ranks, faulty, "end_data", "preamble", 1, str(tmp_path))
+    for outcome in outcomes:
         assert outcome.exit_code == 1
-        assert outcome.seconds < SOON
+        assert after_fault(outcome, outcomes) < SOON
         assert "StopIteration: boom-17" in outcome.output
         assert "AttributeError" not in outcome.output
 
@@ -108,9 +110,10 @@ def test_one_rank_that_asks_to_stop_stops_all_at_the_end_of_that_epoch(
 def test_a_sigterm_anywhere_in_a_fit_ends_all_ranks_alike_with_a_checkpoint(
     ranks: Ranks, tmp_path: Path, point: str
 ) -> None:
-    for outcome in outcomes_of(ranks, terminated, point, str(tmp_path)):
+    outcomes = outcomes_of(ranks, terminated, point, str(tmp_path))
+    for outcome in outcomes:
         assert outcome.value == "terminated", outcome
-        assert outcome.seconds < SOON
+        assert after_fault(outcome, outcomes) < SOON
     assert any(path.name.endswith(".ckpt") for path in tmp_path.iterdir())
 
 
@@ -133,8 +136,9 @@ def sleeping(folder: str, hook_timeout: float) -> None:
 
 @pytest.mark.quiet
 def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path) -> None:
-    first, _ = outcomes_of(ranks, sleeping, str(tmp_path), 3.5, without=[1])
+    outcomes = outcomes_of(ranks, sleeping, str(tmp_path), 3.5, without=[1])
+    first = outcomes[0]
     assert first.exit_code == 1
     assert "is alive and busy with on_train_batch_end" in first.output
     assert re.search(r"\(global rank 1\) is stuck in on_train_batch_end", first.output)
-    assert 3.5 < first.seconds < BOUND
+    assert 3.5 < after_fault(first, outcomes) < 3.5 + 2

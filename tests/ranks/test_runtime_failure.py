@@ -134,7 +134,8 @@ def test_a_stage_that_takes_too_long_is_named_by_all_that_wait(ranks: Ranks) -> 
         assert "because pipeline rank 1 (global rank 1) is stuck" in text
         assert "waited 2 s in" in text
         assert "0F2: waiting since" in text or "0B" in text or "2F2: waiting since" in text
-        assert outcome.seconds < 6  # a busy machine starts late
+        assert outcome.seconds < 5
+    assert outcomes[0].seconds < outcomes[2].seconds + 1  # it does not wait for the stuck rank to read why
     assert outcomes[1].hung
 
 
