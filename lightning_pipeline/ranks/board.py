@@ -1,10 +1,10 @@
 """Values that one rank leaves for the others of its replica: it waits for nobody, they read when they ask."""
 
+import base64
 import pickle
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from datetime import timedelta
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch.distributed import Store
 from torch.utils._pytree import tree_map
 
 from lightning_pipeline.errors import StageFailedError
-from lightning_pipeline.ranks.notes import CAUSE
+from lightning_pipeline.ranks.notes import CAUSE, Notes
+from lightning_pipeline.wire import Wait, Waits
 
 _LONGEST_NAP = 0.02  # seconds between two looks
 
@@ -22,9 +23,12 @@ class Board:
     """One rank posts, the others read. What nobody reads hurts nobody, so that any code may post.
 
     Args:
-        store: Of this run.
+        store: Of this run. Asked over a connection of the board's own: a value may take long to arrive.
+        waits: Of this rank; the lookout ends those that nobody will end.
         replica: Of this rank; each has a board of its own.
-        timeout: Longest wait for a value.
+        source: Global rank that posts.
+        host: Global rank that hosts the store; `None` where another process does.
+        patience: Longest time for a value to travel, in seconds.
         watched: Makes the context in which a wait that fails ends all ranks with its cause; gets what the
             wait is for.
     """
@@ -32,12 +36,15 @@ class Board:
     def __init__(
         self,
         store: Store,
+        waits: Waits,
         replica: int,
-        timeout: timedelta,
+        source: int,
+        host: int | None,
+        patience: float,
         watched: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._store, self._prefix, self._watched = store, f"board/{replica}", watched
-        self._seconds = timeout.total_seconds()
+        self._notes, self._waits, self._prefix = Notes(store, patience), waits, f"board/{replica}"
+        self._source, self._host, self._watched = source, host, watched
 
     def post(self, key: str, make: Callable[[], Any]) -> Any:
         """Leave what `make` returns under a key, or that it failed.
@@ -48,6 +55,9 @@ class Board:
 
         Returns:
             The result of `make`.
+
+        Raises:
+            StageTimeoutError: The process that hosts the store is stopped or cut off.
         """
         try:
             value = make()
@@ -59,7 +69,7 @@ class Board:
 
     def remove(self, key: str) -> None:
         """Take down what all have read."""
-        self._store.delete_key(f"{self._prefix}/{key}")
+        self._notes.remove(f"{self._prefix}/{key}")
 
     def read(self, key: str, what: str) -> Any:
         """Wait for a value.
@@ -69,29 +79,43 @@ class Board:
             what: That is waited for, for the message.
 
         Raises:
-            StageFailedError: `make` failed on the rank that posts.
-            StageTimeoutError: Nothing was posted in time.
+            StageFailedError: `make` failed on the rank that posts, or a rank has failed.
+            StageTimeoutError: Nobody will post: the rank that should is stopped, or waits for this one.
         """
-        with self._watched(f"waiting for {what}"):
-            kind, value = self._wait(f"{self._prefix}/{key}", what)
+        full = f"{self._prefix}/{key}"
+        with self._waiting(f"waiting for {what}", self._source) as look:
+            found = self._notes.get_all([full, CAUSE])
+            while full not in found and CAUSE not in found:
+                look()
+                found = self._notes.get_all([full, CAUSE])
+            if full not in found:
+                raise RuntimeError(f"{what} will not come: a rank has failed")
+            kind, value = pickle.loads(base64.b64decode(found[full]))
         if kind == "failed":
             raise StageFailedError(f"the rank that works out {what} failed: {value}")
         return value
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(f"{self._prefix}/{key}", pickle.dumps(value))  # type: ignore[arg-type]  # bytes will do
+        text = base64.b64encode(pickle.dumps(value)).decode()
+        with self._waiting("leaving a value for other ranks", self._host) as look:
+            while not self._notes.put(f"{self._prefix}/{key}", text):
+                look()
 
-    def _wait(self, key: str, what: str) -> Any:
-        deadline, nap = time.monotonic() + self._seconds, 0.0005
-        while not self._store.check([key]):
-            if self._store.check([CAUSE]) or time.monotonic() > deadline:
-                raise RuntimeError(
-                    f"Timed out waiting {self._seconds:g} s for {what}: the rank that works it out has not "
-                    "been asked. Code for one rank alone (rank_zero_only, is_global_zero) must not ask for it"
-                )
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP)
-        return pickle.loads(self._store.get(key))
+    @contextmanager
+    def _waiting(self, what: str, rank: int | None) -> Iterator[Callable[[], None]]:
+        """A wait that the lookout may end; gives what to call between two looks at the notes."""
+        wait = Wait(what, () if rank is None else (rank,), None, looks=True)
+        nap = 0.0005
+        with self._watched(what), self._waits.inside(wait) as counted:
+
+            def look() -> None:
+                nonlocal nap
+                if counted.is_over:
+                    raise RuntimeError(f"{what} has come to nothing")
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+
+            yield look
 
 
 def _on_cpu(value: Any) -> Any:

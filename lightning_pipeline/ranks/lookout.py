@@ -122,10 +122,14 @@ class Lookout:
 
     def _judge(self, wait: Wait, lane: str) -> None:
         waited = time.monotonic() - wait.since
-        if wait.group is None or waited < self.period:
+        if (wait.group is None and not wait.looks) or waited < self.period:
             return
         if wait.is_over:
-            _break_off_host(wait.group)  # again, until the wait has seen it
+            if wait.group is not None:
+                _break_off_host(wait.group)  # again, until the wait has seen it
+            return
+        if wait.group is None and self.notes.is_gone:  # no connection closes that would tell
+            self._end(wait, self._silent_host(wait, waited))
             return
         told = self.notes.get(wait.key) or (wait.key != CAUSE and self.notes.get(CAUSE))
         if told:
@@ -149,6 +153,8 @@ class Lookout:
         reached = self._reached(wait, lane)
         if self.notes.is_gone or self.notes.silent_for() > self._silence:
             self._end(wait, self._silent_host(wait, waited))
+            return
+        if not reached:
             return
         now = time.monotonic()
         silent = [rank for rank in reached if now - self._seen[rank].changed > self._silence]
@@ -211,12 +217,11 @@ class Lookout:
             first = next((rank for rank in wait.ranks if rank != self._rank), self._rank)
             who = "the store of the run, which the launcher's agent hosts, does not answer"
             return self._cause(first, "an unknown action", f"{own}; {who}, so that nobody can say more")
-        who = f"the store that global rank {self._host} hosts does not answer"
-        return self._cause(
-            self._host,
-            "an unknown action, and gives no sign of life",
-            f"{own}; {who}: that process is stopped, or its machine is cut off",
-        )
+        who = f"the store that global rank {self._host} hosts"
+        why = "does not answer: that process is stopped, or its machine is cut off"
+        if self.notes.is_gone:
+            own, why = f"seen in {wait.text()}", "is gone: that process has ended"
+        return self._cause(self._host, "an unknown action, and gives no sign of life", f"{own}; {who} {why}")
 
     def _stuck(self, wait: Wait, waited: float, rank: int) -> Cause:
         where = f"{_place(self._seen[rank].state)}, which takes too long"
@@ -253,13 +258,14 @@ class Lookout:
         stands = self.notes.put_first(wait.key, cause.to_text())
         self.decided[wait.key] = Cause.from_text(stands) if stands else cause
         wait.is_over = True
-        assert wait.group is not None, "a wait without a group looks at the notes itself"
-        break_off(wait.group)
+        if wait.group is not None:
+            break_off(wait.group)
 
 
 _WAY_OUT = (
-    "\nEvery rank must do the same in the same order: `trainer.save_checkpoint`, logging with sync_dist and "
-    "collectives belong outside of `if trainer.is_global_zero`; loaders must give every rank as many batches."
+    "\nEvery rank must do the same in the same order: `trainer.save_checkpoint`, logging with sync_dist, the "
+    "values of metrics and collectives belong outside of `if trainer.is_global_zero` and `rank_zero_only`; "
+    "loaders must give every rank as many batches."
 )
 
 

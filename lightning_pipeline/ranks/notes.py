@@ -41,7 +41,7 @@ class Notes:
 
     def get(self, key: str) -> str:
         """The note under a key; empty when there is none, or no answer."""
-        return self._ask(lambda store: store.get(key) if store.check([key]) else "")
+        return self._ask(lambda store: store.get(key) if store.check([key]) else "") or ""
 
     def get_all(self, keys: list[str]) -> dict[str, str]:
         """The notes under some keys; those that are not there are left out."""
@@ -57,26 +57,31 @@ class Notes:
         self._ask(ask)
         return dict(found)
 
-    def put(self, key: str, value: str) -> None:
-        """Leave a note. Without an answer it is dropped: the wait that led here tells what happened."""
-        self._ask(lambda store: store.set(key, value))
+    def put(self, key: str, value: str) -> bool:
+        """Leave a note; tells whether it is there. Most need not know: the wait that led here tells more."""
+        return self._ask(lambda store: store.set(key, value)) is not None
+
+    def remove(self, key: str) -> None:
+        """Take a note down."""
+        self._ask(lambda store: store.delete_key(key))
 
     def put_first(self, key: str, value: str) -> str:
         """Leave a note unless there is one; either way the one that stands. Empty without an answer."""
-        return self._ask(lambda store: store.compare_set(key, "", value))
+        return self._ask(lambda store: store.compare_set(key, "", value)) or ""
 
     def add(self, key: str, amount: int) -> int:
         """Add to a number and return it; 0 without an answer."""
         return int(self._ask(lambda store: store.add(key, amount)) or 0)
 
-    def _ask(self, question: Callable[[Store], Any]) -> str:
+    def _ask(self, question: Callable[[Store], Any]) -> str | None:
+        """The answer as text, `None` without one."""
         with self._asking:
             if self.is_gone:
-                return ""
+                return None
             if self._unanswered is not None:
                 self._unanswered.join(_AGAIN_SECONDS)
                 if self._unanswered.is_alive():
-                    return ""
+                    return None
             answers: SimpleQueue[Any] = SimpleQueue()
             thread = threading.Thread(target=self._answer, args=(question, answers), daemon=True)
             thread.start()
@@ -84,8 +89,10 @@ class Notes:
                 answer = answers.get(timeout=self._patience)
             except Empty:
                 self._unanswered = thread
-                return ""
+                return None
             self._unanswered = None
+        if self.is_gone:
+            return None
         return answer.decode() if isinstance(answer, bytes) else str(answer or "")
 
     def _answer(self, question: Callable[[Store], Any], answers: "SimpleQueue[Any]") -> None:

@@ -217,7 +217,10 @@ class Pipeline:
         self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
-        board = Board(self.groups.store, self.groups.replica, self._settings.step_timeout, self.failure.watch)
+        board = Board(
+            self.groups.store, self.groups.waits, self.groups.replica, self._from_last.source,
+            self.groups.host, self._settings.step_timeout.total_seconds(), self.failure.watch,
+        )  # fmt: skip
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
         logs = HookLogs(self._trainer, self.gather, self._end_batch)

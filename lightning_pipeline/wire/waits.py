@@ -16,9 +16,10 @@ class Wait:
     Args:
         what: For messages: `asking all ranks`; or what tells it.
         ranks: Global ranks that could end it.
-        group: What it waits in; `None` where it looks at the board itself.
+        group: What it waits in; `None` where it looks at the notes itself.
         patience: Seconds for a rank that is alive; default `hook_timeout`.
-        key: Where on the board the cause stands that ends it.
+        key: Where on the notes the cause stands that ends it.
+        looks: Whether it is watched over without a group, for it ends by itself once `is_over`.
     """
 
     what: str | Callable[[], str]
@@ -26,6 +27,7 @@ class Wait:
     group: dist.ProcessGroup | None
     patience: float | None = None
     key: str = "cause"
+    looks: bool = False
     since: float = 0.0
     number: int = 0
     is_over: bool = False
@@ -55,15 +57,15 @@ class Waits:
         self._now.pop(threading.get_ident(), None)
 
     @contextmanager
-    def inside(self, wait: Wait) -> Iterator[None]:
-        """The block is a wait; one inside another counts as the outer one."""
+    def inside(self, wait: Wait) -> Iterator[Wait]:
+        """The block is a wait; one inside another counts as the outer one. Gives the one that counts."""
         thread = threading.get_ident()
         if thread in self._now:
-            yield
+            yield self._now[thread]
             return
         self.enter(wait)
         try:
-            yield
+            yield wait
         finally:
             self.leave()
 

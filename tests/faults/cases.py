@@ -62,9 +62,7 @@ def after_fault(outcome: Outcome, outcomes: Sequence[Outcome]) -> float:
         outcome: Of the rank.
         outcomes: Of all ranks: the one that was hit says when.
     """
-    moments = [
-        float(moment) for one in outcomes for moment in re.findall(r"fault at ([\d.]+)\n", one.output)
-    ]
+    moments = [float(moment) for one in outcomes for moment in re.findall(r"fault at ([\d.]+)\n", one.output)]
     assert moments, "no rank has met the fault"
     return outcome.ended - max(moments)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from tests.faults.cases import BOUND, SOON, Faulty, Ranks, after_fault, faulty, fit, outcomes_of
+from tests.faults.cases import BOUND, SOON, Faulty, Ranks, after_fault, faulty, fit, outcomes_of, say_when
 from tests.pool import Outcome
 
 
@@ -52,6 +52,50 @@ def test_a_stopped_rank_is_named_after_step_timeout(
             assert after_fault(outcome, outcomes) < BOUND
             assert "StageTimeoutError" in outcome.output
             assert re.search(rf"because pipeline rank . \(global rank {rank}\) is stuck", outcome.output)
+
+
+class AsksAMetric(Faulty):
+    """Every rank asks for the value that the last stage works out, and leaves in rank 0's store."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.here("on_validation_epoch_end")
+        self.error.compute()
+
+
+def asks_a_metric(fault: str, rank: int, folder: str) -> None:
+    fit(AsksAMetric(fault, "on_validation_epoch_end", rank), folder, 3)
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize(("fault", "bound"), [("stop", BOUND), ("kill", SOON)])
+def test_a_lost_rank_0_ends_the_wait_for_a_metric(
+    ranks: Ranks, tmp_path: Path, fault: str, bound: float
+) -> None:
+    outcomes = outcomes_of(ranks, asks_a_metric, fault, 0, str(tmp_path), size=3, without=[0])
+    for outcome in outcomes[1:]:
+        assert outcome.exit_code == 1, outcome
+        assert after_fault(outcome, outcomes) < bound
+        assert re.search(r"because pipeline rank 2 \(global rank 0\) is stuck", outcome.output)
+
+
+class AsksAlone(Faulty):
+    def on_train_epoch_end(self) -> None:
+        if self.trainer.global_rank == 1:
+            say_when()
+            self.error.compute()
+
+
+def asks_alone(folder: str) -> None:
+    fit(AsksAlone("fail", "nowhere", 0), folder, 2)
+
+
+def test_a_metric_that_one_rank_asks_for_alone_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = outcomes_of(ranks, asks_alone, str(tmp_path))
+    for outcome in outcomes:
+        assert outcome.exit_code == 1, outcome
+        assert after_fault(outcome, outcomes) < BOUND
+        assert "(global rank 1) is stuck in waiting for the value of metric 'error'" in outcome.output
+        assert "belong outside of `if trainer.is_global_zero`" in outcome.output
 
 
 @pytest.mark.quiet
