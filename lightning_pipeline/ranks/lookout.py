@@ -270,8 +270,8 @@ _WAY_OUT = (
 
 
 def _common(place: str) -> bool:
-    """Messages of a step are what ranks usually wait in."""
-    return place[:1].isdigit() or place.startswith("the start of a step")
+    """Messages of a step, and the question after each batch, are what ranks usually wait in."""
+    return place[:1].isdigit() or place.startswith(("the start of a step", "asking all ranks"))
 
 
 def _key(rank: int) -> str:
