@@ -91,16 +91,14 @@ class Notes:
                 self._unanswered = thread
                 return None
             self._unanswered = None
-        if self.is_gone:
-            return None
-        return answer.decode() if isinstance(answer, bytes) else str(answer or "")
+        return answer.decode() if isinstance(answer, bytes) else answer
 
     def _answer(self, question: Callable[[Store], Any], answers: "SimpleQueue[Any]") -> None:
         try:
             answer = question(self._store)
         except RuntimeError:  # the host has ended: each rank then reports what it saw itself
             self.is_gone = True
-            answer = ""
+            answers.put(None)
         else:
             self.answered = time.monotonic()
-        answers.put(answer)
+            answers.put(answer if isinstance(answer, bytes) else str(answer or ""))
