@@ -268,10 +268,12 @@ _WAY_OUT = (
     "loaders must give every rank as many batches."
 )
 
+_USUAL = ("the start of a step", "the end of a step", "asking all ranks", "gathering from all stages")
+
 
 def _common(place: str) -> bool:
-    """Messages of a step, and the question after each batch, are what ranks usually wait in."""
-    return place[:1].isdigit() or place.startswith(("the start of a step", "asking all ranks"))
+    """Messages of a step, and what follows batches and epochs, are what ranks usually wait in."""
+    return place[:1].isdigit() or place.startswith(_USUAL)
 
 
 def _key(rank: int) -> str:
