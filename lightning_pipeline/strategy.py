@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -38,6 +38,7 @@ from lightning_pipeline.run import (
 )
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import read_settings
+from lightning_pipeline.weights import Staging
 
 
 class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
@@ -86,7 +87,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             a micro-batch as the step gets it, wins: the mean by these weights; what weighs 0 adds nothing.
         gather_weights: Who has the whole module after a run. "all": every rank, in its host memory.
             "rank_zero": global rank 0. "none": nobody; a rank keeps its own stages, and what is not there is
-            on the meta device. "auto": as "all".
+            on the meta device. "auto": as "all", and as "none" where the module was built in
+            `configure_model` or `trainer.init_module()`, which give each rank its own stages only.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -147,6 +149,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}
         self._printed = ""
+        self._staging = Staging()
         self.num_nodes = 1
         if "pytorch_lightning" in sys.modules:
             rank_zero_warn(
@@ -288,12 +291,13 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
+        built = self._staging.adopt(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         compare_modules(self.lightning_module, self._running.world)
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
         self.note_hyper_parameters(self.lightning_module)
         with self.optimizers_on_demand(self.lightning_module), self._telling():
-            self._running.split_module(trainer, self.precision_plugin)
+            self._running.split_module(trainer, self.precision_plugin, built)
         self.note_names(trainer)
         self._print_stages()
         self.model_to_device()
@@ -345,10 +349,17 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @override
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         with (
-            torch.device("meta") if empty_init else nullcontext(),
+            self._building(empty_init),
             self.precision_plugin.tensor_init_context(),
         ):
             yield
+
+    def _building(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Modules are built without weights; with `empty_init` they are to be loaded."""
+        if empty_init:
+            return torch.device("meta")
+        module = self.lightning_module if self._pipeline is not None else None
+        return self._staging.building(module, _lightning.configure_again)
 
     # Data
 

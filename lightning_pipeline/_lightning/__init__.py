@@ -1,5 +1,6 @@
 """Every private Lightning name that the package uses: why, and since which version."""
 
+from lightning_pipeline._lightning.building import configure_again
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
     batches_of_epoch,
@@ -88,6 +89,7 @@ __all__ = [
     "callbacks_with",
     "claim_cpu",
     "combined_loader_of",
+    "configure_again",
     "configured_to_log_graph",
     "count_as_existing",
     "count_replicas_as_devices",

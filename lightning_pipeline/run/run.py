@@ -34,6 +34,7 @@ from lightning_pipeline.hooks import (
     global_norm,
     zeroed_unseen,
 )
+from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.ranks import (
@@ -111,7 +112,7 @@ class Pipeline:
         )
         self._set_aside = SetAside()
         self._undo: list[Any] = []
-        self._failed = self._is_split = False
+        self._failed = self._is_split = self._staged = False
         self._at_least = 1
         self._together: KeepTogether | None = None
 
@@ -129,12 +130,13 @@ class Pipeline:
         """From global rank 0 to all ranks."""
         return self._from_zero
 
-    def split_module(self, trainer: Trainer, plugin: Precision) -> None:
+    def split_module(self, trainer: Trainer, plugin: Precision, built: Construction | None = None) -> None:
         """Look at a first batch, cut the module, and keep this rank's stages.
 
         Args:
             trainer: In its setup; with no data the module stays whole, for nothing will run.
             plugin: Whose context the forwards run in.
+            built: The weights that the module has not yet.
         """
         self._trainer, self._module, settings = trainer, trainer.lightning_module, self._settings
         seed = seed_of_run(self._from_zero)
@@ -167,7 +169,7 @@ class Pipeline:
         with as_the_loop_will(trainer, step):
             self._cut = choose_cut(
                 self._module, step, parts.args[0], self._placement.num_stages, settings, context,
-                self._from_zero, self.agreed,
+                self._from_zero, self.agreed, built,
             )  # fmt: skip
         later = early.later_arguments(step)
         if later is not None:
@@ -176,7 +178,8 @@ class Pipeline:
                 self._cut = self.agreed(
                     lambda: trace_later(self._module, self._cut, later[0], parts.args[0], context)
                 )
-        materialize(self._module, self._cut, self._stages, self.world, self.replica)
+        self._staged = bool(built)
+        materialize(self._module, self._cut, self._stages, self.world, self.replica, built)
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
             lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
@@ -439,5 +442,5 @@ class Pipeline:
         if self._failed:
             self.split.restore()
             return
-        everything = receives_all(self._settings.gather_weights, self.groups.global_rank, staged=False)
+        everything = receives_all(self._settings.gather_weights, self.groups.global_rank, staged=self._staged)
         make_whole(self._module, self.split, self.owns(), self.replica, everything=everything)

@@ -9,12 +9,14 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
-from lightning_pipeline.errors import SplitError
+from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
 from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import SharedParameter
@@ -23,7 +25,7 @@ from lightning_pipeline.model.trace import Trace, find_units, needs_values, trac
 from lightning_pipeline.ranks import Company, Groups, Outlet
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.weights import fetch_absent, gather_weights, is_whole
+from lightning_pipeline.weights import fetch_absent, gather_weights
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ def choose_cut(
     forward_context: Callable[[], AbstractContextManager[Any]],
     from_rank_zero: Outlet,
     agreed: Callable[[Callable[[], Any]], Any],
+    built: Construction | None = None,
 ) -> Cut:
     """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than the others'.
 
@@ -62,6 +65,7 @@ def choose_cut(
         forward_context: The precision plugin's.
         from_rank_zero: To all ranks.
         agreed: Does local work on all ranks or raises on all of them.
+        built: The weights that the module has not yet. Where the step cannot be traced without, all are made.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -73,7 +77,19 @@ def choose_cut(
         trace = trace_step(module, step, args, units=units, forward_context=forward_context)
         return partition(trace, num_stages, how=settings.partition)
 
-    chosen: Partition = agreed(choose)
+    try:
+        chosen: Partition = agreed(choose)
+    except PartitionError:
+        raise
+    except (SplitError, StageFailedError) as error:
+        if not built:
+            raise
+        built.make()
+        rank_zero_warn(
+            f"the step cannot be traced without weights, so every process built the whole module, "
+            f"{sizes_of(module.parameters()) / 2**20:,.1f} MiB: {error}"
+        )
+        chosen = agreed(choose)
     table: StageTable = from_rank_zero.share(chosen.table)
     names = [row.units[0] for row in table.rows[1:]]
     if names != [row.units[0] for row in chosen.table().rows[1:]]:
@@ -113,8 +129,9 @@ def trace_later(
 
 
 def materialize(
-    module: LightningModule, cut: Cut, stages: tuple[int, ...], world: Company, replica: Company
-) -> None:
+    module: LightningModule, cut: Cut, stages: tuple[int, ...], world: Company, replica: Company,
+    built: Construction | None,
+) -> None:  # fmt: skip
     """Give what this rank is to hold its values, where the module has none; all ranks call.
 
     Args:
@@ -123,11 +140,14 @@ def materialize(
         stages: Of this rank.
         world: All ranks.
         replica: Those that hold the module together.
+        built: The weights that can be made.
     """
     if world.any_of("looking for weights", not is_whole(module))[0]:
         chosen = cut.partition
         needed = stages_of_states(module, chosen.trace, chosen.stage_of, chosen.num_stages)
         own = {name for name, users in needed.items() if set(users) & set(stages)}
+        if built is not None:
+            built.make(own)
         fetch_absent(module, own, replica)
 
 

@@ -29,6 +29,7 @@ ROOMS = [
     "model.cut",
     "model.trace",
     "model.loss",
+    "model.construction",
     "model.tensors",
     "data",
     "_lightning",

@@ -1,0 +1,57 @@
+"""Build modules in parts, and compare with one device; or measure the memory of ranks that do so.
+
+    python benchmarks/staged.py architectures
+    python benchmarks/staged.py memory --layers 16 --width 5000 --stages 4
+
+`architectures`: for each module of `tests/unit/construction/built.py`, on 2 and 4 stages, in float32 and bfloat16:
+whether own weights and generators equal one device's. `memory`: how far a rank's anonymous memory rises over
+what it was before, for construction, `save_weights`, `load_weights`, a checkpoint, and its resume.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+from jsonargparse import auto_cli
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.unit.construction.built import TORCH, Make, hugging_face
+from tests.unit.construction.test_construction import parts
+
+
+def differences(make: Make, stages: int) -> str:
+    """What is not as on one device; empty where nothing is.
+
+    Args:
+        make: Builds the module.
+        stages: That it is shared out to.
+    """
+    made, whole, states = parts(make, stages)
+    wrong = [name for found in made for name, tensor in found.items() if not torch.equal(tensor, whole[name])]
+    drawn = any(not torch.equal(states[0], state) for state in states[1:])
+    lost = whole.keys() - {name for found in made for name in found}
+    return ", ".join([*wrong[:3], *sorted(lost)[:3], *(["generator"] if drawn else [])])
+
+
+def architectures() -> None:
+    """Compare all of them, and print a line for each."""
+    torch.set_num_threads(1)
+    failed = 0
+    for name, make in {**TORCH, **hugging_face()}.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            torch.set_default_dtype(dtype)
+            for stages in (2, 4):
+                try:
+                    told = differences(make, stages)
+                except (RuntimeError, NotImplementedError) as error:  # such as no `qr` of bfloat16
+                    told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+                failed += bool(told)
+                print(f"{name:14} {str(dtype):15} {stages} stages: {told or 'equal'}", flush=True)
+    torch.set_default_dtype(torch.float32)
+    print(f"{failed} not equal")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    auto_cli([architectures], as_positional=False)

@@ -1,0 +1,70 @@
+"""Lets `configure_model` build a module without weights."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import numpy
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipeline.model.construction import Construction, Recorder, sizes_of
+from lightning_pipeline.model.tensors import ModuleState
+
+
+class Staging:
+    """Of one strategy: what was built without weights and is in no run yet."""
+
+    def __init__(self) -> None:
+        self._recorder: Recorder | None = None
+
+    @contextmanager
+    def building(
+        self, module: LightningModule | None, again: Callable[[LightningModule], None]
+    ) -> Iterator[None]:
+        """Inside, new tensors have no memory, and what is done to them is recorded.
+
+        Args:
+            module: Whose `configure_model` is called inside; None for other code.
+            again: Calls that once more.
+        """
+        before = None if module is None else ModuleState(module)
+        states = torch.get_rng_state(), numpy.random.get_state(), random.getstate()
+        recorder = self._recorder or Recorder()
+        try:
+            with recorder.recording():
+                yield
+        except Exception as error:
+            if module is None or before is None:
+                error.add_note(
+                    "This happened while trainer.init_module() ran it without weights. Build in "
+                    "configure_model, which is run with them where it must be, or without this context"
+                )
+                raise
+            before.restore()
+            torch.set_rng_state(states[0])
+            numpy.random.set_state(states[1])
+            random.setstate(states[2])
+            again(module)
+            self._warn(module, f"{type(error).__name__}: {error}")
+        else:
+            self._recorder = recorder
+
+    def adopt(self, module: LightningModule) -> Construction | None:
+        """What the module was built with; None where it has its weights.
+
+        Args:
+            module: Of a run that begins.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            return None
+        return Construction(module, recorder) or None
+
+    @staticmethod
+    def _warn(module: LightningModule, why: str) -> None:
+        rank_zero_warn(
+            f"configure_model of {type(module).__name__} cannot run without weights ({why}), so every "
+            f"process built the whole module: {sizes_of(module.parameters()) / 2**20:,.1f} MiB each"
+        )

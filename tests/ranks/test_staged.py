@@ -1,0 +1,268 @@
+"""A module built in `configure_model` over stages has the weights of one device, and no rank builds it whole."""
+
+import re
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+from tests.unit.construction.built import hugging_face
+from tests.unit.construction.test_construction import anonymous
+
+Ranks = Callable[[int], Pool]
+
+
+class Late(Regression):
+    """Builds in `configure_model`; says so, and counts."""
+
+    built = 0
+
+    def __init__(self) -> None:
+        pl.LightningModule.__init__(self)
+        self.lr = 0.1
+        self.history: list[float] = []
+        self.net: Any = None
+
+    def configure_model(self) -> None:
+        if self.net is None:
+            type(self).built += 1
+            self.error = nn.MSELoss()
+            self.net = self.layers()
+            self.absent_here = [name for name, p in self.named_parameters() if type(p) is not nn.Parameter]
+
+    def layers(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class Elaborate(Late):
+    """Initialised by values: orthogonal, truncated, copied, tied, normed, by shares of depth, with own seeds."""
+
+    def layers(self) -> nn.Module:
+        nets = [nn.Linear(8, 8) for _ in range(5)]
+        nn.init.orthogonal_(nets[0].weight)
+        nn.init.trunc_normal_(nets[1].weight, std=0.1)
+        with torch.no_grad():
+            nets[2].weight.copy_(nets[1].weight * 2)
+        nets[3].weight = nets[2].weight
+        for net, depth in zip(nets, torch.linspace(0, 1, 5), strict=True):
+            net.bias.data.fill_(depth.item())
+        nets[4] = nn.utils.parametrizations.weight_norm(nets[4])
+        with torch.random.fork_rng():
+            torch.manual_seed(9)
+            spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        nets[0].weight.no_decay = True  # type: ignore[attr-defined]
+        net = nn.Sequential(nn.Linear(6, 8), *nets, spectral, nn.BatchNorm1d(8), nn.Linear(8, 3))
+        return net.double().apply(lambda m: nn.init.zeros_(m.bias) if m is net[-1] else None)
+
+
+def fit_late(kind: type[Late], pipeline: dict[str, Any] | None, **options: Any) -> dict[str, Any]:
+    kind.built = 0
+    pl.seed_everything(5, verbose=False)
+    module = kind()
+    run = trainer(pipeline, **{"max_epochs": 1, **options})
+    states: list[Tensor] = []
+    made: dict[str, Tensor] = {}
+
+    class Looks(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            from lightning_pipeline.run.setup import held_states
+
+            made.update({k: v.detach().clone() for k, v in held_states(pl_module).items()})
+            states.append(torch.get_rng_state())
+
+    run.callbacks.append(Looks())  # type: ignore[attr-defined]
+    run.fit(module, loader(), loader(seed=4))
+    held = {name: value for name, value in weights(module).items() if not value.is_meta}
+    return {
+        "built": kind.built, "made": made, "state": states[0], "held": held, "without": len(module.absent_here),
+        "whole": len(held) == len(list(module.named_parameters())), "logged": dict(run.callback_metrics),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stages"), [(Late, 2), (Elaborate, 2), (Elaborate, 4)])
+def test_own_weights_are_those_of_one_device(ranks: Ranks, kind: type[Late], stages: int) -> None:
+    compare(fit_late(kind, None), ranks(stages)(fit_late, kind, {"stages": stages, "num_microbatches": 1}))
+
+
+def compare(expected: dict[str, Any], found: list[dict[str, Any]]) -> None:
+    together: dict[str, Tensor] = {}
+    for rank in found:
+        assert rank["built"] == 1
+        assert rank["without"] > 0
+        assert not rank["whole"]
+        assert torch.equal(rank["state"], expected["state"])
+        for name, value in rank["made"].items():
+            assert torch.equal(value, expected["made"][name]), name
+        together.update(rank["held"])
+    assert together.keys() == expected["held"].keys()
+    for name, value in together.items():
+        torch.testing.assert_close(value, expected["held"][name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def test_each_replica_has_the_same_weights(ranks: Ranks) -> None:
+    pipeline = {"stages": 2, "num_microbatches": 1, "data_parallel_size": 2}
+    found = ranks(4)(fit_late, Late, pipeline)
+    assert all(rank["built"] == 1 and not rank["whole"] for rank in found)
+    expected = fit_late(Late, None)["made"]
+    for rank in found:
+        assert {name: torch.equal(v, expected[name]) for name, v in rank["made"].items()} == dict.fromkeys(
+            rank["made"], True
+        )
+
+
+class Numpy(Late):
+    """Asks for numbers in a way that no tensor without memory can answer."""
+
+    def layers(self) -> nn.Module:
+        net = super().layers()
+        with torch.no_grad():
+            net[0].bias.fill_(float(net[0].weight.numpy().sum()))  # type: ignore[operator, index, union-attr]
+        return net
+
+
+class ByWeight(Late):
+    """A step that looks at a weight's values outside of layers."""
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        return loss * 2 if self.net[0].bias[0] > 100 else loss
+
+
+@pytest.mark.parametrize(("kind", "text"), [
+    (Numpy, r"configure_model of Numpy cannot run without weights .* built the whole module: 0.0 MiB each"),
+    (ByWeight, r"the step cannot be traced without weights, so every process built the whole module, 0.0 MiB"),
+])  # fmt: skip
+def test_what_needs_all_weights_is_built_whole_and_said_so(ranks: Ranks, kind: type[Late], text: str) -> None:
+    found = ranks(2)(fit_warned, kind)
+    assert [any(re.search(text, one) for one in warned) for _, warned in found] == [True, False]
+    expected = fit_late(kind, None)
+    for rank, _ in found:
+        assert rank["whole"]
+        assert torch.equal(rank["state"], expected["state"])
+        for name, value in rank["made"].items():
+            assert torch.equal(value, expected["made"][name]), name
+        for name, value in rank["held"].items():
+            torch.testing.assert_close(value, expected["held"][name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+def fit_warned(kind: type[Late]) -> Any:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = fit_late(kind, {"stages": 2, "num_microbatches": 1})
+    return found, [str(one.message) for one in caught]
+
+
+def fit_in_context(pipeline: dict[str, Any] | None) -> Any:
+    pl.seed_everything(5, verbose=False)
+    run = trainer(pipeline, max_epochs=1)
+    with run.init_module():
+        module = Regression()
+    after = torch.randn(2)
+    run.fit(module, loader(), loader(seed=4))
+    return {name: value for name, value in weights(module).items() if not value.is_meta}, after
+
+
+def test_modules_of_init_module_are_built_in_parts(ranks: Ranks) -> None:
+    expected, drawn = fit_in_context(None)
+    found = ranks(2)(fit_in_context, {"stages": 2, "num_microbatches": 2})
+    assert all(torch.equal(after, drawn) for _, after in found)
+    assert all(len(held) < len(expected) for held, _ in found)
+    together = {**found[0][0], **found[1][0]}
+    for name, value in expected.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Tokens(pl.LightningModule):
+    """A Hugging Face model, built late."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name, self.model = name, None
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = hugging_face()[self.name]().double()
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = self.model(input_ids=batch, labels=batch).loss
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def train_tokens(name: str, pipeline: dict[str, Any] | None) -> dict[str, Tensor]:
+    pl.seed_everything(5, verbose=False)
+    data = DataLoader(torch.randint(2, 90, (6, 5), generator=torch.Generator().manual_seed(1)), batch_size=2)  # type: ignore[arg-type]
+    module, run = Tokens(name), trainer(pipeline, max_epochs=1)
+    run.fit(module, data)
+    assert run.global_step == 3
+    return {name: value for name, value in weights(module).items() if not value.is_meta}
+
+
+@pytest.mark.parametrize(("name", "stages"), [("gpt2", 2), ("llama", 2), ("t5", 4)])
+def test_hugging_face_models_train_as_on_one_device(ranks: Ranks, name: str, stages: int) -> None:
+    expected = train_tokens(name, None)
+    found = ranks(stages)(train_tokens, name, {"stages": stages, "num_microbatches": 1})
+    together = {key: value for held in found for key, value in held.items()}
+    assert together.keys() == expected.keys()
+    for key, value in expected.items():
+        torch.testing.assert_close(together[key], value, rtol=1e-9, atol=1e-11, msg=key)
+
+
+class Wide(Late):
+    """96 MiB in six layers."""
+
+    def layers(self) -> nn.Module:
+        ends = nn.Linear(6, 2048), nn.Linear(2048, 3)
+        return nn.Sequential(ends[0], *[nn.Linear(2048, 2048) for _ in range(6)], ends[1])
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(batch[0].float()), batch[1].float())
+
+
+def peak_of_construction() -> tuple[float, float, float]:
+    """MiB: how far anonymous memory rose until the fit began, what this rank holds, and the largest tensor."""
+    module, peak, ended = Wide(), [0], threading.Event()
+    before = anonymous()
+
+    def watch() -> None:
+        while not ended.wait(0.002):
+            peak[0] = max(peak[0], anonymous())
+
+    held: list[int] = []
+
+    class Stops(pl.Callback):
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            ended.set()
+            peak[0] = max(peak[0], anonymous())
+            from lightning_pipeline.run.setup import held_states
+
+            held.extend(tensor.nbytes for tensor in held_states(pl_module).values())
+            trainer.should_stop = True
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    run = trainer({"stages": 4, "num_microbatches": 1}, max_steps=0)
+    run.callbacks.append(Stops())  # type: ignore[attr-defined]
+    run.fit(module, loader(), loader(seed=4))
+    thread.join()
+    return (peak[0] - before) / 2**20, sum(held) / 2**20, max(held) / 2**20
+
+
+def test_a_rank_builds_its_share_and_one_tensor(ranks: Ranks) -> None:
+    for rise, own, largest in ranks(4)(peak_of_construction):
+        assert own < 40
+        assert rise < (own + largest) * 1.15 + 12  # of the interpreter and the trace
