@@ -3,7 +3,7 @@
     python benchmarks/staged.py architectures
     python benchmarks/staged.py memory --layers 16 --width 5000 --stages 4
 
-`architectures`: for each module of `tests/unit/construction/built.py`, on 2 and 4 stages, in float32 and bfloat16:
+`architectures`: for each module of `tests/unit/construction/built.py`, on 2 and 4 stages, in two data types:
 whether own weights and generators equal one device's. `memory`: how far a rank's anonymous memory rises over
 what it was before, for construction, `save_weights`, `load_weights`, a checkpoint, and its resume.
 """
@@ -47,7 +47,7 @@ def architectures() -> None:
                 except (RuntimeError, NotImplementedError) as error:  # such as no `qr` of bfloat16
                     told = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 failed += bool(told)
-                print(f"{name:14} {str(dtype):15} {stages} stages: {told or 'equal'}", flush=True)
+                print(f"{name:14} {dtype!s:15} {stages} stages: {told or 'equal'}", flush=True)
     torch.set_default_dtype(torch.float32)
     print(f"{failed} not equal")
     sys.exit(failed > 0)
