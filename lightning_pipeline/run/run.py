@@ -70,7 +70,6 @@ from lightning_pipeline.run.step import Plans, StepRunner, samples_of, split_arg
 from lightning_pipeline.run.summary import summarize_before_split
 from lightning_pipeline.schedules import Auto, Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.weights import receives_all
 
 
 class Pipeline:
@@ -442,5 +441,5 @@ class Pipeline:
         if self._failed:
             self.split.restore()
             return
-        everything = receives_all(self._settings.gather_weights, self.groups.global_rank, staged=self._staged)
-        make_whole(self._module, self.split, self.owns(), self.replica, everything=everything)
+        how = self._settings.gather_weights
+        make_whole(self._module, self.split, self.owns(), self.replica, how, staged=self._staged)

@@ -25,7 +25,7 @@ from lightning_pipeline.model.trace import Trace, find_units, needs_values, trac
 from lightning_pipeline.ranks import Company, Groups, Outlet
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.weights import fetch_absent, gather_weights
+from lightning_pipeline.weights import fetch_absent, gather_weights, receives_all
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def materialize(
 
 
 def make_whole(
-    module: LightningModule, split: SplitModel, owns: Owns, replica: Company, *, everything: bool
+    module: LightningModule, split: SplitModel, owns: Owns, replica: Company, how: str, *, staged: bool
 ) -> None:
     """The end of a run: the module is one again, on the CPU; all ranks of a replica call.
 
@@ -161,7 +161,9 @@ def make_whole(
         split: This rank's stages of it.
         owns: Whether this rank has the true state of a module that is neither parameter nor buffer.
         replica: The ranks that hold the module together.
-        everything: Whether this rank gets what the others hold; else that is left on the meta device.
+        how: Who gets what the others hold; elsewhere that is left on the meta device. See
+            `PipelineStrategy(gather_weights=...)`.
+        staged: Whether ranks built their own stages only.
     """
     move(module, torch.device("cpu"))
     told = replica.gather("gathering extra states", extra_states(module, owns))
@@ -170,6 +172,7 @@ def make_whole(
         extra = {**one, **extra}
     load_extra_states(module, extra)
     own, held = split.owned_states(transient=True), held_states(module, transient=True)
+    everything = receives_all(how, replica.rank, staged=staged)
     split.restore(gather_weights(replica, own, held, everything=everything), on_meta=True)
 
 
