@@ -6,10 +6,15 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from lightning_pipeline.forecast import tried_schedules
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.forecast import device_named, tried_schedules
+from lightning_pipeline.schedules.drawing import Picture, has_plot
 from lightning_pipeline.settings import Problems
 
-_ABOVE_0 = (("memory", "GiB"), ("tflops", "TFLOP/s"), ("link", "GB/s"))
+_ABOVE_0 = (
+    ("memory", "GiB"), ("tflops", "TFLOP/s"), ("bandwidth", "GB/s"), ("link", "GB/s"), ("node_link", "GB/s"),
+    ("node", "devices"), ("tokens", "tokens"),
+)  # fmt: skip
 _NOT_BELOW_0 = (("latency", "microseconds"), ("optimizer_copies", "numbers per parameter"))
 _OF_A_SWEEP = ("sweep_stages", "sweep_microbatches", "sweep_schedules", "csv")
 
@@ -26,8 +31,10 @@ def check_options(given: Namespace) -> None:
     for name in ("sweep_stages", "sweep_microbatches"):
         problems += _counts(name, given[name])
     problems += _schedules(given.sweep_schedules)
-    for name in ("svg", "csv"):
+    for name in ("svg", "png", "csv"):
         problems += _file(name, given[name])
+    problems += _suffixes(given)
+    problems += _device(given.device)
     problems.refuse("these options cannot work")
 
 
@@ -51,7 +58,8 @@ def _numbers(given: Namespace) -> list[str]:
 
 def _not_used(given: Namespace) -> list[str]:
     if given.sweep:
-        return [] if given.svg is None else ["--svg has no picture in a --sweep: leave one of them out"]
+        drawn = [name for name in ("svg", "png") if given[name] is not None]
+        return [f"--{name} has no picture in a --sweep: leave one of them out" for name in drawn]
     return [f"--{name} needs --sweep" for name in _OF_A_SWEEP if given[name] is not None]
 
 
@@ -69,6 +77,39 @@ def _schedules(names: Sequence[str] | None) -> list[str]:
     if names and not unknown:
         return []
     return [f"--sweep_schedules {unknown} cannot be swept over: known are {', '.join(known)}"]
+
+
+def _device(name: str | None) -> list[str]:
+    try:
+        if name is not None:
+            device_named(name)
+    except ConfigurationError as error:
+        return [f"--{error}"]
+    return []
+
+
+def _suffixes(given: Namespace) -> list[str]:
+    found = []
+    for name in ("svg", "png"):
+        suffix = Path(given[name]).suffix.lower() if given[name] is not None else ".svg"
+        if suffix not in (".svg", ".png"):
+            found.append(f"--{name} {given[name]} is neither .svg nor .png, the pictures that can be written")
+        if (suffix == ".png" or (name == "png" and given.png is not None)) and not has_plot():
+            found.append(f"--{name} {given[name]} needs matplotlib: pip install 'lightning-pipeline[plot]'")
+    return found
+
+
+def write_picture(picture: Picture, path: Path) -> None:
+    """Write a picture as its suffix says.
+
+    Args:
+        picture: What to write.
+        path: Of a `.svg` or `.png` file.
+    """
+    if path.suffix.lower() == ".png":
+        path.write_bytes(picture.png())
+    else:
+        path.write_text(picture.svg())
 
 
 def _file(name: str, path: Any) -> list[str]:

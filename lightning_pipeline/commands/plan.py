@@ -1,6 +1,7 @@
 """`lightning-pipeline plan`: what a run would need and how fast it would be, without running it."""
 
 import argparse
+import json
 import os
 import sys
 from collections.abc import Sequence
@@ -14,15 +15,14 @@ from lightning.pytorch import LightningDataModule, LightningModule
 from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.commands.config import defaults_from
 from lightning_pipeline.commands.inputs import first_batch, made_data, made_module
-from lightning_pipeline.commands.options import check_options
+from lightning_pipeline.commands.options import check_options, write_picture
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
-from lightning_pipeline.forecast import Assumptions, Workload, sweep
+from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
 from lightning_pipeline.run import PRECISIONS, Prospect
 from lightning_pipeline.schedules import Schedule, get_schedule
 from lightning_pipeline.settings import Settings, read_settings
 
 _GIB = 2.0**30
-_DEFAULTS = Assumptions()
 _DESCRIPTION = """\
 Predict the cut, the memory of each stage, and step and bubble of every schedule, best first, for a
 LightningModule that is neither trained nor given weights. Its batch comes from a LightningDataModule
@@ -111,19 +111,27 @@ def _add_pipeline(parser: ArgumentParser) -> None:
 
 def _add_machine(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("the machine")
+    group.add_argument(
+        "--device", help=f"Takes all below from a data sheet: {', '.join(DEVICES)}. They win where given."
+    )
     group.add_argument("--memory", type=float, help="GiB of a device. Default: no limit.")
+    group.add_argument("--tflops", type=float, help="TFLOP/s that a device achieves. Default: 100.")
     group.add_argument(
-        "--tflops", type=float, default=_DEFAULTS.flops / 1e12, help="TFLOP/s that a device achieves."
-    )
+        "--bandwidth", type=float,
+        help="GB/s that its memory achieves. Default: a byte in the time of 16 operations.",
+    )  # fmt: skip
     group.add_argument(
-        "--link", type=float, help="GB/s between neighbouring ranks. Default: 25; --measure measures it."
+        "--link", type=float, help="GB/s between devices of a node. Default: 25; --measure measures it."
     )
+    group.add_argument("--node", type=int, help="Devices of a node. Default: all are in one.")
+    group.add_argument("--node_link", type=float, help="GB/s of a device to another node. Default: --link.")
     group.add_argument(
         "--latency", type=float, help="Microseconds of a message. Default: 20; --measure measures it."
     )
     group.add_argument(
-        "--optimizer_copies", type=float, default=_DEFAULTS.optimizer_copies,
-        help="Numbers kept per trained parameter: 2 for Adam, 1 for momentum, 0 for plain SGD.",
+        "--optimizer_copies", type=float,
+        help="Numbers kept per trained parameter: 2 for Adam, 1 for momentum, 0 for plain SGD. Default: "
+        "those of the module's own optimizer, or 2.",
     )  # fmt: skip
     group.add_argument(
         "--measure", action="store_true",
@@ -133,7 +141,10 @@ def _add_machine(parser: ArgumentParser) -> None:
 
 def _add_output(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("output")
-    group.add_argument("--svg", help="File for the picture of the schedule shown.")
+    group.add_argument("--tokens", type=float, help="To train on, such as 1e12: says how many days it takes.")
+    group.add_argument("--json", action="store_true", help="Print plain data instead of the report.")
+    group.add_argument("--svg", help="File for the picture of the schedule shown: .svg, or .png.")
+    group.add_argument("--png", help="The same as PNG, which needs matplotlib.")
     group.add_argument(
         "--sweep", action="store_true", help="A table over stages, micro-batches and schedules instead."
     )
@@ -200,27 +211,26 @@ def _schedule(given: Namespace) -> str | Schedule | None:
 
 
 def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
-    link = {}
-    if given.link is not None:
-        link["link_bytes"] = given.link * 1e9
-    if given.latency is not None:
-        link["latency"] = given.latency / 1e6
-    return replace(
-        prospect.assumptions if len(link) < 2 else Assumptions(**link),
-        flops=given.tflops * 1e12,
-        memory=None if given.memory is None else given.memory * _GIB,
-        optimizer_copies=given.optimizer_copies,
-        **link,
-    )
+    scales = (
+        ("link", "link_bytes", 1e9), ("latency", "latency", 1e-6), ("tflops", "flops", 1e12),
+        ("bandwidth", "bandwidth", 1e9), ("memory", "memory", _GIB), ("node", "node_size", 1),
+        ("node_link", "node_link_bytes", 1e9), ("optimizer_copies", "optimizer_copies", 1.0),
+    )  # fmt: skip
+    said = {field: given[name] * scale for name, field, scale in scales if given[name] is not None}
+    if given.device is not None:
+        return Assumptions.of_device(given.device, **said)
+    known = prospect.assumptions if given.link is None or given.latency is None else Assumptions()
+    return replace(known, **said, link_measured=known.link_measured and given.link is None)
 
 
 def _forecast(given: Namespace, prospect: Prospect) -> str:
     settings = _settings(given)
     own = settings.schedule if given.schedule is not None else None
     found = prospect.forecast(settings, _assumptions(given, prospect), own=own)
-    if given.svg is not None:
-        Path(given.svg).write_text(found.svg)
-    return str(found)
+    for path in (given.svg, given.png):
+        if path is not None:
+            write_picture(found.picture, Path(path))
+    return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
 
 
 def _sweep(given: Namespace, prospect: Prospect) -> str:

@@ -1,12 +1,15 @@
 """What each rank of a plan would hold."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.profile import StageProfile, State
 from lightning_pipeline.model.cut import Partition, peak_activations, stage_activations
 from lightning_pipeline.schedules import Plan
+
+DEFAULT_COPIES = 2.0
+"""Numbers that an optimizer keeps per trained parameter where nothing is known of it: those of Adam."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,11 @@ class RankMemory:
 
 
 def memory_of(
-    plan: Plan, cut: Partition, stages: Sequence[StageProfile], assumptions: Assumptions
+    plan: Plan,
+    cut: Partition,
+    stages: Sequence[StageProfile],
+    assumptions: Assumptions,
+    optimizer_states: Mapping[str, float] | None = None,
 ) -> tuple[RankMemory, ...]:
     """By rank, with activations at their peak.
 
@@ -47,6 +54,7 @@ def memory_of(
         cut: The stages.
         stages: The same, looked at.
         assumptions: For the optimizer.
+        optimizer_states: Bytes that it keeps, by parameter; where `assumptions` do not say it.
     """
     held = stage_activations(cut, [plan.rank_of(stage) for stage in range(plan.num_stages)])
     _, peaks = peak_activations(plan, held)
@@ -57,30 +65,45 @@ def memory_of(
             peak.num_bytes,
             2.0 * max((ends[stage] + ends[stage + 1] for stage in plan.stages_of(rank)), default=0.0),
             assumptions,
+            optimizer_states,
         )
         for rank, peak in enumerate(peaks)
     )
 
 
-def alone(whole: StageProfile, assumptions: Assumptions) -> RankMemory:
+def alone(
+    whole: StageProfile, assumptions: Assumptions, optimizer_states: Mapping[str, float] | None = None
+) -> RankMemory:
     """On one device that runs the micro-batches one after another.
 
     Args:
         whole: The only stage.
         assumptions: For the optimizer.
+        optimizer_states: Bytes that it keeps, by parameter.
     """
-    return _rank([whole], whole.activation_bytes, 0.0, assumptions)
+    return _rank([whole], whole.activation_bytes, 0.0, assumptions, optimizer_states)
 
 
 def _rank(
-    stages: Sequence[StageProfile], activations: float, messages: float, assumptions: Assumptions
+    stages: Sequence[StageProfile],
+    activations: float,
+    messages: float,
+    assumptions: Assumptions,
+    optimizer_states: Mapping[str, float] | None,
 ) -> RankMemory:
     states: dict[str, State] = {state.name: state for stage in stages for state in stage.states}
-    trained = sum(state.num_bytes for state in states.values() if state.is_parameter and state.trained)
+    trained = {
+        name: state.num_bytes for name, state in states.items() if state.is_parameter and state.trained
+    }
+    copies = assumptions.optimizer_copies
+    if copies is None and optimizer_states is not None:
+        kept = sum(optimizer_states.get(name, 0.0) for name in trained)
+    else:
+        kept = (DEFAULT_COPIES if copies is None else copies) * sum(trained.values())
     return RankMemory(
         parameters=sum(state.num_bytes for state in states.values() if state.is_parameter),
-        gradients=trained,
-        optimizer=assumptions.optimizer_copies * trained,
+        gradients=sum(trained.values()),
+        optimizer=kept,
         buffers=sum(state.num_bytes for state in states.values() if not state.is_parameter),
         activations=activations,
         recomputed=max((stage.recomputed_bytes for stage in stages), default=0),

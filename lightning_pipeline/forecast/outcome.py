@@ -1,15 +1,19 @@
 """What is known of a run before it is started, and how it prints."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import Prediction, predict
 from lightning_pipeline.forecast.profile import StageProfile
+from lightning_pipeline.forecast.rates import Rates, rates
 from lightning_pipeline.forecast.texts import basis_text, operations_text, seconds_text
 from lightning_pipeline.forecast.verdict import verdict
 from lightning_pipeline.forecast.workload import Workload
-from lightning_pipeline.model.cut import StageTable, size_text, text_table, units_text
-from lightning_pipeline.schedules import Schedule, draw, draw_svg
+from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
+from lightning_pipeline.schedules import Schedule, draw
+from lightning_pipeline.schedules.drawing import Panel, Picture, arrange
 
 _PICTURE_WIDTH = 120
 
@@ -28,6 +32,8 @@ class Forecast:
         partition: Their cut, as a table.
         verdict: Whether it pays, in a sentence.
         basis: What the times are taken from.
+        rates: What a second amounts to with `chosen`.
+        notes: What was taken otherwise than asked for.
     """
 
     name: str
@@ -39,14 +45,67 @@ class Forecast:
     partition: StageTable
     verdict: str
     basis: str
+    rates: Rates
+    notes: tuple[str, ...] = ()
 
     @property
     def svg(self) -> str:
         """The picture of `chosen`, as the text of an SVG file."""
-        return draw_svg(self.chosen.simulation)
+        return self.picture.svg()
+
+    @property
+    def picture(self) -> Picture:
+        """The picture of `chosen`."""
+        return arrange([Panel(self.chosen.simulation, unit="s")])
 
     def __str__(self) -> str:
+        return self.text()
+
+    def to_dict(self, tokens: float | None = None) -> dict[str, Any]:
+        """Plain data, for JSON: sizes in bytes, times in seconds.
+
+        Args:
+            tokens: To train on, for `days`.
+        """
+        return {
+            "name": self.name,
+            "parameters": self.num_parameters,
+            "batch_size": self.batch_size,
+            "devices": self.chosen.devices,
+            "microbatches": self.chosen.plan.num_microbatches,
+            "chosen": self.chosen.name,
+            "schedules": [
+                {
+                    "schedule": one.name, "stages_per_rank": one.stages_per_rank, "step_s": one.step,
+                    "bubble": one.bubble, "peak_bytes": one.peak, "fits": one.fits,
+                }
+                for one in self.predictions
+            ],
+            "stages": [
+                {
+                    "stage": stage.stage, "rank": self.chosen.plan.rank_of(stage.stage),
+                    "units": list(stage.units), "parameters": stage.num_parameters, "flops": stage.flops,
+                    "cost_share": cut.cost_share, "message_bytes": stage.message_bytes,
+                    "activation_bytes": stage.activation_bytes,
+                }
+                for stage, cut in zip(self.stages, self.partition.rows, strict=True)
+            ],
+            "memory": [asdict(held) | {"total": held.total} for held in self.chosen.memory],
+            "rates": asdict(self.rates),
+            "days": None if tokens is None else self.rates.days(tokens),
+            "verdict": self.verdict,
+            "basis": self.basis,
+            "notes": list(self.notes),
+        }  # fmt: skip
+
+    def text(self, tokens: float | None = None) -> str:
+        """The report.
+
+        Args:
+            tokens: To train on, for the days it takes.
+        """
         parts = [
+            *self.notes,
             f"{self.name}, {self.num_parameters:,} parameters, on {self.chosen.plan.num_ranks} ranks; "
             f"{self.chosen.plan.num_microbatches} micro-batches"
             + (f" of a batch of {self.batch_size}" if self.batch_size is not None else ""),
@@ -54,6 +113,7 @@ class Forecast:
             self._memory_table(),
             "Schedules, best first\n" + self._schedule_table(),
             self.verdict,
+            f"{self.chosen.name}: {self.rates.text(tokens)}",
             f"{self.chosen.name}, as predicted\n{_picture(self.chosen)}",
             self.basis,
         ]
@@ -61,17 +121,23 @@ class Forecast:
 
     def _stage_table(self) -> str:
         plan = self.chosen.plan
+        prefix = common_prefix([name for stage in self.stages for name in stage.units])
+
+        def short(units: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name.removeprefix(prefix) for name in units)
+
         rows = [
             [
-                str(stage.stage), str(plan.rank_of(stage.stage)), units_text(stage.units),
+                str(stage.stage), str(plan.rank_of(stage.stage)), units_text(short(stage.units)),
                 f"{stage.num_parameters:,}", operations_text(stage.flops), f"{cut.cost_share:.1%}",
                 size_text(stage.message_bytes) if stage.stage else "-", size_text(stage.activation_bytes),
             ]
             for stage, cut in zip(self.stages, self.partition.rows, strict=True)
         ]  # fmt: skip
         head = ["stage", "rank", "units", "parameters", "operations", "cost", "message in", "activations"]
-        title = f"Stages, {self.partition.how}; operations of a forward and activations of one micro-batch\n"
-        return title + text_table(head, rows, left=["units"])
+        names = f"names without {prefix!r}; " if prefix else ""
+        what = "operations of a forward and activations of one micro-batch"
+        return f"Stages, {self.partition.how}; {names}{what}\n" + text_table(head, rows, left=["units"])
 
     def _memory_table(self) -> str:
         again = any(held.recomputed for held in self.chosen.memory)
@@ -112,6 +178,7 @@ def forecast(
     *,
     batch_size: int | None = None,
     own: Schedule | None = None,
+    notes: Sequence[str] = (),
 ) -> Forecast:
     """Work out every schedule.
 
@@ -122,6 +189,7 @@ def forecast(
         assumptions: About the machine.
         batch_size: Samples of a batch, where it is known.
         own: The schedule that is asked for. Default: the best is shown.
+        notes: What is taken otherwise than asked for.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -130,16 +198,26 @@ def forecast(
     """
     predictions = predict(workload, num_ranks, num_microbatches, assumptions, own=own)
     chosen = next((one for one in predictions if one.schedule is own), predictions[0])
-    alone = workload.times(num_ranks, assumptions).alone
     num_stages = chosen.plan.num_stages
+    stages = workload.stages(num_stages)
     return Forecast(
         name=workload.name,
         num_parameters=sum(parameter.numel() for parameter in workload.root.parameters()),
         batch_size=batch_size,
         predictions=tuple(predictions),
         chosen=chosen,
-        stages=workload.stages(num_stages),
+        stages=stages,
         partition=workload.table(num_stages, assumptions),
-        verdict=verdict(predictions, chosen, workload.stages(1)[0], alone, assumptions),
-        basis=basis_text(assumptions, workload.measured_on),
+        verdict=verdict(predictions, chosen, workload, assumptions),
+        basis=basis_text(assumptions, workload.measured_on, workload.optimizer_states is not None),
+        rates=rates(
+            stages,
+            chosen.step,
+            chosen.devices,
+            num_microbatches,
+            assumptions,
+            samples=batch_size,
+            tokens=workload.tokens,
+        ),
+        notes=tuple(notes),
     )

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_pipeline.errors import PartitionError, ScheduleError
-from lightning_pipeline.forecast.assumptions import Assumptions
 from lightning_pipeline.forecast.candidates import name_of, named_schedules
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.memory import RankMemory, memory_of
 from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.schedules import Auto, Plan, Schedule, Simulation, simulate
@@ -24,6 +24,8 @@ class Prediction:
         simulation: The step; seconds and bytes.
         memory: By rank.
         fits: Whether every rank's memory is within a device's.
+        replicas: Of the pipeline.
+        reduction: Seconds in which they average their gradients, after the schedule.
     """
 
     name: str
@@ -31,6 +33,8 @@ class Prediction:
     simulation: Simulation
     memory: tuple[RankMemory, ...]
     fits: bool
+    replicas: int = 1
+    reduction: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -44,8 +48,13 @@ class Prediction:
 
     @property
     def step(self) -> float:
-        """Seconds from the first action to the end of the last; optimizer and data apart."""
-        return self.simulation.makespan
+        """Seconds from the first action until the gradients are averaged; optimizer and data apart."""
+        return self.simulation.makespan + self.reduction
+
+    @property
+    def devices(self) -> int:
+        """Of all replicas."""
+        return self.plan.num_ranks * self.replicas
 
     @property
     def bubble(self) -> float:
@@ -66,6 +75,8 @@ def predict(
     *,
     own: Schedule | None = None,
     only: bool = False,
+    replicas: int = 1,
+    searches: bool = True,
 ) -> list[Prediction]:
     """Simulate the registered schedules with one and two stages per rank, and the user's own.
 
@@ -76,6 +87,8 @@ def predict(
         assumptions: About the machine.
         own: A schedule of the user's.
         only: Whether to leave the others out.
+        replicas: Of the pipeline; `num_microbatches` is that of one.
+        searches: Whether `Auto` is among the others, where the sizes allow it.
 
     Returns:
         Those that serve these sizes: what fits first, and the fastest of it first.
@@ -85,22 +98,29 @@ def predict(
         PartitionError: There are fewer units than ranks.
         ScheduleError: The user's own does not serve these sizes, or trains nothing.
     """
-    found = []
+    found: list[Prediction] = []
+
+    def add(name: str, schedule: Schedule) -> None:
+        sizes = num_ranks, num_microbatches, replicas
+        found.append(_prediction(workload, name, schedule, sizes, assumptions))
+
     if own is not None:
-        found.append(_prediction(workload, name_of(own), own, num_ranks, num_microbatches, assumptions))
-    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches):
+        add(name_of(own), own)
+    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches, searches):
         if own is None or (name, schedule.stages_per_rank) != (found[0].name, own.stages_per_rank):
             try:
-                found.append(_prediction(workload, name, schedule, num_ranks, num_microbatches, assumptions))
+                add(name, schedule)
             except ScheduleError:  # it does not serve these sizes
                 continue
     return sorted(found, key=lambda one: (not one.fits, one.step, one.peak))
 
 
-def _candidates(workload: Workload, num_ranks: int, num_microbatches: int) -> Iterator[tuple[str, Schedule]]:
+def _candidates(
+    workload: Workload, num_ranks: int, num_microbatches: int, searches: bool
+) -> Iterator[tuple[str, Schedule]]:
     workload.partition(num_ranks)  # refuses too many ranks
     yield from named_schedules(1)
-    if num_ranks * num_microbatches <= SEARCHED:
+    if searches and num_ranks * num_microbatches <= SEARCHED:
         yield "Auto", Auto()
     try:
         workload.partition(2 * num_ranks)
@@ -110,21 +130,33 @@ def _candidates(workload: Workload, num_ranks: int, num_microbatches: int) -> It
 
 
 def _prediction(
-    workload: Workload,
-    name: str,
-    schedule: Schedule,
-    num_ranks: int,
-    num_microbatches: int,
-    assumptions: Assumptions,
+    workload: Workload, name: str, schedule: Schedule, sizes: tuple[int, int, int], assumptions: Assumptions
 ) -> Prediction:
+    num_ranks, num_microbatches, replicas = sizes
     plan = _plan(workload, schedule, num_ranks, num_microbatches, assumptions)
     stages = workload.stages(plan.num_stages)
     times = workload.times(plan.num_stages, assumptions)
     held = [float(stage.activation_bytes) for stage in stages]
-    simulation = simulate(plan, times.costs(plan.splits_backward, held))
-    memory = memory_of(plan, workload.partition(plan.num_stages), stages, assumptions)
+    far = _far_stages(plan, replicas, assumptions)
+    simulation = simulate(plan, times.costs(plan.splits_backward, held, far))
+    cut, states = workload.partition(plan.num_stages), workload.optimizer_states
+    memory = memory_of(plan, cut, stages, assumptions, states)
     fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
-    return Prediction(name, schedule, simulation, memory, fits)
+    most = max(rank.gradients for rank in memory)
+    reduction = assumptions.exchange(most, replicas) if replicas > 1 else 0.0
+    return Prediction(name, schedule, simulation, memory, fits, replicas, reduction)
+
+
+def _far_stages(plan: Plan, replicas: int, assumptions: Assumptions) -> frozenset[int]:
+    """Stages on another node than the one before: replicas of a rank are neighbours, as in `Numbering`."""
+    last = plan.rank_of(plan.num_stages - 1)
+    block = [(last - rank) % plan.num_ranks * replicas for rank in range(plan.num_ranks)]
+
+    def crosses(stage: int) -> bool:
+        here, before = block[plan.rank_of(stage)], block[plan.rank_of(stage - 1)]
+        return any(assumptions.crosses(here + replica, before + replica) for replica in range(replicas))
+
+    return frozenset(stage for stage in range(1, plan.num_stages) if crosses(stage))
 
 
 def _plan(

@@ -1,12 +1,17 @@
 """What each stage of a partition holds and computes, read off its trace."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pipeline.model.cut import Partition, stage_activations, stages_of_states, value_sizes
-from lightning_pipeline.model.trace import Call, Trace
+from lightning_pipeline.model.trace import Call, Trace, Work
+
+_ELEMENTWISE = (
+    1.5  # bytes that the backward of an operation without products moves, over those of its forward
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +42,10 @@ class StageProfile:
         units: Names of its units.
         states: Parameters and buffers that it keeps, copies of tied ones too.
         copies: Names of the parameters that an earlier stage keeps as well.
-        flops: Operations of a forward, without memory traffic.
-        forward: Equivalent operations of a forward, memory traffic counted in.
-        backward_input: The same of the input-gradient half of a backward, and of what it computes again.
-        backward_weight: The same of the weight-gradient half.
+        flops: Floating-point operations of a forward.
+        forward: Its operations, those of the code around its units too; the loss is the last stage's.
+        backward_input: Those of the input-gradient half of a backward, and what it computes again.
+        backward_weight: Those of the weight-gradient half.
         activation_bytes: Held from forward to backward, what it was sent and the loss included.
         recomputed_bytes: Held while the largest checkpointed region is computed again.
         message_bytes: Size of what it is sent.
@@ -51,9 +56,9 @@ class StageProfile:
     states: tuple[State, ...]
     copies: frozenset[str]
     flops: float
-    forward: float
-    backward_input: float
-    backward_weight: float
+    forward: tuple[Work, ...]
+    backward_input: tuple[Work, ...]
+    backward_weight: tuple[Work, ...]
     activation_bytes: int
     recomputed_bytes: int
     message_bytes: int
@@ -88,7 +93,7 @@ def profile(root: nn.Module, partition: Partition) -> tuple[StageProfile, ...]:
                 (call.recomputed_bytes for call in trace.calls if stage_of[call.unit] == stage), default=0
             ),
             message_bytes=sum(sizes[key] for key in messages[stage]),
-            **_work(trace, [call for call in trace.calls if stage_of[call.unit] == stage]),
+            **_work(trace, stage_of, stage, last=stage == count - 1),
         )
         for stage in range(count)
     )
@@ -107,16 +112,42 @@ def _states(root: nn.Module) -> list[State]:
     ]
 
 
-def _work(trace: Trace, calls: list[Call]) -> dict[str, float]:
-    """Sums over calls. Each half of a backward costs a forward, where it is needed at all."""
-    trained = [any(p.requires_grad for p in unit.module.parameters()) for unit in trace.units]
+def _work(trace: Trace, stage_of: Sequence[int], stage: int, *, last: bool) -> dict[str, Any]:
+    """What its units do, and the code between that comes before one of them, or ends the step."""
+    forward: list[Work] = []
+    inputs: list[Work] = []
+    weights: list[Work] = []
+    for call in trace.calls:
+        if stage_of[call.unit] == stage:
+            for operations in (trace.between.get(call.index, []), call.work):
+                forward += operations
+                _add_backward(operations, _passes_gradients(trace, call), inputs, weights)
+            inputs += call.recomputed
+    if last:
+        end = trace.between.get(len(trace.calls), [])
+        forward += end
+        _add_backward(end, True, inputs, weights)
     return dict(
-        flops=sum(call.flops for call in calls),
-        forward=sum(call.cost for call in calls),
-        backward_input=sum(call.cost for call in calls if _passes_gradients(trace, call))
-        + sum(work.cost for call in calls for work in call.recomputed),
-        backward_weight=sum(call.cost for call in calls if trained[call.unit]),
-    )
+        flops=sum(work.flops for work in forward),
+        forward=tuple(forward), backward_input=tuple(inputs), backward_weight=tuple(weights),
+    )  # fmt: skip
+
+
+def _add_backward(operations: Sequence[Work], passes: bool, inputs: list[Work], weights: list[Work]) -> None:
+    """Add what a backward does for each operation.
+
+    A product with a weight takes as much again for the gradient of its input, and for that of a weight that
+    is trained; a product of two activations, as in attention, twice as much; anything else moves half as many
+    bytes again.
+    """
+    for work in operations:
+        if work.weighs and (work.flops or not passes):
+            weights.append(work)
+        if passes and work.flops:
+            factor = 1.0 if work.stated else 2.0
+            inputs.append(work._replace(flops=factor * work.flops, num_bytes=factor * work.num_bytes))
+        elif passes:
+            inputs.append(work._replace(num_bytes=_ELEMENTWISE * work.num_bytes))
 
 
 def _passes_gradients(trace: Trace, call: Call) -> bool:

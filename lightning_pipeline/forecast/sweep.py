@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
 from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text
 from lightning_pipeline.forecast.workload import Workload

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
+from lightning_pipeline.forecast.memory import DEFAULT_COPIES
 from lightning_pipeline.model.cut import size_text
 
 
@@ -48,24 +49,63 @@ def operations_text(operations: float) -> str:
     return _with_unit(operations, [(1e3 ** (5 - place), name) for place, name in enumerate(names)])
 
 
-def basis_text(assumptions: Assumptions, measured_on: str) -> str:
+def days_text(seconds: float) -> str:
+    """A long time: days, or years of them.
+
+    Example:
+        >>> days_text(86400 * 12.34), days_text(86400 * 1234)
+        ('12.3 days', '3.38 years')
+    """
+    days = seconds / 86400
+    return f"{number_text(days)} days" if days < 730 else f"{number_text(days / 365.25)} years"
+
+
+def basis_text(assumptions: Assumptions, measured_on: str, own_optimizer: bool = False) -> str:
     """What predictions are taken from.
 
     Args:
         assumptions: About the machine.
         measured_on: What the stages' times were measured on; empty where they are estimated.
+        own_optimizer: Whether the module's own optimizer was looked at.
     """
     times = (
         f"Times of the stages were measured on {measured_on}."
         if measured_on
-        else f"Times are estimated: a device achieves {assumptions.flops / 1e12:g} TFLOP/s, moving a byte "
-        "takes as long as 16 operations, a backward as two forwards, and 10 % more in halves."
+        else f"Times are estimated: {_speed_text(assumptions)}; an operation takes what its arithmetic or "
+        "its memory traffic takes, whichever is longer, and a backward in halves 10 % more."
     )
     measured = ", as measured between two processes here" if assumptions.link_measured else ""
+    far = ""
+    if assumptions.node_size is not None and assumptions.node_link_bytes is not None:
+        far = (
+            f" inside a node of {assumptions.node_size} and at {assumptions.node_link_bytes / 1e9:.3g} GB/s "
+            "between nodes"
+        )
     memory = "not limited" if assumptions.memory is None else size_text(assumptions.memory)
     return (
         f"{times} A message takes {seconds_text(assumptions.latency)} and its bytes at "
-        f"{assumptions.link_bytes / 1e9:.3g} GB/s{measured}. Memory of a device is {memory}; the optimizer "
-        f"keeps {assumptions.optimizer_copies:g} numbers per trained parameter. A step is the schedule "
+        f"{assumptions.link_bytes / 1e9:.3g} GB/s{far}{measured}. Memory of a device is {memory}; "
+        f"{_optimizer_text(assumptions, own_optimizer)}. A step is the schedule "
         "alone: data, optimizer and hooks come on top."
+    )
+
+
+def _speed_text(assumptions: Assumptions) -> str:
+    device = assumptions.device
+    if device is None or assumptions.flops is not None:
+        flops = 100e12 if assumptions.flops is None else assumptions.flops
+        speed = f"a device achieves {flops / 1e12:g} TFLOP/s"
+    else:
+        speed = f"{device.title} achieves {EFFICIENCY:.0%} of its peak"
+    if device is not None and assumptions.bandwidth is None:
+        return f"{speed} and {BANDWIDTH_SHARE:.0%} of its memory's {device.bandwidth / 1e9:,.0f} GB/s"
+    return f"{speed} and moves {assumptions.memory_speed / 1e9:,.3g} GB/s"
+
+
+def _optimizer_text(assumptions: Assumptions, own_optimizer: bool) -> str:
+    if assumptions.optimizer_copies is None and own_optimizer:
+        return "the optimizer keeps what the module's own keeps after a step"
+    copies = assumptions.optimizer_copies
+    return (
+        f"the optimizer keeps {DEFAULT_COPIES if copies is None else copies:g} numbers per trained parameter"
     )

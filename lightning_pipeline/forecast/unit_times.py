@@ -4,7 +4,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -13,10 +12,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.forecast.assumptions import Assumptions
-from lightning_pipeline.forecast.times import StageTimes, hop_of
+from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.times import StageTimes, hops_of
 from lightning_pipeline.forecast.workload import Workload
-from lightning_pipeline.model.cut import Partition, StageTable
+from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.tensors import Generators, ModuleState, random_state_kept
 from lightning_pipeline.wire import Values
@@ -41,16 +40,6 @@ class MeasuredWorkload(Workload):
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine's CPU"
 
     @override
-    def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
-        """Shares of the measured times."""
-        table, times = super().table(num_stages, assumptions), self.times(num_stages, assumptions)
-        rows = [
-            replace(row, cost_share=(forward + backward) / times.alone)
-            for row, forward, backward in zip(table.rows, times.forward, times.backward, strict=True)
-        ]
-        return replace(table, rows=tuple(rows))
-
-    @override
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """Medians of this machine; the link is as in the assumptions."""
         if num_stages not in self._measured:
@@ -58,12 +47,14 @@ class MeasuredWorkload(Workload):
                 self.root, self.partition(num_stages), self.args, self.forward_context
             )
         seconds, stages = self._measured[num_stages], range(num_stages)
+        near, far = hops_of(self.stages(num_stages), assumptions)
         return StageTimes(
             forward=tuple(seconds[stage, "F"] for stage in stages),
             backward=tuple(seconds[stage, "B"] for stage in stages),
             backward_input=tuple(seconds[stage, "I"] for stage in stages),
             backward_weight=tuple(seconds[stage, "W"] for stage in stages),
-            send=hop_of(self.stages(num_stages), assumptions),
+            send=near,
+            send_far=far,
         )
 
 

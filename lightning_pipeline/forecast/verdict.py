@@ -2,35 +2,38 @@
 
 from collections.abc import Sequence
 
-from lightning_pipeline.forecast.assumptions import Assumptions
-from lightning_pipeline.forecast.memory import RankMemory, alone
+from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.memory import RankMemory
 from lightning_pipeline.forecast.predict import Prediction
-from lightning_pipeline.forecast.profile import StageProfile
+from lightning_pipeline.forecast.rivals import Rivals
 from lightning_pipeline.forecast.texts import seconds_text
+from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.model.cut import size_text
 
 
 def verdict(
     predictions: Sequence[Prediction],
     chosen: Prediction,
-    whole: StageProfile,
-    seconds_alone: float,
+    workload: Workload,
     assumptions: Assumptions,
 ) -> str:
-    """Compare the best schedule with one device, and with as many that each hold a replica.
+    """Compare the best schedule with one device, and with DDP and FSDP on as many.
 
     Args:
         predictions: Best first.
         chosen: The one that is shown; said to be too large where it is and another is not.
-        whole: The model as one stage.
-        seconds_alone: Of one micro-batch on one device.
+        workload: What was predicted.
         assumptions: About the machine.
     """
-    best = predictions[0]
-    need = alone(whole, assumptions)
+    best, rivals = predictions[0], Rivals(workload, best_sizes(predictions[0]), assumptions)
     if not best.fits:
-        return _nothing_fits(best, assumptions)
-    return _too_large(chosen, best, assumptions) + _gain(best, need, seconds_alone, assumptions)
+        return _nothing_fits(best, rivals, assumptions)
+    return _too_large(chosen, best, assumptions) + _gain(best, rivals, assumptions)
+
+
+def best_sizes(best: Prediction) -> tuple[int, int]:
+    """Devices and micro-batches of all replicas together."""
+    return best.devices, best.plan.num_microbatches * best.replicas
 
 
 def _too_large(chosen: Prediction, best: Prediction, assumptions: Assumptions) -> str:
@@ -43,20 +46,31 @@ def _too_large(chosen: Prediction, best: Prediction, assumptions: Assumptions) -
     )
 
 
-def _gain(best: Prediction, need: RankMemory, seconds_alone: float, assumptions: Assumptions) -> str:
-    number, ranks = best.plan.num_microbatches, best.plan.num_ranks
-    one_device = number * seconds_alone
+def _gain(best: Prediction, rivals: Rivals, assumptions: Assumptions) -> str:
+    need, one_device = rivals.alone, rivals.one_device
     if assumptions.memory is not None and need.total > assumptions.memory:
         return (
             f"One device does not hold the model: it needs {size_text(need.total)} of "
-            f"{size_text(assumptions.memory)}. {_speed(best, one_device)}"
+            f"{size_text(assumptions.memory)}. {_speed(best, one_device)}{_beside(best, rivals, assumptions)}"
         )
-    return _one_device_holds_it(
-        best, need, one_device, _replicas(need, one_device, ranks, number, assumptions)
+    return _one_device_holds_it(best, need, one_device, rivals.ddp)
+
+
+def _beside(best: Prediction, rivals: Rivals, assumptions: Assumptions) -> str:
+    """What FSDP would do on the same devices."""
+    rival = rivals.fsdp
+    if rival is None or best.devices == 1:
+        return ""
+    if not rival.fits(assumptions):
+        return f" FSDP would need {size_text(rival.memory)} on each of these devices, which does not fit."
+    less = "less" if rival.step < best.step else "more"
+    return (
+        f" FSDP on the same devices would take about {seconds_text(rival.step)} a step, {less}, and "
+        f"{size_text(rival.memory)} on each."
     )
 
 
-def _nothing_fits(best: Prediction, assumptions: Assumptions) -> str:
+def _nothing_fits(best: Prediction, rivals: Rivals, assumptions: Assumptions) -> str:
     assert assumptions.memory is not None, "without a limit everything fits"
     rank = max(range(len(best.memory)), key=lambda rank: best.memory[rank].total)
     parts = best.memory[rank]
@@ -66,25 +80,19 @@ def _nothing_fits(best: Prediction, assumptions: Assumptions) -> str:
         if fixed > assumptions.memory
         else "more micro-batches, more stages, or recomputed activations"
     )
+    rival = rivals.fsdp
+    fsdp = (
+        f" FSDP on as many devices would fit, with {size_text(rival.memory)} on each."
+        if rival is not None and best.devices > 1 and rival.fits(assumptions)
+        else ""
+    )
     return (
         f"No schedule fits in {size_text(assumptions.memory)}: {best.name} needs {size_text(parts.total)} on "
-        f"rank {rank}, {size_text(parts.activations)} of it activations. It takes {mend}."
+        f"rank {rank}, {size_text(parts.activations)} of it activations. It takes {mend}.{fsdp}"
     )
 
 
-def _replicas(
-    need: RankMemory, one_device: float, ranks: int, number: int, assumptions: Assumptions
-) -> float | None:
-    """Seconds of a step with a whole replica on each rank; `None` where the batch is too small for that."""
-    if number < ranks:
-        return None
-    exchange = 2 * need.gradients * (ranks - 1) / ranks / assumptions.link_bytes
-    return -(-number // ranks) / number * one_device + exchange
-
-
-def _one_device_holds_it(
-    best: Prediction, need: RankMemory, one_device: float, replicas: float | None
-) -> str:
+def _one_device_holds_it(best: Prediction, need: RankMemory, one_device: float, ddp: float | None) -> str:
     ranks = best.plan.num_ranks
     holds = f"One device holds the model ({size_text(need.total)})"
     if ranks > 1 and best.step >= one_device:
@@ -92,10 +100,10 @@ def _one_device_holds_it(
             f"Pipelining does not pay: {holds[0].lower()}{holds[1:]} and takes {seconds_text(one_device)} a "
             f"step; {ranks} devices with {best.name} take {seconds_text(best.step)}."
         )
-    if ranks > 1 and replicas is not None and replicas < best.step:
+    if ranks > 1 and ddp is not None and ddp < best.step:
         return (
-            f"{holds}, and {ranks} replicas that average their gradients would take about "
-            f"{seconds_text(replicas)} a step, less than {seconds_text(best.step)} with {best.name}: data "
+            f"{holds}, and {ranks} replicas that average their gradients (DDP) would take about "
+            f"{seconds_text(ddp)} a step, less than {seconds_text(best.step)} with {best.name}: data "
             "parallelism pays more."
         )
     return f"{holds}. {_speed(best, one_device)}"

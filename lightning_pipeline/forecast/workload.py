@@ -1,13 +1,16 @@
 """A module and one of its micro-batches, cut into any number of stages."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from torch import enable_grad, nn
 
-from lightning_pipeline.forecast.assumptions import Assumptions
-from lightning_pipeline.forecast.profile import StageProfile, profile
+from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.optimizer_states import optimizer_states
+from lightning_pipeline.forecast.profile import StageProfile, State, profile
+from lightning_pipeline.forecast.rates import tokens_of
 from lightning_pipeline.forecast.times import StageTimes, estimated
 from lightning_pipeline.model.cut import Partition, StageTable, partition
 from lightning_pipeline.model.trace import Trace, find_units, trace_step
@@ -22,6 +25,7 @@ class Workload:
         how: Where to cut, as of `partition`; names count for `named_stages` only.
         units: Name patterns of modules to keep whole.
         forward_context: Makes the precision's context.
+        configure: Gives the module's optimizers. Default: its `configure_optimizers`.
     """
 
     def __init__(
@@ -32,12 +36,16 @@ class Workload:
         how: str | Sequence[str] = "auto",
         units: Sequence[str] | None = None,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        configure: Callable[[], Any] | None = None,
     ) -> None:
         self.root, self.args, self.forward_context = root, args, forward_context
-        self._how, self._units = how, units
+        self._how, self._units, self._configure = how, units, configure
         self._traces: dict[tuple[str, ...], Trace] = {}
         self._cuts: dict[int, Partition] = {}
         self._profiles: dict[int, tuple[StageProfile, ...]] = {}
+        self._times: dict[tuple[int, Assumptions], StageTimes] = {}
+        self._states: dict[str, float] | None = None
+        self._looked_for_states = False
         self._measured: dict[int, dict[tuple[int, str], float]] = {}
 
     def partition(self, num_stages: int) -> Partition:
@@ -71,11 +79,46 @@ class Workload:
 
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """How long each stage takes."""
-        return estimated(self.stages(num_stages), assumptions)
+        key = num_stages, assumptions
+        if key not in self._times:
+            self._times[key] = estimated(self.stages(num_stages), assumptions)
+        return self._times[key]
 
     def table(self, num_stages: int, assumptions: Assumptions) -> StageTable:
-        """That cut, with each stage's share of the cost."""
-        return self.partition(num_stages).table()
+        """That cut, with each stage's share of the time."""
+        table, times = self.partition(num_stages).table(), self.times(num_stages, assumptions)
+        rows = [
+            replace(row, cost_share=(forward + backward) / (times.alone or 1.0))
+            for row, forward, backward in zip(table.rows, times.forward, times.backward, strict=True)
+        ]
+        return replace(table, rows=tuple(rows))
+
+    @property
+    def optimizer_states(self) -> dict[str, float] | None:
+        """Bytes that the module's own optimizer keeps, by trained parameter; `None` where that is unknown."""
+        if not self._looked_for_states:
+            self._looked_for_states = True
+            self._states = optimizer_states(self.root, self._configure)
+        return self._states
+
+    def largest_unit(self, states: Sequence[State]) -> int:
+        """Bytes of the parameters of the largest unit.
+
+        Args:
+            states: All of the module.
+        """
+        sizes: dict[str, int] = {unit.name: 0 for unit in self._trace(1).units}
+        for state in states:
+            if state.is_parameter:
+                for name in _prefixes(state.name):
+                    if name in sizes:
+                        sizes[name] += state.num_bytes
+        return max(sizes.values(), default=0)
+
+    @property
+    def tokens(self) -> int | None:
+        """Of the micro-batch; `None` where it does not tell."""
+        return tokens_of(self.args[0]) or None
 
     @property
     def measured_on(self) -> str:
@@ -86,3 +129,10 @@ class Workload:
     def name(self) -> str:
         """What the module is called."""
         return type(self.root).__name__
+
+
+def _prefixes(name: str) -> Iterator[str]:
+    """Of a dotted name, the modules that it lies in."""
+    parts = name.split(".")
+    for count in range(1, len(parts)):
+        yield ".".join(parts[:count])

@@ -1,13 +1,13 @@
 """Collects the steps of a rank, and every so often compares them over all ranks."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
-from torch import Tensor
 
+from lightning_pipeline.forecast import tokens_of
 from lightning_pipeline.measure.batches import BatchClock
 from lightning_pipeline.measure.measurement import Measurement, mean_of
 from lightning_pipeline.measure.pipeline_run import PipelineRun
@@ -154,14 +154,3 @@ class Meter:
             tokens=sum(ranks[0][-2] for ranks in tails),
             sent=[sum(r[rank][-1] for r in tails) / len(tails) for rank in range(plan.num_ranks)],
         )  # fmt: skip
-
-
-def tokens_of(batch: Any) -> int:
-    """Integers in a batch by sample and position: a matrix, `input_ids`, or the first of a tuple; else 0."""
-    if isinstance(batch, Mapping):
-        batch = batch.get("input_ids")
-    elif isinstance(batch, Sequence) and not isinstance(batch, str) and batch:
-        batch = batch[0]
-    if not isinstance(batch, Tensor) or batch.ndim != 2 or batch.is_floating_point() or batch.is_complex():
-        return 0
-    return batch.numel()

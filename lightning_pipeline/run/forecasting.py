@@ -1,19 +1,21 @@
 """A forecast of a run: what stands between a LightningModule with its batch, and the planning."""
 
 import copy
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import cached_property
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
     MixedPrecision,
     Precision,
 )
+from typing_extensions import override
 
 from lightning_pipeline._lightning import claim_cpu, is_overridden, takes
 from lightning_pipeline.errors import ConfigurationError
@@ -50,6 +52,31 @@ def precision_named(name: object) -> Precision:
     if key not in PRECISIONS:
         raise ConfigurationError(f"precision={name!r} is unknown here: use one of {', '.join(PRECISIONS)}")
     return PRECISIONS[key]()
+
+
+class Unstarted(Trainer):
+    """Answers what hooks ask of a Trainer before a run, such as how many steps there will be."""
+
+    STEPS = 1000
+
+    @classmethod
+    def made(cls) -> "Unstarted":
+        """One that logs and prints nothing."""
+        told = logging.getLogger("lightning.pytorch")
+        level = told.level
+        told.setLevel(logging.WARNING)
+        try:
+            return cls(
+                accelerator="cpu", devices=1, max_steps=cls.STEPS, logger=False, enable_checkpointing=False,
+                enable_progress_bar=False, enable_model_summary=False,
+            )  # fmt: skip
+        finally:
+            told.setLevel(level)
+
+    @property
+    @override
+    def estimated_stepping_batches(self) -> int:
+        return self.STEPS
 
 
 class Prospect:
@@ -106,8 +133,17 @@ class Prospect:
         make = MeasuredWorkload if self._measure else Workload
         return make(
             self.module, parts.args[0], how=settings.partition, units=settings.units,
-            forward_context=self._context,
+            forward_context=self._context, configure=self._optimizers,
         )  # fmt: skip
+
+    def _optimizers(self) -> Any:
+        """What `configure_optimizers` returns, with a Trainer that will not be started."""
+        before = self.module._trainer
+        self.module.trainer = Unstarted.made()
+        try:
+            return self.module.configure_optimizers()
+        finally:
+            self.module._trainer = before
 
     def forecast(
         self, settings: Settings, assumptions: Assumptions | None = None, *, own: Schedule | None = None
@@ -129,6 +165,10 @@ class Prospect:
             number = self.choose_number(own or settings.schedule, stages)
         parts = self.parts(number)
         workload = self.workload(parts, settings)
+        notes = []
+        if len(parts.args) != number:
+            made = f"a batch of {parts.batch_size} makes {len(parts.args)}"
+            notes.append(f"{number} micro-batches were asked for; {made}.")
         return forecast(
             workload,
             stages,
@@ -136,6 +176,7 @@ class Prospect:
             assumptions or self.assumptions,
             batch_size=parts.batch_size,
             own=own,
+            notes=notes,
         )
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
 from lightning_pipeline.forecast import unit_times as measure
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
 

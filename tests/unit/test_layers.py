@@ -24,6 +24,7 @@ ROOMS = [
     "checkpoint.folder",
     "measure",
     "forecast",
+    "forecast.machine",
     "model.replay",
     "model.state",
     "model.cut",

@@ -9,7 +9,14 @@ from lightning_pipeline.model.cut.liveness import (
     stages_of_states,
 )
 from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
-from lightning_pipeline.model.cut.table import StageRow, StageTable, size_text, text_table, units_text
+from lightning_pipeline.model.cut.table import (
+    StageRow,
+    StageTable,
+    common_prefix,
+    size_text,
+    text_table,
+    units_text,
+)
 
 __all__ = [
     "Liveness",
@@ -19,6 +26,7 @@ __all__ = [
     "StageTable",
     "ValueKey",
     "backward_edges",
+    "common_prefix",
     "goes_on",
     "partition",
     "peak_activations",

@@ -81,6 +81,26 @@ def units_text(names: tuple[str, ...]) -> str:
     return f"{names[0]} .. {names[-1]} ({len(names)})"
 
 
+def common_prefix(names: Sequence[str]) -> str:
+    """The modules, with the dot behind, that all of these names lie in; what is left is no bare number.
+
+    Example:
+        >>> common_prefix(["net.model.layers.0", "net.head"])
+        'net.'
+    """
+    if len(names) < 2:
+        return ""
+    parts = [name.split(".")[:-1] for name in names]
+    shared = []
+    for level in zip(*parts, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    if any(name.split(".")[len(shared)].isdigit() for name in names):
+        shared = shared[:-1]
+    return "".join(f"{name}." for name in shared)
+
+
 def size_text(num_bytes: float) -> str:
     """A size with its unit."""
     size = float(num_bytes)

@@ -1,6 +1,7 @@
 """One step of the whole module, run once without its work, and what was seen."""
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.effects import Effect, tensors_held
 from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hooks, with_backward_hooks
 from lightning_pipeline.model.trace.places import (
@@ -25,6 +26,7 @@ from lightning_pipeline.model.trace.sinks import (
 from lightning_pipeline.model.trace.units import find_units, finer_names
 
 __all__ = [
+    "FLOPS_PER_BYTE",
     "MISSING",
     "Call",
     "ClassOwner",
@@ -40,6 +42,7 @@ __all__ = [
     "Transient",
     "UnitPatches",
     "Watch",
+    "Work",
     "around_metrics",
     "find_units",
     "finer_names",

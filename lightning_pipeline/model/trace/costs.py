@@ -17,12 +17,14 @@ class Work(NamedTuple):
         num_bytes: Read and written.
         dtype: Of what it computes.
         weighs: Whether one of its operands is a parameter that is trained.
+        stated: Whether one of them is a parameter or buffer.
     """
 
     flops: float
     num_bytes: float
     dtype: torch.dtype = torch.float32
     weighs: bool = False
+    stated: bool = False
 
     @property
     def cost(self) -> float:
@@ -65,7 +67,13 @@ _MEAN = 1
 
 
 def work_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, *, weighs: bool = False
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    *,
+    weighs: bool = False,
+    stated: bool = False,
 ) -> Work:
     """What one operation computes and moves.
 
@@ -78,10 +86,10 @@ def work_of(
     elif packet in flop_registry:
         flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") == "prim":  # asks for metadata
-        return Work(flops, 0.0, _dtype_of(result), weighs)
+        return Work(flops, 0.0, _dtype_of(result), weighs, stated)
     written = sum(t.numel() * t.element_size() for t in _flat((result,)))
     read = written if packet is torch.ops.aten.embedding else _bytes_of(args)
-    return Work(flops, float(read + written), _dtype_of(result), weighs)
+    return Work(flops, float(read + written), _dtype_of(result), weighs, stated)
 
 
 def _bytes_of(args: Any) -> int:

@@ -21,7 +21,7 @@ from lightning_pipeline.model.tensors import (
     is_placeholder,
     map_tensors,
 )
-from lightning_pipeline.model.trace.costs import Work, left_out_by, work_of
+from lightning_pipeline.model.trace.costs import Work, left_out_by
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
@@ -118,7 +118,7 @@ class FakeRun:
         self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Add one operation's work to a call."""
-        work = work_of(func, args, kwargs, result, weighs=self._tracer.keeping.trains(args))
+        work = self._tracer.keeping.work_of(func, args, kwargs, result)
         if work.flops or work.num_bytes:
             call.work.append(work)
         call.flops += work.flops

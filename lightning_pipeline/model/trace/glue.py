@@ -23,6 +23,7 @@ from lightning_pipeline.model.tensors import (
     weights_needed,
     written_tensors,
 )
+from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import refuse
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Glue:
             self._tracer.trace.draws_unseen = True
         result = func(*args, **kwargs)
         results = list(operands_of((result,), {}))
+        self._note_work(self._tracer.keeping.work_of(func, args, kwargs, result))
         for tensor in results:
             self._tracer.tags.add(tensor, tags)
             if empty and not any(tensor is operand for operand in operands):
@@ -97,6 +99,10 @@ class Glue:
             self._note_write(tensor, tags, empty)
         self._tracer.keeping.operation_in_glue(results)
         return result
+
+    def _note_work(self, work: Work) -> None:
+        if work.flops or work.num_bytes:
+            self._tracer.trace.between[len(self._tracer.trace.calls)].append(work)
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         """Whether its values are computed by units, so that some stages do not know them."""

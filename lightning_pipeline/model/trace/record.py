@@ -1,5 +1,6 @@
 """Run one micro-batch through the user's step without computing the units, and note what depends on what."""
 
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -109,6 +110,7 @@ class Trace:
         result: What the returned value depends on, a part of `tail`.
         returned: Keys of the dictionary that the step returns.
         sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
+        between: Operations of the code between units, by the number of the call that comes next.
         handed: Number of the memory behind each value (call, leaf).
         side_writes: Attributes with tensors that the forward of units sets: module number and name.
         ports: What calls (unit, nth) give away beside their output.
@@ -138,6 +140,7 @@ class Trace:
     result: set[Tag] = field(default_factory=set)
     returned: list[Any] = field(default_factory=list)
     sizes: dict[int, int] = field(default_factory=dict)
+    between: dict[int, list[Work]] = field(default_factory=lambda: defaultdict(list))
     handed: dict[tuple[int, int], int] = field(default_factory=dict)
     side_writes: set[PortPlace] = field(default_factory=set)
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)

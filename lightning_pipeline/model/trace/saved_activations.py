@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline.model.tensors import Tag, stepping_aside, storage_key, top_hooks
+from lightning_pipeline.model.trace.costs import Work, work_of
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
@@ -59,10 +60,12 @@ class Keeping:
         number = self.number_of(origin)
         return None if number in self._tracer.trace.handed.values() else number
 
-    def trains(self, operands: Iterable[Any]) -> bool:
-        """Whether a parameter that needs a gradient is among these."""
-        origins = (self._tracer.origin(value) for value in operands if isinstance(value, Tensor))
-        return any(self._tracer.is_state(origin) and _needs_gradient(origin) for origin in origins)
+    def work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
+        """What an operation computes and moves, and whether parameters are in it."""
+        origins = [self._tracer.origin(value) for value in args if isinstance(value, Tensor)]
+        states = [origin for origin in origins if self._tracer.is_state(origin)]
+        weighs = any(map(_needs_gradient, states))
+        return work_of(func, args, kwargs, result, weighs=weighs, stated=bool(states))
 
     # ---- in a unit
 

@@ -19,7 +19,8 @@ class Costs:
         forward: Time of a forward.
         backward_input: Time of the input-gradient half of a backward. A full backward costs both halves.
         backward_weight: Time of the weight-gradient half.
-        send: Latency of one hop between ranks. Occupies no rank; a hop within a rank is free.
+        send: Latency of one hop between ranks: one number, or for each stage that of the hop from the stage
+            before it, the first of which counts for nothing. Occupies no rank; a hop within a rank is free.
         activation: Memory held from F to B or I.
         weight_activation: The part of `activation`, in the same unit, that stays until W when the
             backward is split. None: all of it.
@@ -36,7 +37,7 @@ class Costs:
     forward: Amount
     backward_input: Amount
     backward_weight: Amount
-    send: float = 0.0
+    send: Amount = 0.0
     activation: Amount = 1.0
     weight_activation: Amount | None = None
 
@@ -46,7 +47,7 @@ class Costs:
         backward_input: Amount,
         backward_weight: Amount,
         *,
-        send: float = 0.0,
+        send: Amount = 0.0,
         activation: Amount = 1.0,
         weight_activation: Amount | None = None,
     ) -> None:
@@ -73,8 +74,6 @@ class Costs:
         lengths = {name: len(value) for name, value in amounts.items() if isinstance(value, tuple)}
         if len(set(lengths.values())) > 1:
             problems.append(f"sequences give a value for each stage, but their lengths differ: {lengths}")
-        if not isinstance(self.send, (int, float)):
-            problems.append("send is one number: the latency of any hop")  # type: ignore[unreachable]
         if not problems and self.weight_activation is not None:
             stages = range(self.num_stages or 1)
             if any(_at(self.weight_activation, s) > _at(self.activation, s) for s in stages):
@@ -114,7 +113,7 @@ class Costs:
             share(self.forward),
             share(self.backward_input),
             share(self.backward_weight),
-            float(self.send),
+            tuple(_at(self.send, stage) for stage in range(len(stages_per_rank))),
             share(self.activation),
             share(kept),
         )
@@ -126,12 +125,12 @@ def _at(value: Amount, stage: int) -> float:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of each stage: times, one hop's latency, and memory held until I and until W."""
+    """Costs of each stage: times, latency of the hop from the one before, memory held until I and until W."""
 
     forward: tuple[float, ...]
     backward_input: tuple[float, ...]
     backward_weight: tuple[float, ...]
-    send: float
+    send: tuple[float, ...]
     activation: tuple[float, ...]
     weight_activation: tuple[float, ...]
 

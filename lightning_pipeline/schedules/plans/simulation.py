@@ -139,7 +139,7 @@ class _Clock:
             return _Step(None, 0, 0.0, duration, ends)
         if other == plan.num_stages:
             return _Step(self._forward, 0, 0.0, duration, ends)
-        hop = costs.send if plan.rank_of(other) != plan.rank_of(stage) else 0.0
+        hop = costs.send[max(stage, other)] if plan.rank_of(other) != plan.rank_of(stage) else 0.0
         return _Step(ends, m * (other - stage), hop, duration, ends)
 
     def run(self) -> list[list[Timed]]:

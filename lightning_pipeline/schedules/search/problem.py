@@ -69,7 +69,8 @@ class Problem:
     def hop(self) -> list[float]:
         """By stage, the latency of the hop to the next stage."""
         places = (*self.placement, self.placement[-1])
-        return [self.costs.send if a != b else 0.0 for a, b in pairwise(places)]
+        sends = (*self.costs.send[1:], 0.0)
+        return [send if a != b else 0.0 for send, (a, b) in zip(sends, pairwise(places), strict=True)]
 
     @cached_property
     def duration(self) -> list[float]:

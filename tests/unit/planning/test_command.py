@@ -15,7 +15,7 @@ from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.__main__ import main
 from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
 
 __all__ = ["in_examples"]  # a fixture of every test here

@@ -3,7 +3,7 @@
 import pytest
 
 from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.forecast.link import measure_link
+from lightning_pipeline.forecast.machine.link import measure_link
 
 
 def test_a_message_takes_longer_than_a_call_and_less_than_a_tenth_of_a_second() -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
 from lightning_pipeline.forecast.unit_times import MeasuredWorkload
 from tests.naps import Nap

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_pipeline.forecast.assumptions import Assumptions
+from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.memory import memory_of
 from lightning_pipeline.forecast.predict import predict
 from lightning_pipeline.forecast.workload import Workload

@@ -64,8 +64,14 @@ def test_all_wrong_costs_are_told_at_once() -> None:
         Costs(-1, [], [1, 2])
     with pytest.raises(ConfigurationError, match="weight_activation is a part of activation"):
         Costs(1, 1, 1, weight_activation=2)
-    with pytest.raises(ConfigurationError, match="send is one number"):
-        Costs(1, 1, 1, send=[1, 2])  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="for 2 stages, but the plan has 3"):
+        simulate(OneFOneB().plan(3, 2), Costs(1, 1, 1, send=[1, 2]))
+
+
+def test_each_hop_may_take_its_own_time() -> None:
+    plan = OneFOneB().plan(3, 1)
+    assert simulate(plan, Costs(1, 1, 0, send=[9, 2, 5])).makespan == 6 + 2 * (2 + 5)
+    assert simulate(plan, Costs(1, 1, 0, send=[0, 2, 5])).makespan == 6 + 2 * (2 + 5)
     with pytest.raises(ConfigurationError, match="given for 3 stages, but the plan has 2"):
         simulate(GPipe().plan(2, 2), Costs([1, 2, 3], 1, 1))
 

@@ -1,0 +1,15 @@
+"""Devices and the links between them: data sheets, what is assumed, what is measured."""
+
+from lightning_pipeline.forecast.machine.assumptions import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
+from lightning_pipeline.forecast.machine.devices import DEVICES, Device, device_named
+from lightning_pipeline.forecast.machine.link import measure_link
+
+__all__ = [
+    "BANDWIDTH_SHARE",
+    "DEVICES",
+    "EFFICIENCY",
+    "Assumptions",
+    "Device",
+    "device_named",
+    "measure_link",
+]
