@@ -8,6 +8,7 @@ __all__ = [
     "ConfigMismatchError",
     "ConfigurationError",
     "MessageError",
+    "NonFiniteError",
     "PartitionError",
     "PipelineError",
     "PlaceholderError",
@@ -49,6 +50,10 @@ class ScheduleError(PipelineError, ValueError):
 
 class MessageError(PipelineError):
     """A message between stages is not the one that was expected."""
+
+
+class NonFiniteError(PipelineError):
+    """A gradient is inf or nan, and `on_nonfinite="raise"`. Names rank, stage and parameter on every rank."""
 
 
 class StageFailedError(PipelineError):

@@ -17,6 +17,7 @@ TRANSPORTS = ("auto", "nccl", "host")
 START_METHODS = ("popen", "fork", "spawn", "forkserver")
 LOSS_WEIGHTING = ("auto", "samples", "sum")
 GATHER_WEIGHTS = ("auto", "all", "rank_zero", "none")
+NONFINITE = ("ignore", "skip", "raise")
 INTEGRITY = ("sha256", "crc32", "off")
 
 
@@ -60,6 +61,7 @@ class Settings:
     start_method: str = "popen"
     loss_weighting: str = "auto"
     gather_weights: str = "auto"
+    on_nonfinite: str = "ignore"
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.
@@ -97,6 +99,7 @@ def read_settings(
     start_method: object = "popen",
     loss_weighting: object = "auto",
     gather_weights: object = "auto",
+    on_nonfinite: object = "ignore",
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -131,6 +134,7 @@ def read_settings(
         start_method=_one_of("start_method", start_method, START_METHODS, problems),
         loss_weighting=_one_of("loss_weighting", loss_weighting, LOSS_WEIGHTING, problems),
         gather_weights=_one_of("gather_weights", gather_weights, GATHER_WEIGHTS, problems),
+        on_nonfinite=_one_of("on_nonfinite", on_nonfinite, NONFINITE, problems),
     )
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above

@@ -89,6 +89,10 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             "rank_zero": global rank 0. "none": nobody; a rank keeps its own stages, and what is not there is
             on the meta device. "auto": as "all", and as "none" where the module was built in
             `configure_model` or `trainer.init_module()`, which give each rank its own stages only.
+        on_nonfinite: Where a gradient of any stage is inf or nan. "ignore": the optimizer steps, as on one
+            device. "skip": weights, optimizer state and schedulers stay as they are on all ranks, and
+            `skipped_steps` counts it. "raise": the run ends with rank, stage and parameter. With a gradient
+            scaler (`precision="16-mixed"`) the scaler decides.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -121,6 +125,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         start_method: Literal["popen", "fork", "spawn", "forkserver"] = "popen",
         loss_weighting: Literal["auto", "samples", "sum"] = "auto",
         gather_weights: Literal["auto", "all", "rank_zero", "none"] = "auto",
+        on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -145,6 +150,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             start_method=start_method,
             loss_weighting=loss_weighting,
             gather_weights=gather_weights,
+            on_nonfinite=on_nonfinite,
         )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}
@@ -306,6 +312,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self.setup_precision_plugin()
         if trainer.state.fn == TrainerFn.FITTING:
             _lightning.optimizers_to_device(self.optimizers, self.root_device)
+            self._running.at_end(self.watch_steps(trainer))
 
     def _print_stages(self) -> None:
         table = str(self._running.table or "")
@@ -383,7 +390,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
-            outputs = self._running.train([*args, *kwargs.values()])
+            outputs = self._running.train([*args, *kwargs.values()], stepping=not self._accumulating)
         if outputs is None:
             self._running.put_gradients_back(stepping=not self._accumulating)
             return _lightning.NO_LOSS
@@ -439,6 +446,11 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     ) -> Any:
         with self._running.split.user_hook():
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+
+    @pipelined
+    @override
+    def not_finite(self, optimizer: Optimizer) -> list[str]:
+        return self._running.not_finite()
 
     @pipelined
     @override

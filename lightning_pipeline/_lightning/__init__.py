@@ -6,6 +6,7 @@ from lightning_pipeline._lightning.epochs import (
     batches_of_epoch,
     current_hook,
     fetches_ahead,
+    hold_schedulers,
     is_last_batch,
     resume_from,
 )
@@ -101,6 +102,7 @@ __all__ = [
     "explain_signature",
     "fetches_ahead",
     "gather_over",
+    "hold_schedulers",
     "init_optimizers",
     "is_interrupted",
     "is_last_batch",

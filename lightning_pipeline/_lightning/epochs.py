@@ -10,6 +10,7 @@ __all__ = [
     "batches_of_epoch",
     "current_hook",
     "fetches_ahead",
+    "hold_schedulers",
     "is_last_batch",
     "resume_from",
 ]
@@ -44,6 +45,22 @@ def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[
 
     connector.resume_start = resume_start
     return lambda: vars(connector).pop("resume_start", None) and None
+
+
+def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callable[[], None]:
+    """Leave schedulers by steps as they are after a step that was left out; gives the undoing. Since 1.6.
+
+    Lightning steps them after every batch of an optimizer step, also where a gradient scaler took none.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    original = loop.update_lr_schedulers
+
+    def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+        if interval != "step" or not is_left_out():
+            original(interval, update_plateau_schedulers)
+
+    loop.update_lr_schedulers = update_lr_schedulers
+    return lambda: vars(loop).pop("update_lr_schedulers", None) and None
 
 
 def current_hook(trainer: Trainer) -> str | None:

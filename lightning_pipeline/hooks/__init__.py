@@ -6,13 +6,16 @@ from lightning_pipeline.hooks.gradients import SetAside, zeroed_unseen
 from lightning_pipeline.hooks.group_guard import GroupGuard
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.metrics import SharedMetrics
+from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.norms import GlobalNorms
 from lightning_pipeline.hooks.optimizers import called_once
 from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, with_global_norm
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
 __all__ = [
+    "AgreedGradients",
     "EpochEndHooks",
+    "FiniteSteps",
     "GlobalNorms",
     "GroupGuard",
     "HookLogs",
@@ -24,6 +27,7 @@ __all__ = [
     "called_once",
     "clip_to_norm",
     "configure",
+    "first_not_finite",
     "global_norm",
     "loss_of",
     "replay",

@@ -61,6 +61,16 @@ class SetAside:
             parameter.grad = gradient
         self._before = []
 
+    def totals(self) -> list[tuple[Tensor, Tensor]]:
+        """At the end of a step, parameters and what `.grad` will be: what was there and the step's own."""
+        found = []
+        for parameter, before in self._before:
+            own = parameter.grad
+            total = own if before is None else before if own is None else before + own
+            if total is not None:
+                found.append((parameter, total))
+        return found
+
     def held(self) -> list[tuple[Tensor, Tensor]]:
         """Parameters and the gradients of theirs that are not in `.grad` now."""
         before = [(parameter, gradient) for parameter, gradient in self._before if gradient is not None]

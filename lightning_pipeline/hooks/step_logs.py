@@ -301,6 +301,10 @@ class ReportChannel:
         self._known: dict[str, Report] = {}
         self.renamed = 0
         """How often names travelled."""
+        self.numbers: Callable[[], int] | None = None
+        """Gives a number of this rank that all others are to know at the end of a training step."""
+        self.told: Callable[[Sequence[int]], None] = lambda numbers: None
+        """Called with those of all ranks, by position in the group."""
 
     def share(self, kind: str, report: Report | None) -> Report:
         """Give every rank the report.
@@ -311,10 +315,12 @@ class ReportChannel:
         """
         if self._outlet.group is None:
             assert report is not None, "a world of one rank holds the last stage"
+            if self.numbers is not None and kind == "training_step":
+                self.told([self.numbers()])
             return report
         known = self._known.get(kind, Report())
         changed = report is not None and report != known
-        vector, changed = self._first_message(known, report, changed)
+        vector, changed = self._first_message(kind, known, report, changed)
         if changed:
             known = self._known[kind] = self._outlet.share(lambda: _without_values(report))
             self.renamed += 1
@@ -322,17 +328,34 @@ class ReportChannel:
             self._broadcast(vector)
         return Report(known.entries, known.loss_dtype, vector[1:])
 
-    def _first_message(self, known: Report, report: Report | None, changed: bool) -> tuple[Tensor, bool]:
+    def _first_message(
+        self, kind: str, known: Report, report: Report | None, changed: bool
+    ) -> tuple[Tensor, bool]:
         vector = self._vector(known, None if changed else report)
+        asks = self.numbers is not None and kind == "training_step"
         if self._device.type == "cpu":
             vector[0] = float(changed)
-            self._broadcast(vector)
+            vector = self._sum_with_numbers(vector) if asks else vector
+            if not asks:
+                self._broadcast(vector)
             return vector, bool(vector[0])
         # Reading the flag off the device would wait for it, so there it travels over the CPU group.
         changed = bool(self._outlet.share(lambda: changed))
-        if not changed:
+        if asks:
+            vector = self._sum_with_numbers(vector)
+        elif not changed:
             self._broadcast(vector)
         return vector, changed
+
+    def _sum_with_numbers(self, vector: Tensor) -> Tensor:
+        """In place of the broadcast a sum, with a place for each rank: others than the last stage add 0."""
+        assert self.numbers is not None, "there are numbers to tell"
+        size, place = self._group.size(), self._group.rank()
+        longer = torch.cat([vector, vector.new_zeros(size)])
+        longer[len(vector) + place] = self.numbers()
+        self._outlet.company.sum("the end of a step", longer, self._group)
+        self.told([int(number) for number in longer[len(vector) :].tolist()])
+        return longer[: len(vector)]
 
     def _vector(self, known: Report, report: Report | None) -> Tensor:
         vector = torch.zeros(1 + known.num_values, dtype=torch.float64, device=self._device)

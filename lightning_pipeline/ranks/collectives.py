@@ -233,6 +233,18 @@ class Company:
             with self.exchange(what, group) as used:
                 dist.broadcast(tensor, src=source, group=used)
 
+    def sum(self, what: str, tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
+        """Add up a tensor of every rank, in place.
+
+        Args:
+            what: For messages: `the end of a step`.
+            tensor: Of the same shape on every rank.
+            group: Of the same ranks, for tensors of a device. Default: that of the company.
+        """
+        if len(self.ranks) > 1:
+            with self.exchange(what, group) as used:
+                dist.all_reduce(tensor, group=used)
+
     def barrier(self, what: str) -> None:
         """Wait until all ranks have come here."""
         self.any_of(what, False)

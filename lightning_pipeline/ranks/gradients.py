@@ -7,10 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
+from lightning_pipeline.ranks.lookout import talks_on_host
+
 _PIECE_BYTES = 32 * 2**20
 
 
-def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | None) -> None:
+def average_gradients(
+    parameters: Iterable[Parameter], group: dist.ProcessGroup | None, *, numbers: Sequence[int] = ()
+) -> list[int]:
     """Average gradients over the data-parallel replicas.
 
     A gradient that no replica has stays None; one that some have counts as zero on the others, so all
@@ -19,9 +23,14 @@ def average_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup 
     Args:
         parameters: This rank's, in the same order on all replicas. Those that need no gradient are skipped.
         group: The replicas. None or a single one: nothing to do.
+        numbers: To be added up over the replicas along with it; as many on each.
+
+    Returns:
+        Those sums.
     """
-    if group is not None and group.size() > 1:
-        _reduce([p for p in parameters if p.requires_grad], group, divide_by=group.size())
+    if group is None or group.size() == 1:
+        return list(numbers)
+    return _reduce([p for p in parameters if p.requires_grad], group, divide_by=group.size(), numbers=numbers)
 
 
 def sum_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | None) -> None:
@@ -35,22 +44,32 @@ def sum_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | No
         _reduce([p for p in parameters if p.requires_grad], group, divide_by=1)
 
 
-def _reduce(parameters: Sequence[Parameter], group: dist.ProcessGroup, *, divide_by: int) -> None:
-    if not parameters:
-        return
-    present = torch.tensor([p.grad is not None for p in parameters], dtype=torch.int32)
-    works = [_start(_on_device(present, parameters[0]), group)]
+def _reduce(
+    parameters: Sequence[Parameter],
+    group: dist.ProcessGroup,
+    *,
+    divide_by: int,
+    numbers: Sequence[int] = (),
+) -> list[int]:
+    if not parameters and not numbers:
+        return []
+    present = torch.tensor([*(p.grad is not None for p in parameters), *numbers], dtype=torch.int64)
+    works = [_start(present.to(_device_of(parameters, group)), group)]
     pieces = [(piece, _flat(piece)) for piece in _pieces(parameters)]
     works += [_start(flat, group) for _, flat in pieces]
     for work, _ in works:
         work.wait()
-    somewhere = dict(zip(parameters, works[0][1].tolist(), strict=True))
+    told = works[0][1].tolist()
+    somewhere = dict(zip(parameters, told, strict=False))
     for piece, flat in pieces:
         _hand_back(piece, flat.div_(divide_by) if divide_by > 1 else flat, somewhere)
+    return [int(number) for number in told[len(parameters) :]]
 
 
-def _on_device(tensor: Tensor, like: Tensor) -> Tensor:
-    return tensor.to(like.device)
+def _device_of(parameters: Sequence[Parameter], group: dist.ProcessGroup) -> torch.device:
+    if parameters:
+        return parameters[0].device
+    return torch.device("cpu" if talks_on_host(group) else "cuda")
 
 
 def _start(tensor: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:
@@ -71,7 +90,8 @@ def _pieces(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
             piece, size = [], 0
         piece.append(parameter)
         size += parameter.numel() * parameter.element_size()
-    yield piece
+    if piece:
+        yield piece
 
 
 def _flat(piece: Sequence[Parameter]) -> Tensor:

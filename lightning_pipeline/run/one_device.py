@@ -73,7 +73,7 @@ class OneDevice:
     def __init__(self, device: torch.device, numbering: Numbering, trainer: Trainer) -> None:
         self._module, self._numbering = trainer.lightning_module, numbering
         self.position = Position(trainer)
-        self._undo = self.position.install()
+        self._undo = [self.position.install()]
         self.timeline = Timeline(stream_clock(device))
         self.memory = WholeMeter(self._module, lambda: trainer.optimizers, device)
         self.clock_offsets: list[Offset] = []
@@ -84,7 +84,13 @@ class OneDevice:
 
     def close(self) -> None:
         """End the run."""
-        self._undo()
+        for undo in reversed(self._undo):
+            undo()
+        self._undo = []
+
+    def at_end(self, undo: Callable[[], None]) -> None:
+        """Call something when the run ends, before what was added earlier."""
+        self._undo.append(undo)
 
     # What happens
 

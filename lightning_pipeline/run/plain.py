@@ -1,6 +1,6 @@
 """What Lightning does on one device, or with DDP: the hooks of a run that has nothing to split."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import options_of, read_whole, save_whole
 from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_identity
 from lightning_pipeline.checkpoint.folder import OURS, local_path
+from lightning_pipeline.hooks import FiniteSteps, first_not_finite
 from lightning_pipeline.run.answers import Places
 from lightning_pipeline.run.one_device import OneDevice
 
@@ -34,6 +35,7 @@ class PlainStrategy(Places, ParallelStrategy):
     _one_device: OneDevice | None = None
     _stood: Mapping[str, Any] | None = None
     _is_set_up = _synced = False
+    _steps: FiniteSteps | None = None
 
     @property
     def _replicated(self) -> bool:
@@ -111,6 +113,8 @@ class PlainStrategy(Places, ParallelStrategy):
             self.model = self._layer_sync.apply(self.model)
             self._synced = True
         super().setup(trainer)
+        if fitting and self._one_device is not None:
+            self._one_device.at_end(self.watch_steps(trainer))
 
     @override
     def _setup_model(self, model: nn.Module) -> nn.Module:
@@ -162,6 +166,47 @@ class PlainStrategy(Places, ParallelStrategy):
             return super().backward(closure_loss, optimizer, *args, **kwargs)
         with self._one_device.backward():
             return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @override
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
+    ) -> Any:
+        def step(closure: Callable[[], Any]) -> Any:
+            return super(PlainStrategy, self).optimizer_step(optimizer, closure, model, **kwargs)
+
+        steps = self._steps
+        if steps is None or getattr(self.precision_plugin, "scaler", None) is not None:
+            return step(closure)
+        return steps.step(step, closure, lambda: self.not_finite(optimizer))
+
+    def not_finite(self, optimizer: Optimizer) -> list[str]:
+        """Gradients that are inf or nan before a step, in words: replicas, which averaged, find the same."""
+        with_gradient = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        first = first_not_finite(parameter.grad for parameter in with_gradient)
+        if first is None:
+            return []
+        name = self._by_identity().get(id(with_gradient[first]), "a parameter without a name")
+        return [f"that of {name} on global rank {self.global_rank}"]
+
+    def watch_steps(self, trainer: Trainer) -> Callable[[], None]:
+        """From now on decide what happens where gradients are not finite; gives the undoing."""
+        policy = self._settings.on_nonfinite
+        self._steps = None if policy == "ignore" else FiniteSteps(policy)
+        steps = self._steps
+        if steps is None:
+            return lambda: None
+        undo = _lightning.hold_schedulers(trainer, lambda: steps.is_left_out)
+
+        def end() -> None:
+            undo()
+            steps.tell()
+
+        return end
+
+    @property
+    def skipped_steps(self) -> int:
+        """Optimizer steps of this run, or the last, that `on_nonfinite="skip"` has left out."""
+        return 0 if self._steps is None else self._steps.left_out
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -22,6 +22,7 @@ from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
+    AgreedGradients,
     EpochEndHooks,
     GlobalNorms,
     GroupGuard,
@@ -228,6 +229,7 @@ class Pipeline:
         logs = HookLogs(self._trainer, self.gather, self._end_batch)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
         reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
+        self._watch_gradients(reports)
         self._runner = StepRunner(
             self._module, self.split, self.executor, self._plans, reports, recorder, metrics,
             self.groups.replica, self._from_last, self._settings.loss_weighting,
@@ -240,6 +242,20 @@ class Pipeline:
             self._runner.reordering = Reordering(
                 self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
             )
+
+    def _watch_gradients(self, reports: ReportChannel) -> None:
+        """Where steps depend on it, tell all ranks of gradients that are not finite, with the reports."""
+        self._finite: AgreedGradients | None = None
+        if self._settings.on_nonfinite == "ignore" or not self._trainer.training:
+            return
+        groups = self.groups
+        finite = self._finite = AgreedGradients(
+            self.split.parameter_names(), self.split.stages_of, self.split.owned_parameters(), groups.replica,
+            groups.numbering.replicas, groups.numbering.global_rank,
+        )  # fmt: skip
+        places = dist.get_process_group_ranks(groups.pipeline)
+        reports.numbers = lambda: finite.own(self._set_aside.totals())
+        reports.told = lambda found: finite.of_replica([found[places.index(rank)] for rank in self._ranks])
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Do local work on every rank of the world; when one fails, all raise."""
@@ -303,9 +319,16 @@ class Pipeline:
 
     # Steps
 
-    def train(self, args: Sequence[Any]) -> dict[str, Any] | None:
-        """Run a training step; its gradients are set aside. `None` where it has no loss."""
+    def train(self, args: Sequence[Any], *, stepping: bool) -> dict[str, Any] | None:
+        """Run a training step; its gradients are set aside. `None` where it has no loss.
+
+        Args:
+            args: Of `training_step`.
+            stepping: Whether the optimizer steps on this batch.
+        """
         self.checkpoints.check()
+        if self._finite is not None:
+            self._finite.counts = stepping
         epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
         self.feed.check(args[0], batch_idx, "training_step")
         self._set_aside.begin(self._parameters, drop=zeroed_unseen(self._trainer, batch_idx))
@@ -347,11 +370,20 @@ class Pipeline:
         self._set_aside.put_back()
         if stepping:
             with self.failure.watch("averaging gradients", self.groups.control):
-                average_gradients(self._parameters, self.groups.data_parallel)
+                told = average_gradients(
+                    self._parameters, self.groups.data_parallel,
+                    numbers=() if self._finite is None else self._finite.numbers,
+                )  # fmt: skip
+                if self._finite is not None:
+                    self._finite.of_all(told)
                 for stages in sorted({tuple(shared.stages) for shared in self.split.shared}):
                     copies = [s.parameter for s in self.split.shared if tuple(s.stages) == stages]
                     group = self.groups.shared(stages, self._placement)
                     sum_gradients([copy for copy in copies if copy is not None], group)
+
+    def not_finite(self) -> list[str]:
+        """Gradients that are inf or nan before a step, in words, the same on every rank."""
+        return [] if self._finite is None else self._finite.found()
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients by their norm over all stages; tied parameters count once."""

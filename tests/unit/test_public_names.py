@@ -22,6 +22,7 @@ PUBLIC = {
         "ConfigMismatchError",
         "ConfigurationError",
         "MessageError",
+        "NonFiniteError",
         "PartitionError",
         "PipelineError",
         "PlaceholderError",
