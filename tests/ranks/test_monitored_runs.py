@@ -135,7 +135,7 @@ trainer:
   logger: false
   enable_checkpointing: false
   enable_model_summary: false
-  strategy: {class_path: lightning_pipeline.PipelineStrategy, init_args: {stages: 2, num_microbatches: 2}}
+  strategy: {class_path: lightning_pipeline.PipelineStrategy, init_args: {stages: 2, num_microbatches: 2, on_nonfinite: raise}}
   callbacks:
     - class_path: lightning_pipeline.callbacks.BubbleMonitor
       init_args: {every_n_steps: 2, every_n_epochs: 1}
