@@ -19,7 +19,7 @@ from lightning_pipeline.checkpoint.contents import (
     owned_by,
 )
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
-from lightning_pipeline.errors import ConfigurationError, SplitError, StageFailedError
+from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
     AgreedGradients,
@@ -442,7 +442,8 @@ class Pipeline:
             try:
                 self.failure.end(exception)
             except StageFailedError as told:
-                exception.add_note(str(told))
+                if not isinstance(exception, NonFiniteError):  # which every rank raises, with all there is
+                    exception.add_note(str(told))
         self.world.close()
         self.replica.close()
         self.groups.abort()
