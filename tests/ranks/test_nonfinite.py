@@ -76,7 +76,7 @@ def fitted(
 
 
 def skipping(name: str, stages: int, accumulate: int = 1, replicas: int = 1, only: str = "") -> Any:
-    pipeline = {"stages": stages, "num_microbatches": 2, "data_parallel_size": replicas}
+    pipeline = {"stages": stages, "num_microbatches": min(stages, 2), "data_parallel_size": replicas}
     pipeline |= {"on_nonfinite": "skip"}
     *found, _ = fitted(pipeline, Poisoned(name, only), 32 * replicas, accumulate_grad_batches=accumulate)
     return found
@@ -97,7 +97,7 @@ def test_a_step_that_one_stage_cannot_take_is_left_out_by_all(
 def test_one_stage_leaves_the_step_out_too() -> None:
     expected, rates, _, _ = fitted(None, LeavesOut(FIRST))
     found_weights, found_rates, skipped = skipping(FIRST, 1)
-    torch.testing.assert_close(found_weights, expected, rtol=1e-12, atol=1e-14)
+    assert all(torch.equal(found_weights[name], expected[name]) for name in expected)
     assert (found_rates, skipped) == (rates, 1)
 
 
@@ -113,7 +113,7 @@ def test_a_step_that_one_replica_cannot_take_is_left_out_by_all(ranks: Ranks) ->
 
 def raising(stages: int) -> tuple[str, list[Tensor]]:
     module = Poisoned(FIRST)
-    run = trainer({"stages": stages, "num_microbatches": 2, "on_nonfinite": "raise"})
+    run = trainer({"stages": stages, "num_microbatches": min(stages, 2), "on_nonfinite": "raise"})
     kept: list[Tensor] = []
 
     class Keeps(pl.Callback):
