@@ -11,7 +11,6 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_pipeline import _lightning
-from lightning_pipeline._lightning import equal_groups
 from lightning_pipeline.checkpoint import Checkpoints, options_of
 from lightning_pipeline.checkpoint.contents import (
     Owns,
@@ -153,7 +152,7 @@ class Pipeline:
         if trainer.training:
             _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
             self._undo += [self.position.install(), summarize_before_split(trainer)]
-            self._undo += [equal_groups(self.any_of), _lightning.skip_without_loss(trainer)]
+            self._undo += [_lightning.equal_groups(self.any_of), _lightning.skip_without_loss(trainer)]
             self._add_callbacks(trainer, LowersGuards(self, self.groups.numbering.replicas), together)
         if first is None:
             return
