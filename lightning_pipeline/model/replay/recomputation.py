@@ -25,6 +25,9 @@ class Recomputation(GlueRun):
         received: The tensors among that which arrived here.
         places: For each unit that the step calls several times, where the random state stood at each call.
         watches: Whether there may be code between units that runs again.
+
+    Attributes:
+        reentrant: Whether regions were asked for with `use_reentrant=True`.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Recomputation(GlueRun):
     ) -> None:  # fmt: skip
         super().__init__(program, seeds, returned, received)
         self._places, self._watches = places, watches
+        self.reentrant = False
 
     def running(self) -> AbstractContextManager[Any]:
         """For the length of the backward."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, ValueKey
@@ -206,7 +207,7 @@ class StageProgram:
         run = Rehearsal(self, outputs, step.seeds.microbatch(number), observer, draws)
         self._patches.runner, self.mode.watcher = run, run
         try:
-            with step.context(), reentrant_checkpoint_replaced():
+            with step.context(), reentrant_checkpoint_replaced(lambda: run.inside):
                 run.rehearse(step.function, self._fresh(batch[0]), self._fresh(batch[1]))
         finally:
             self._patches.runner = self.mode.watcher = None
@@ -221,9 +222,11 @@ class StageProgram:
         self._patches.runner, self.mode.watcher = replay, replay
         emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
         try:
-            with reentrant_checkpoint_replaced():
+            with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
                 done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
             done.again = replay.again() if step.weights is not None else None
+            if done.again is not None:
+                done.again.reentrant = regions.replaced
             return done
         finally:
             self._patches.runner = self.mode.watcher = None
@@ -325,8 +328,20 @@ class StageProgram:
         assert again is not None, "a forward that a backward follows says what answers code in it"
         self._patches.runner, self.mode.watcher = again, again.watcher
         try:
-            with again.running(), reentrant_checkpoint_replaced(), self._deferring(queue, roots):
+            with (
+                again.running(),
+                self._deferring(queue, roots),
+                reentrant_checkpoint_replaced(lambda: again.inside),
+            ):
                 torch.autograd.backward(roots, gradients)
+        except CheckpointError as error:
+            if not again.reentrant:
+                raise
+            raise SplitError(
+                f"a region of checkpoint(..., use_reentrant=True) in {self.step} does something else when it "
+                "is run again for the backward, such as after self.eval() at the end of the step, and stages "
+                "cannot follow it: change modes and attributes before such a region, or in a hook"
+            ) from error
         finally:
             self._patches.runner = self.mode.watcher = None
             again.close()

@@ -12,6 +12,8 @@ from lightning_pipeline.model.trace.costs import Work
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
 
+_REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction
+
 
 class _Region:
     """A region that is open: what ran in it since its last saved tensor, and the sizes of what it saved."""
@@ -103,31 +105,51 @@ class Regions:
             regions.clear()
 
 
-class _AsNonReentrant:
+class ReentrantRegions:
     """Stands in for torch's `CheckpointFunction` while a step is traced or replayed.
 
     The reentrant kind runs its function without a graph, so what a unit inside returns could not carry a
-    gradient across a cut. The other kind computes the same. To be deleted when torch drops
+    gradient across a cut. The other kind computes the same, but for code that asks whether gradients are
+    recorded: the tracer looks for such units. Inside a unit nothing is cut. To be deleted when torch drops
     `use_reentrant=True`, as it announces.
+
+    Args:
+        inside: Whether a unit runs.
+
+    Attributes:
+        open: How many regions run now.
+        replaced: Whether there was one.
     """
 
-    @staticmethod
-    def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-        """Checkpoint `function(*args)` the non-reentrant way."""
+    def __init__(self, inside: Callable[[], Any]) -> None:
+        self._inside, self.open, self.replaced = inside, 0, False
+
+    def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        """Checkpoint `function(*args)`, between units the non-reentrant way."""
+        if self._inside():
+            return _REENTRANT.apply(function, preserve, *args)
         if not any(isinstance(value, Tensor) and value.requires_grad for value in args):
             with torch.no_grad():  # as there: torch warns that such a region is not trained
                 return function(*args)
-        return torch.utils.checkpoint.checkpoint(
-            function, *args, use_reentrant=False, preserve_rng_state=preserve
-        )
+        self.open, self.replaced = self.open + 1, True
+        try:
+            return torch.utils.checkpoint.checkpoint(
+                function, *args, use_reentrant=False, preserve_rng_state=preserve
+            )
+        finally:
+            self.open -= 1
 
 
 @contextmanager
-def reentrant_checkpoint_replaced() -> Iterator[None]:
-    """Run reentrant checkpoints as non-reentrant ones."""
+def reentrant_checkpoint_replaced(inside: Callable[[], Any]) -> Iterator[ReentrantRegions]:
+    """Run reentrant checkpoints between units as non-reentrant ones.
+
+    Args:
+        inside: Whether a unit runs.
+    """
     before = torch.utils.checkpoint.CheckpointFunction
-    torch.utils.checkpoint.CheckpointFunction = _AsNonReentrant  # type: ignore[misc, assignment]
+    torch.utils.checkpoint.CheckpointFunction = regions = ReentrantRegions(inside)  # type: ignore[misc, assignment]
     try:
-        yield
+        yield regions
     finally:
         torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]

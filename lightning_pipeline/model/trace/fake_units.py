@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.errors import SplitError
@@ -20,12 +21,18 @@ from lightning_pipeline.model.tensors import (
     alias,
     is_placeholder,
     map_tensors,
+    random_state_kept,
+    user_line,
 )
 from lightning_pipeline.model.trace.costs import Work, left_out_by
+from lightning_pipeline.model.trace.grad_mode import same_operations, same_values
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
     from lightning_pipeline.model.trace.tracer import Tracer
+
+
+_log = logging.getLogger(__name__)
 
 
 class FakeRun:
@@ -47,11 +54,44 @@ class FakeRun:
         draws = _host_draws(self._generators)
         tracer.inside = call
         try:
+            if tracer.reentrant.open and torch.is_grad_enabled():
+                self._check_grad_mode(call, args, kwargs)
             output = self._try_fake(call, args, kwargs)
         finally:
             tracer.inside = None
         tracer.trace.host_random |= draws != _host_draws(self._generators)
         return given.carry_over(copies, output, lambda tensor: tensor)
+
+    def _check_grad_mode(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """In a region of reentrant checkpointing: refuse a unit whose values depend on the grad mode.
+
+        On one device it runs without gradients there, and once more with them. Its message to the next stage
+        could not be both.
+        """
+        tracer, forward = self._tracer, self._tracer.patches.originals[call.unit]
+        objects = ObjectState((args, kwargs))
+        try:
+            with _quiet(), random_state_kept(self._generators), saved_tensors_hooks(_kept, _kept):
+                if same_operations(forward, args, kwargs, tracer.mode):
+                    return
+                if tracer.weightless or self._is_absent:
+                    return  # the trace of the whole module, with its weights, has looked
+                tracer.runs_really = True
+                made_up = map_tensors(_made_up, (args, kwargs))
+                same = same_values(forward, made_up[0], made_up[1], self._generators)
+        except Exception as error:
+            _log.debug("unit %d does not run apart: %s", call.unit, error)
+            return
+        finally:
+            tracer.runs_really = False
+            objects.restore()
+        if not same:
+            raise SplitError(
+                f"unit {tracer.patches.units[call.unit].name!r} computes other values without gradients than "
+                "with them, and is called in a region of checkpoint(..., use_reentrant=True), whose forward "
+                "runs without and its recomputation with them: use checkpoint(..., use_reentrant=False), or "
+                f"checkpoint inside the unit's own forward [at {user_line(tracer.root)}]"
+            )
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._tracer.patches.originals[call.unit]
@@ -163,6 +203,14 @@ def _host_draws(generators: Generators) -> str:
     """Where numpy's and Python's generators stand in their blocks, and those of the module."""
     host: Any = numpy.random.get_state(legacy=False)
     return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """In the place of the region's hooks, which would take what is saved here for the unit's.
+
+    The tensor itself would close a circle: an output saved by its own graph.
+    """
+    return tensor.detach()
 
 
 def _made_up(tensor: Tensor) -> Tensor:

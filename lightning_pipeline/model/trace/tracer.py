@@ -113,7 +113,7 @@ class Tracer:
         function = step_function(self.root, self.trace.step)
         for tensor in tensors_in((args, kwargs)):
             self.glue.batch.add(tensor, frozenset({Tag("batch")}))
-        with ExitStack() as stack, reentrant_checkpoint_replaced():
+        with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self.reentrant:
             stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
             stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
             self.patches.runner, self.mode.watcher = self, self
