@@ -1,6 +1,6 @@
 """Every private Lightning name that the package uses: why, and since which version."""
 
-from lightning_pipeline._lightning.building import configure_again
+from lightning_pipeline._lightning.building import checkpoint_without_state, configure_again
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
     batches_of_epoch,
@@ -88,6 +88,7 @@ __all__ = [
     "before_loader_results",
     "brings_checkpoint_io",
     "callbacks_with",
+    "checkpoint_without_state",
     "claim_cpu",
     "combined_loader_of",
     "configure_again",

@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store, _set_pg_timeout
+from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
 
 from lightning_pipeline import errors
@@ -112,11 +113,9 @@ class Ranks(Company):
             )
         wait = Wait(what, tuple(self.ranks), group, self._timeout.total_seconds(), self._key)
         try:
-            if self._lookout is None:
+            inside = nullcontext() if self._lookout is None else self._lookout.waits.inside(wait)
+            with inside, _disable_current_modes():  # a module may be under construction
                 yield group
-            else:
-                with self._lookout.waits.inside(wait):
-                    yield group
         except RuntimeError as error:
             cause = self._cause(what, error, group)
             break_off(group)

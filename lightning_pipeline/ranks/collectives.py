@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lightning_pipeline.errors import StageFailedError
 from lightning_pipeline.ranks.failure import Failure
@@ -67,27 +68,27 @@ class Company:
         self._failure.go_on(what)
         used = self.group if group is None else group
         assert used is not None, "a company that was left does nothing together"
-        with self._failure.watch(what, used):
+        with self._failure.watch(what, used), _disable_current_modes():  # a module may be under construction
             yield used
 
     def any_of(self, what: str, *flags: bool) -> list[bool]:
         """For each flag whether any rank raised it."""
         if len(self.ranks) == 1:
             return list(flags)
-        votes = torch.tensor(flags, dtype=torch.uint8)
         with self.exchange(what) as group:
+            votes = torch.tensor(flags, dtype=torch.uint8)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-        return [bool(vote) for vote in votes.tolist()]
+            return [bool(vote) for vote in votes.tolist()]
 
     def numbers(self, what: str, own: Sequence[float]) -> list[list[float]]:
         """As many float64 of every rank, by position in the group."""
-        mine = torch.tensor(own, dtype=torch.float64)
         if len(self.ranks) == 1:
-            return [mine.tolist()]
-        found = [torch.empty_like(mine) for _ in self.ranks]
+            return [[float(number) for number in own]]
         with self.exchange(what) as group:
+            mine = torch.tensor(own, dtype=torch.float64)
+            found = [torch.empty_like(mine) for _ in self.ranks]
             dist.all_gather(found, mine, group=group)
-        return [values.tolist() for values in found]
+            return [values.tolist() for values in found]
 
     def gather(self, what: str, own: T) -> dict[int, T]:
         """An object of every rank, by global rank."""

@@ -20,6 +20,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import (
     Holdings,
     Put,
+    Ranks,
     first_holders,
     options_of,
     outside_a_run,
@@ -43,7 +44,7 @@ from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.weights import save_weights
+from lightning_pipeline.weights import holds_weights_only, load_weights, save_weights
 
 
 class CheckpointHooks(Answers, PlainStrategy):
@@ -226,6 +227,51 @@ class CheckpointHooks(Answers, PlainStrategy):
             own = {name: value for name, value in held.items() if isinstance(value, Tensor)}
             write(own, checkpoints.ranks)
 
+    def load_weights(
+        self, path: str | os.PathLike[str], *, prefix: str | None = None, strict: bool = True
+    ) -> None:
+        """Fill the module from files of weights, each rank what it holds; all ranks call.
+
+        In a run (in a hook, or in `configure_model` after the module is made) or after it. Tensors are read
+        from mapped files straight into place.
+
+        Args:
+            path: A checkpoint folder, a Hugging Face folder, a safetensors file or index, a `state_dict` of
+                torch's, or a `.ckpt` of Lightning's.
+            prefix: What stands before the stored names in the module, such as `model.`. Default: that with
+                which most names fit.
+            strict: Whether missing and unexpected names are errors.
+
+        Raises:
+            CheckpointError: On every rank, with nothing changed: names or shapes do not fit, or a file is
+                missing or damaged; all of it is listed.
+        """
+        told = local_path(path if self._alone else self.broadcast(os.fspath(path)))
+        if self._pipeline is not None:
+            self._fill_from(told, self._pipeline.checkpoints.ranks, prefix, strict)
+            return
+        placement, numbering = self._layout()
+        with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
+            self._fill_from(told, checkpoints.ranks, prefix, strict)
+
+    def _fill_from(self, path: Path, ranks: Ranks, prefix: str | None, strict: bool) -> None:
+        module = self.lightning_module
+        assert module is not None, "the strategy has seen a run"
+        states = held_states(module) if self._is_split else module.state_dict(keep_vars=True)
+        held = {name: v for name, v in states.items() if isinstance(v, Tensor) and not v.is_meta}
+        names = {*held, *(name for name, _ in module.named_parameters())}
+        if self._pipeline is not None and self._is_split:
+            names.update(self._pipeline.order)
+        settings = self._settings
+        load_weights(
+            path, held, names, ranks, prefix=prefix, strict=strict, trust=settings.trust_checkpoint,
+            checksums=settings.integrity != "off",
+        )  # fmt: skip
+
+    @property
+    def _is_split(self) -> bool:
+        return self._pipeline is not None and self._pipeline.table is not None
+
     def finish_saving(self) -> None:
         """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
 
@@ -292,6 +338,10 @@ class CheckpointHooks(Answers, PlainStrategy):
         assert module is not None, "a run has a module"
         path = local_path(self.broadcast(checkpoint_path))
         training = bool(module.trainer.training)
+        ranks = pipeline.checkpoints.ranks
+        if ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
+            self._fill_from(path, ranks, None, module.strict_loading)
+            return _lightning.checkpoint_without_state()
         rest, stood = pipeline.checkpoints.load(
             path, self._held(whole=True), strict=module.strict_loading, training=training,
             edited=is_overridden("on_load_checkpoint", module),

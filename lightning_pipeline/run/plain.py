@@ -19,10 +19,11 @@ from typing_extensions import override
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import options_of, read_whole, save_whole
 from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_identity
-from lightning_pipeline.checkpoint.folder import OURS, local_path
+from lightning_pipeline.checkpoint.folder import MODEL, OURS, local_path
 from lightning_pipeline.hooks import FiniteSteps, first_not_finite
 from lightning_pipeline.run.answers import Places
 from lightning_pipeline.run.one_device import OneDevice
+from lightning_pipeline.weights import holds_weights_only, open_weights, prefix_for
 
 
 class PlainStrategy(Places, ParallelStrategy):
@@ -289,7 +290,11 @@ class PlainStrategy(Places, ParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         path = Path(checkpoint_path) if "://" not in str(checkpoint_path) else None
         if path is not None and path.is_dir():
+            if holds_weights_only(path):
+                return self._weights_of(path)
             found = read_whole(path, trust=self._settings.trust_checkpoint)
+        elif path is not None and holds_weights_only(path):
+            return self._weights_of(path)
         else:
             found = super().load_checkpoint(checkpoint_path, weights_only)
         own = found.pop(OURS, {}) if isinstance(found, dict) else {}
@@ -298,6 +303,18 @@ class PlainStrategy(Places, ParallelStrategy):
             replicas = own.get("replicas") or [None]
             self._one_device.resume(replicas[self.replica_index % len(replicas)])
         return found
+
+    def _weights_of(self, path: Path) -> dict[str, Any]:
+        """A checkpoint with nothing but weights, which stay in the files until they are copied."""
+        module = self.lightning_module
+        assert module is not None, "a run has a module"
+        weights = open_weights(path, trust=self._settings.trust_checkpoint)
+        names = module.state_dict(keep_vars=True)
+        stored = weights.renamed(prefix_for([*weights.tensors, *weights.ties], names)).under(MODEL)
+        states = {name: entry.read() for name, entry in stored.items()}
+        tied = {id(tensor): name for name, tensor in names.items() if name in states}
+        states |= {name: states[tied[id(tensor)]] for name, tensor in names.items() if id(tensor) in tied}
+        return {**_lightning.checkpoint_without_state(), "state_dict": states}
 
     def _save_folder(self, dumped: Mapping[str, Any], path: Any, stood: Mapping[str, Any] | None) -> None:
         assert self._numbering is not None, "the Trainer has configured the launcher"

@@ -2,7 +2,19 @@
 
 from lightning_pipeline.weights.absent import fetch_absent
 from lightning_pipeline.weights.after_fit import gather_weights, receives_all
+from lightning_pipeline.weights.files import holds_weights_only, open_weights, prefix_for
+from lightning_pipeline.weights.load import load_weights
 from lightning_pipeline.weights.save import save_weights
 from lightning_pipeline.weights.staged import Staging
 
-__all__ = ["Staging", "fetch_absent", "gather_weights", "receives_all", "save_weights"]
+__all__ = [
+    "Staging",
+    "fetch_absent",
+    "gather_weights",
+    "holds_weights_only",
+    "load_weights",
+    "open_weights",
+    "prefix_for",
+    "receives_all",
+    "save_weights",
+]
