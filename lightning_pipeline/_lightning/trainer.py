@@ -16,6 +16,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 # Joins the process group as Lightning's own strategies do, torchrun and SLURM included. Since 1.9.
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import (
     _all_gather_ddp_if_available,
     _get_default_process_group_backend_for_device,
@@ -74,6 +75,7 @@ __all__ = [
     "brings_checkpoint_io",
     "callbacks_with",
     "claim_cpu",
+    "claim_device",
     "combined_loader_of",
     "configured_to_log_graph",
     "count_as_existing",
@@ -560,3 +562,11 @@ def claim_cpu(module: LightningModule) -> None:
         device = vars(part).get("_device")
         if isinstance(device, torch.device) and device.type == "meta":
             vars(part)["_device"] = torch.device("cpu")
+
+
+def claim_device(module: LightningModule, device: torch.device) -> None:
+    """Let a module and what is in it say that they are on a device, as `Module.to` does. Since 2.0.
+
+    `Module.to` itself would trip over what stands for the tensors of other stages.
+    """
+    _update_properties(module, device=device)

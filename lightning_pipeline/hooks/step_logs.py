@@ -13,6 +13,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.tensors import storage_key
 from lightning_pipeline.ranks import Outlet
 
 SIGNATURE = inspect.signature(LightningModule.log)
@@ -155,7 +156,7 @@ class LogRecorder:
     def _add(self, call: _Call, name: str, value: Any, given: int | None, size: int | None) -> None:
         if given is not None:
             call.given.append(given)
-        scalar = _scalar(name, value)
+        scalar = _scalar(name, value, self._module.device)
         if scalar is None:
             return
         call.values.append(scalar)
@@ -224,7 +225,7 @@ def _items(values: Any) -> Any:
     return values.items()
 
 
-def _scalar(name: str, value: Any) -> Tensor | None:
+def _scalar(name: str, value: Any, device: torch.device) -> Tensor | None:
     if isinstance(value, Metric):
         value = value._forward_cache  # the step's own value; Lightning reads it there too
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -240,7 +241,7 @@ def _scalar(name: str, value: Any) -> Tensor | None:
             f"self.log({name!r}, ...) was called with a tensor of {value.numel()} elements; it must have one"
         )
     dtype = _wide(value.dtype if value.is_floating_point() else torch.get_default_dtype())
-    scalar: Tensor = value.detach().to(dtype).reshape(()).clone()
+    scalar: Tensor = value.detach().to(device, dtype).reshape(()).clone()
     return scalar
 
 
@@ -272,12 +273,16 @@ def _is_of(values: Sequence[Any], losses: Sequence[Tensor | None]) -> bool:
     return all(
         loss is not None
         and (
-            value.data_ptr() == loss.data_ptr() and value.numel() == 1
+            _shares_memory(value, loss) and value.numel() == 1
             if isinstance(value, Tensor)
             else float(value) == float(loss) or (math.isnan(value) and bool(loss.isnan()))
         )
         for value, loss in zip(values, losses, strict=True)
     )
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return storage_key(one) == storage_key(other) and one.storage_offset() == other.storage_offset()
 
 
 def _weighted(call: _Call, weights: Sequence[float]) -> Tensor:

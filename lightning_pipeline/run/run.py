@@ -165,23 +165,27 @@ class Pipeline:
             chosen=settings.num_microbatches == "auto", trains=trainer.training,
         )  # fmt: skip
         context = plugin.forward_context
+        self._undo.append(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
+        _lightning.claim_device(self._module, self._device)
         with as_the_loop_will(trainer, step):
             self._cut = choose_cut(
                 self._module, step, parts.args[0], self._placement.num_stages, settings, context,
-                self._from_zero, self.agreed, built,
+                self._device, self._from_zero, self.agreed, built,
             )  # fmt: skip
         later = early.later_arguments(step)
         if later is not None:
             parts = split_arguments(self._module, later[1], number)
             with as_the_loop_will(trainer, later[0]):
                 self._cut = self.agreed(
-                    lambda: trace_later(self._module, self._cut, later[0], parts.args[0], context)
+                    lambda: trace_later(
+                        self._module, self._cut, later[0], parts.args[0], context, self._device
+                    )
                 )
         self._staged = bool(built)
         materialize(self._module, self._cut, self._stages, self.world, self.replica, built)
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
-            lambda: split_module(self._module, self._cut, self._stages, recorder, context, seed)
+            lambda: split_module(self._module, self._cut, self._stages, recorder, context, self._device, seed)
         )
         recorder.part_of, self.split.told.of_whole = self.split.part, recorder.log_of_whole
         self.split.beside = lambda: beside_module(trainer)
@@ -473,5 +477,6 @@ class Pipeline:
         if self._failed:
             self.split.restore()
             return
+        self.split.mode.forget()
         how = self._settings.gather_weights
         make_whole(self._module, self.split, self.owns(), self.replica, how, staged=self._staged)

@@ -10,9 +10,10 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
 from lightning_pipeline.hooks import LogRecorder
@@ -50,6 +51,7 @@ def choose_cut(
     num_stages: int,
     settings: Settings,
     forward_context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
     from_rank_zero: Outlet,
     agreed: Callable[[Callable[[], Any]], Any],
     built: Construction | None = None,
@@ -63,6 +65,7 @@ def choose_cut(
         num_stages: Stages of all ranks.
         settings: For `partition` and `units`.
         forward_context: The precision plugin's.
+        device: Of this rank, where its batch is.
         from_rank_zero: To all ranks.
         agreed: Does local work on all ranks or raises on all of them.
         built: The weights that the module has not yet. Where the step cannot be traced without, all are made.
@@ -74,7 +77,7 @@ def choose_cut(
 
     def choose() -> Partition:
         units = find_units(module, at_least=num_stages, keep_whole=settings.units)
-        trace = trace_step(module, step, args, units=units, forward_context=forward_context)
+        trace = trace_step(module, step, args, units=units, forward_context=forward_context, device=device)
         return partition(trace, num_stages, how=settings.partition)
 
     try:
@@ -99,7 +102,7 @@ def choose_cut(
 
 def trace_later(
     module: LightningModule, cut: Cut, step: str, args: tuple[Any, ...],
-    forward_context: Callable[[], AbstractContextManager[Any]],
+    forward_context: Callable[[], AbstractContextManager[Any]], device: torch.device,
 ) -> Cut:  # fmt: skip
     """The cut with the trace of another step, so that what no stage could run is refused before the run.
 
@@ -111,6 +114,7 @@ def trace_later(
         step: Name of the other one.
         args: Its arguments, of one micro-batch.
         forward_context: The precision plugin's.
+        device: Of this rank, where its batch is.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -119,7 +123,7 @@ def trace_later(
         with torch.no_grad():
             trace = trace_step(
                 module, step, args, units=cut.partition.trace.units, forward_context=forward_context,
-                seen=cut.partition.trace.calls,
+                seen=cut.partition.trace.calls, device=device,
             )  # fmt: skip
     except SplitError as error:
         if needs_values(error):
@@ -203,6 +207,7 @@ def split_module(
     stages: tuple[int, ...],
     recorder: LogRecorder,
     forward_context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
     seed: int,
 ) -> SplitModel:
     """Keep this rank's stages of a module.
@@ -213,12 +218,13 @@ def split_module(
         stages: This rank's.
         recorder: Where `self.log` goes during a step.
         forward_context: The precision plugin's.
+        device: Of this rank.
         seed: Of the random numbers in steps; the same on every rank.
     """
     sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
     return SplitModel(
         module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
-        later=cut.later,
+        later=cut.later, device=device,
     )  # fmt: skip
 
 
@@ -244,9 +250,32 @@ def move(module: LightningModule, device: torch.device) -> None:
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None and tensor.device != device:
-                tensor.data = tensor.data.to(device)
+                _move_tensor(tensor, device)
         if isinstance(part, Metric):
             part.to(device)
+    _lightning.claim_device(module, device)
+
+
+def _move_tensor(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer, which stays the object that it is, and its gradient."""
+    gradient = None if tensor.grad is None else tensor.grad.to(device)
+    moved, tensor.grad = tensor.detach().to(device), None
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+    else:  # between the CPU and a device of an extension of torch
+        is_parameter = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+    tensor.grad = gradient
+
+
+def _give_memory(tensor: Tensor, moved: Tensor) -> None:
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+        return
+    grad, tensor.grad = tensor.grad, None  # devices of torch's extensions, where `data` cannot be set
+    made = nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
+    torch.utils.swap_tensors(tensor, made)
+    tensor.grad = grad
 
 
 @contextmanager

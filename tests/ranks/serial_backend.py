@@ -63,6 +63,8 @@ class Lane:
 class SerialGroup(dist.ProcessGroup):
     """Point-to-point operations in lanes."""
 
+    memory: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = staticmethod(lambda tensor: tensor)
+    """What gloo can read of a tensor."""
     lanes: ClassVar[list[Lane]] = []  # of this process
     made = 0
     _name = ""
@@ -90,6 +92,8 @@ class SerialGroup(dist.ProcessGroup):
         return NAME
 
     def send(self, tensors: list[torch.Tensor], dst: int, tag: int = 0) -> dist.Work:
+        tensors = [SerialGroup.memory(tensor) for tensor in tensors]
+
         def run() -> None:
             self._inner.send(tensors, dst, 0).wait(_PATIENCE)
             answer = torch.empty(1, dtype=torch.uint8)
@@ -98,16 +102,36 @@ class SerialGroup(dist.ProcessGroup):
         return self._lane.launch(run)
 
     def recv(self, tensors: list[torch.Tensor], src: int, tag: int = 0) -> dist.Work:
+        tensors = [SerialGroup.memory(tensor) for tensor in tensors]
+
         def run() -> None:
             self._inner.recv(tensors, src, 0).wait(_PATIENCE)
             self._inner.send([torch.ones(1, dtype=torch.uint8)], src, 1).wait(_PATIENCE)
 
         return self._lane.launch(run)
 
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        here = [SerialGroup.memory(tensor) for tensor in tensors]
+        return self._lane.launch(lambda: _wait(self._inner.broadcast(here, options)))
 
-def register() -> None:
-    """Make the backend known to this process."""
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> dist.Work:
+        here = [SerialGroup.memory(tensor) for tensor in tensors]
+        return self._lane.launch(lambda: _wait(self._inner.allreduce(here, options)))
+
+
+def _wait(work: dist.Work) -> None:
+    work.wait(_PATIENCE)
+
+
+def register(*devices: str) -> None:
+    """Make the backend known to this process.
+
+    Args:
+        devices: Their types; by default the CPU.
+    """
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(
-            NAME, lambda store, rank, size, timeout: SerialGroup(store, rank, size, timeout), devices=["cpu"]
+            NAME,
+            lambda store, rank, size, timeout: SerialGroup(store, rank, size, timeout),
+            devices=list(devices or ["cpu"]),
         )

@@ -35,6 +35,7 @@ from lightning_pipeline.model.tensors import (
     Peaks,
     PlaceholderMode,
     SavedCount,
+    result_dtypes,
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
@@ -80,6 +81,7 @@ class SplitModel:
         seed: Base of all random draws inside steps; the same on every rank.
         later: Traces of other steps, made when the module was whole; what has none is traced when it comes.
         others: What a step may change beside the module.
+        device: Where the steps run.
 
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
@@ -96,18 +98,20 @@ class SplitModel:
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         later: Sequence[Trace] = (),
         others: Callable[[], Sequence[Owner]] = tuple,
+        device: torch.device | None = None,
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
+        self._device = device or torch.device("cpu")
         self._context, self.seed = forward_context, seed
         self.mode = PlaceholderMode()
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of = cut.stage_of
         self.num_stages = cut.num_stages
         last = self.num_stages - 1 in stages
-        self.told = Told(root, sinks or {}, self.mode, has_last_stage=last)
+        self.told = Told(root, sinks or {}, self.mode, self._device, has_last_stage=last)
         self._programs = {stage: self._program(stage) for stage in stages}
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
-        self._residence = Residence(root, needed, set(stages), self.mode)
+        self._residence = Residence(root, needed, set(stages), self.mode, self._device)
         self._guards = AttributeGuards()
         self._others = others
         self._spread = self._shared_modules()
@@ -380,7 +384,7 @@ class SplitModel:
         return self._traced_outputs[signature]
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
-        return step, torch.is_grad_enabled(), torch.is_autocast_enabled(), self.root.training
+        return step, torch.is_grad_enabled(), result_dtypes(), self.root.training
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -469,6 +473,7 @@ class SplitModel:
                 mode=self.mode, forward_context=self._context,
                 sinks=self.told.names, others=self._others(),
                 seen=[call for trace, _ in self._known.values() for call in trace.calls],
+                device=self._device,
             )  # fmt: skip
 
     def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:

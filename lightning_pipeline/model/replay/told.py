@@ -31,10 +31,11 @@ class Told:
     """
 
     def __init__(
-        self, root: nn.Module, sinks: Mapping[str, Sink], mode: PlaceholderMode, *, has_last_stage: bool
-    ) -> None:
+        self, root: nn.Module, sinks: Mapping[str, Sink], mode: PlaceholderMode, device: torch.device,
+        *, has_last_stage: bool,
+    ) -> None:  # fmt: skip
         self._root, self._sinks, self._mode = root, dict(sinks), mode
-        self._has_last_stage = has_last_stage
+        self._device, self._has_last_stage = device, has_last_stage
         self.metrics = metrics_of(root)
         self.microbatch = 0
         self.of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
@@ -54,7 +55,9 @@ class Told:
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
             stack.enter_context(stub_sinks(self._root, self.names, _drop))
-            stack.enter_context(stub_metrics(self.metrics, _drop, lambda: torch.zeros(())))
+            stack.enter_context(
+                stub_metrics(self.metrics, _drop, lambda: torch.zeros((), device=self._device))
+            )
             yield
 
     @contextmanager
@@ -110,7 +113,7 @@ class Told:
             watcher.follow = follow
 
     def _no_value(self) -> Tensor:
-        return self._mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+        return self._mode.make(TensorSpec((), (), torch.float32, self._device.type, False))
 
 
 def _drop(value: Any) -> None:

@@ -47,10 +47,11 @@ class Residence:
     """
 
     def __init__(
-        self, root: nn.Module, needed: dict[str, tuple[int, ...]], stages: set[int], mode: PlaceholderMode
-    ) -> None:
+        self, root: nn.Module, needed: dict[str, tuple[int, ...]], stages: set[int], mode: PlaceholderMode,
+        device: torch.device,
+    ) -> None:  # fmt: skip
         self.needed = needed
-        self._root, self._stages = root, stages
+        self._root, self._stages, self._device = root, stages, device
         self._absent = AbsentTensors(root, mode, needed)
         self._dropped: list[_Dropped] = []
         self._first_names = _first_names(root)
@@ -81,9 +82,7 @@ class Residence:
     def _take(
         self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool
     ) -> None:
-        spec = TensorSpec.of(tensor)
-        if tensor.is_meta:
-            spec = spec._replace(device="cpu")
+        spec = TensorSpec.of(tensor)._replace(device=self._device.type)
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         del registry[name]
         vars(module)[name] = self._absent.make(full, spec)

@@ -1,6 +1,6 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
-from lightning_pipeline.model.tensors.cache import Remembered
+from lightning_pipeline.model.tensors.cache import Remembered, result_dtypes
 from lightning_pipeline.model.tensors.containers import (
     attributes_of,
     contents_of,
@@ -11,7 +11,6 @@ from lightning_pipeline.model.tensors.containers import (
 )
 from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators
 from lightning_pipeline.model.tensors.given import Given, takes_containers
-from lightning_pipeline.model.tensors.meta import StandIns, weights_needed
 from lightning_pipeline.model.tensors.placeholder import (
     PlaceholderMode,
     alias,
@@ -35,6 +34,7 @@ from lightning_pipeline.model.tensors.saved import (
     storage_bytes,
     top_hooks,
 )
+from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
     NOTHING,
     Structure,
@@ -80,6 +80,7 @@ __all__ = [
     "objects_below",
     "random_state_kept",
     "refill",
+    "result_dtypes",
     "stepping_aside",
     "storage_bytes",
     "storage_key",

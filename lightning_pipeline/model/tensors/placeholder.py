@@ -81,6 +81,10 @@ class PlaceholderMode(FakeTensorMode):
         finally:
             self.watcher, self.idle = watchers
 
+    def forget(self) -> None:
+        """Let go of real tensors that were operands: none can move to another device while it is known."""
+        self.fake_tensor_converter = type(self.fake_tensor_converter)()
+
     def like(self, tensor: Tensor) -> Tensor:
         """A fresh placeholder in the place of a real tensor."""
         return self.make(TensorSpec.of(tensor))

@@ -3,7 +3,7 @@
 import logging
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -110,14 +110,21 @@ class FakeRun:
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
         unit = self._tracer.patches.units[call.unit]
-        if self._tracer.weightless:
-            raise SplitError(
-                f"unit {unit.name!r} cannot be traced on the meta device: {type(cause).__name__}: {cause}; "
-                "build the module with its weights"
-            ) from cause
         given = Given(args, kwargs)
         if self._is_absent:
             return self._as_before(call, given, cause)
+        with ExitStack() as stack:
+            if self._tracer.stand_ins is not None and not stack.enter_context(
+                self._tracer.stand_ins.with_values(unit.module)
+            ):
+                raise SplitError(
+                    f"unit {unit.name!r} cannot be traced on the meta device: {type(cause).__name__}: "
+                    f"{cause}; build the module with its weights"
+                ) from cause
+            return self._on_made_up_input(call, given, args, kwargs, cause)
+
+    def _on_made_up_input(self, call: "Call", given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
+        unit = self._tracer.patches.units[call.unit]
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         copies = Given(args, kwargs)
         call.saved.clear()
@@ -180,7 +187,7 @@ class FakeRun:
 
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
-        return self._tracer.mode.make(TensorSpec((), (), torch.float32, "cpu", False))
+        return self._tracer.mode.make(TensorSpec((), (), torch.float32, self._tracer.device.type, False))
 
 
 def _is_absent(module: nn.Module) -> bool:

@@ -171,11 +171,13 @@ class Look(NamedTuple):
         sinks: Methods of the module that take values away, such as `log`.
         others: What the step may change beside the module.
         seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
+        device: Where the step runs.
     """
 
     sinks: Sequence[str]
     others: Sequence[Owner]
     seen: Sequence[Call]
+    device: torch.device
 
 
 def trace_step(
@@ -191,6 +193,7 @@ def trace_step(
     forward_context: ContextFactory = nullcontext,
     others: Sequence[Owner] = (),
     seen: Sequence[Call] = (),
+    device: torch.device | None = None,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -209,6 +212,7 @@ def trace_step(
         forward_context: Makes the precision's context, such as autocast.
         others: What the step may change beside the module.
         seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
+        device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
@@ -216,7 +220,7 @@ def trace_step(
     patched = patches or UnitPatches(units)
     placeholders = mode or PlaceholderMode()
     batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen)
+    look = Look(sinks, others, seen, device or torch.device("cpu"))
 
     def once(porting: Porting | None = None) -> Trace:
         if patches is None:
@@ -241,8 +245,9 @@ def _traced(
     grad_mode = torch.is_grad_enabled()
     tracer = None
     try:
-        weightless = StandIns(mode).put_into(root)
-        tracer = Tracer(root, step, patches, mode, look, weightless, porting)
+        stand_ins = StandIns(mode, look.device)
+        weightless = stand_ins.put_into(root)
+        tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
         with random_state_kept(Generators(root.modules())):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:

@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderMode,
+    StandIns,
     Tag,
     TagStore,
     is_placeholder,
@@ -48,10 +49,11 @@ class Tracer:
         patches: UnitPatches,
         mode: PlaceholderMode,
         look: Look,
-        weightless: bool = False,
+        stand_ins: StandIns | None = None,
         porting: Porting | None = None,
     ) -> None:
-        self.root, self.patches, self.mode, self.weightless = root, patches, mode, weightless
+        self.root, self.patches, self.mode = root, patches, mode
+        self.stand_ins, self.device = stand_ins, look.device
         self.trace, self.seen = Trace(root, step, patches.units), look.seen
         self._porting, self._modules = porting, list(root.modules())
         self.watch: Watch | None = None  # of a call with ports
@@ -77,6 +79,11 @@ class Tracer:
         self.regions = Regions()
         self._fake = FakeRun(self)
         self._name_states()
+
+    @property
+    def weightless(self) -> bool:
+        """Whether values of parameters or buffers are missing while the step is traced."""
+        return self.stand_ins is not None
 
     # ---- set-up
 

@@ -1,0 +1,237 @@
+"""Fits on a device whose memory the host cannot read equal those on the CPU: weights, logs, devices, reads."""
+
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.model.tensors import result_dtypes
+from tests import island
+from tests.pool import Pool
+from tests.ranks import serial_backend
+from tests.ranks.lightning_cases import (
+    FEATURES,
+    TARGETS,
+    Regression,
+    assert_same,
+    fit,
+    loader,
+    trainer,
+    weights,
+)
+
+Ranks = Callable[[int], Pool]
+
+
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Ranks]:
+    """Pools of their own, for the device stays known to a process."""
+    pools: dict[int, Pool] = {}
+
+    def pool_of(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+            pools[size](island.register)  # before the first backward, which counts the devices
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()
+
+
+class Residual(Regression):
+    """Dropout, batch norm, constants made on `self.device`, and weights read between units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES), nn.ReLU(), nn.Dropout(0.2))
+            for _ in range(4)
+        ).double()
+        self.net = nn.Linear(FEATURES, TARGETS).double()
+        self.register_buffer("scale", torch.linspace(0.5, 1, FEATURES, dtype=torch.float64))
+        self.gate = nn.Parameter(torch.full((FEATURES,), 0.3, dtype=torch.float64))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        h = batch[0] * self.scale + torch.arange(FEATURES, device=self.device) / 10
+        assert self.blocks[0][0].weight.device.type == self.device.type == batch[0].device.type
+        for block in self.blocks:
+            h = h + self.gate * block(h)
+        weight = torch.ones(len(h), 1, dtype=h.dtype, device=self.device)
+        loss = (weight * (self.net(h) - batch[1]).square()).mean()
+        self.log("train_loss", loss, on_step=True, on_epoch=True, prog_bar=True)
+        self.log("constant", 2.0)
+        return loss
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        h = batch[0]
+        for block in self.blocks:
+            h = h + block(h)
+        self.error.update(self.net(h), batch[1])
+        self.log("val_error", self.error)
+
+
+class Devices(Callback):
+    """Where things are, hook by hook."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, dict[str, str]] = {}
+
+    def note(self, hook: str, module: Any) -> None:
+        layer = module.blocks[0][0]
+        found = {"module": module, "metric": module.error, "weight": layer.weight, "scale": module.scale}
+        self.seen[hook] = {name: one.device.type for name, one in found.items()}
+
+    def setup(self, run: Any, module: Any, stage: str) -> None:
+        self.note("setup", module)
+
+    def on_fit_start(self, run: Any, module: Any) -> None:
+        self.note("on_fit_start", module)
+
+    def on_train_batch_end(self, run: Any, module: Any, *args: Any) -> None:
+        self.note("on_train_batch_end", module)
+
+    def on_validation_epoch_end(self, run: Any, module: Any) -> None:
+        self.note("on_validation_epoch_end", module)
+
+
+def devices_seen() -> Any:
+    module, seen = Residual(), Devices()
+    run = trainer({"stages": 2}, accelerator=island.IslandAccelerator(), callbacks=[seen])
+    run.fit(module, loader(), loader(seed=4))
+    after = {str(module.device), *(str(tensor.device) for tensor in module.state_dict().values())}
+    return seen.seen, after
+
+
+def test_modules_say_where_they_are(apart: Ranks) -> None:
+    """As with SingleDeviceStrategy, where the module alone is on its device in `setup`."""
+    there = dict.fromkeys(["module", "metric", "weight", "scale"], "island")
+    later = ["on_fit_start", "on_train_batch_end", "on_validation_epoch_end"]
+    for seen, after in apart(2)(devices_seen):
+        assert seen == {
+            "setup": {**dict.fromkeys(there, "cpu"), "module": "island"},
+            **dict.fromkeys(later, there),
+        }
+        assert after == {"cpu"}
+
+
+class Looks(Regression):
+    """A layer whose code looks at values, so that its shapes are found by running it."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(FEATURES, FEATURES).double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) * 2 if bool(self.linear.weight.sum() > -1e9) else x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = self.Layer()
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return nn.functional.mse_loss(self.net(self.first(batch[0])), batch[1])
+
+
+def on_island(pipeline: dict[str, Any], make: Callable[[], Any], free: int = 0, **options: Any) -> Any:
+    island.free_memory[:] = [free]
+    return fit(pipeline, make, accelerator=island.IslandAccelerator(), **options)
+
+
+MANY = {"stages": 1, "stages_per_rank": 3, "schedule": "LoopedBFS", "num_microbatches": 2}
+
+
+@pytest.mark.parametrize("make", [Residual, Looks])
+@pytest.mark.parametrize("free", [0, 2**30], ids=["no room for the whole", "room for the whole"])
+def test_stages_of_one_rank(apart: Ranks, make: type[Regression], free: int) -> None:
+    (found,) = apart(1)(on_island, MANY, make, free)
+    (expected,) = apart(1)(fit, MANY, make)
+    assert_same(found, expected)
+
+
+@pytest.mark.parametrize("transport", ["host", "nccl"])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
+def test_two_ranks(apart: Ranks, schedule: str, transport: str) -> None:
+    """Messages through host memory, and from device to device over the backend of its collectives."""
+    pipeline = {"stages": 2, "schedule": schedule, "num_microbatches": 2}
+    device = {**pipeline, "transport": transport, "process_group_backend": serial_backend.NAME}
+    expected = apart(2)(fit, pipeline, Residual)
+    for found in apart(2)(on_island, device, Residual):
+        assert_same(found, expected[0])
+
+
+def saved_and_resumed(kind: str, folder: str) -> Any:
+    """Weights after two epochs, the second of which follows from a checkpoint; then metrics and predictions."""
+    accelerator = island.IslandAccelerator() if kind == "island" else "cpu"
+    pipeline = {"stages": 2, "num_microbatches": 2}
+    path = Path(folder) / kind
+    first = trainer(pipeline, accelerator=accelerator, max_epochs=1)
+    first.fit(Regression(), loader(), loader(seed=4))
+    first.save_checkpoint(path)
+    module, second = Regression(), trainer(pipeline, accelerator=accelerator)
+    second.fit(module, loader(), loader(seed=4), ckpt_path=path, weights_only=False)
+    validated = second.validate(module, loader(seed=5))
+    predicted = second.predict(module, loader(seed=5))
+    return weights(module), validated, [None if one is None else one.cpu() for one in predicted or []]
+
+
+def test_checkpoints_validation_and_prediction(apart: Ranks) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = apart(2)(saved_and_resumed, "island", folder)
+        expected = apart(2)(saved_and_resumed, "cpu", folder)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def reads_in_a_step() -> Any:
+    """What a training step reads to the host, messages aside: with one rank there are none."""
+
+    class Count(Callback):
+        reads: list[Any] = []  # noqa: RUF012  # one object a run
+
+        def on_train_batch_start(self, *args: Any) -> None:
+            island.reads.clear()
+
+        def on_before_optimizer_step(self, *args: Any) -> None:
+            self.reads.append(list(island.reads))
+
+    count = Count()
+    run = trainer(MANY, accelerator=island.IslandAccelerator(), callbacks=[count], enable_progress_bar=False)
+    run.fit(Regression(), loader(samples=32))
+    return count.reads[1:]
+
+
+def test_a_step_reads_nothing_to_the_host(apart: Ranks) -> None:
+    (reads,) = apart(1)(reads_in_a_step)
+    assert len(reads) == 7
+    assert reads == [[]] * 7
+
+
+def test_the_strategy_is_given_the_devices_of_the_accelerator(apart: Ranks) -> None:
+    (device,) = apart(1)(root_device)
+    assert device == "island:0"
+
+
+def root_device() -> str:
+    run = trainer(MANY, accelerator=island.IslandAccelerator())
+    assert isinstance(run.strategy, PipelineStrategy)
+    return str(run.strategy.root_device)
+
+
+def keys_under_autocast() -> list[Any]:
+    keys = []
+    for dtype in (torch.float16, torch.bfloat16):
+        with torch.autocast(island.NAME, dtype=dtype):
+            keys.append(result_dtypes())
+    return [*keys, result_dtypes()]
+
+
+def test_remembered_results_know_the_autocast_of_the_device(apart: Ranks) -> None:
+    (keys,) = apart(1)(keys_under_autocast)
+    assert len(set(keys)) == 3
