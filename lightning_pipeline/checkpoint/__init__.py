@@ -6,10 +6,12 @@ from lightning_pipeline.checkpoint.newest import newest_verified
 from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of, writes_one_file
+from lightning_pipeline.checkpoint.save import Part, write
 
 __all__ = [
     "Checkpoints",
     "Holdings",
+    "Part",
     "Put",
     "Ranks",
     "first_holders",
@@ -23,5 +25,6 @@ __all__ = [
     "to_file",
     "to_safetensors",
     "verify",
+    "write",
     "writes_one_file",
 ]

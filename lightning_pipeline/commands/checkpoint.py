@@ -1,21 +1,28 @@
 """`lightning-pipeline checkpoint ...`: what can be done with a checkpoint folder outside a run."""
 
+import threading
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonargparse
 import torch
+from tqdm import tqdm
 
-from lightning_pipeline.checkpoint import to_file, to_safetensors, verify
+from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
+from lightning_pipeline.weights import Format, plan_conversion, unfinished, written_bytes
+from lightning_pipeline.weights import convert as write_conversion
 
 _MIB = 1 << 20
+_SECONDS = 0.1  # between looks at what is on disk
+_FLAGS = ("--force", "--dry_run")
 
 
 def checkpoint(arguments: Sequence[str]) -> None:
-    """Consolidate, inspect or verify a checkpoint folder.
+    """Convert, consolidate, inspect or verify a checkpoint.
 
     Args:
         arguments: After `checkpoint`.
@@ -23,26 +30,104 @@ def checkpoint(arguments: Sequence[str]) -> None:
     Raises:
         PipelineError: What was asked for cannot be.
     """
-    commands: dict[str, Any] = {"consolidate": consolidate, "inspect": inspect, "verify": verify_folder}
-    jsonargparse.auto_cli(commands, args=list(arguments), prog="lightning-pipeline checkpoint")
+    commands: dict[str, Any] = {
+        "convert": convert, "consolidate": consolidate, "inspect": inspect, "verify": verify_folder,
+    }  # fmt: skip
+    given = [f"{one}=true" if one in _FLAGS else one for one in arguments]
+    jsonargparse.auto_cli(commands, args=given, prog="lightning-pipeline checkpoint")
+
+
+def convert(
+    source: str,
+    target: str,
+    to: Format | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    prefix: str = "",
+    strip: str = "",
+    trust_checkpoint: bool = False,
+    progress: bool | None = None,
+) -> None:
+    """Turn one kind of checkpoint into another: folders, one file, safetensors, Hugging Face folders.
+
+    Args:
+        source: A checkpoint folder, a one-file checkpoint, a folder as `save_pretrained` writes it, a
+            safetensors file or index, or a `state_dict` of torch's.
+        target: A new path. `.ckpt`: one file, as a run on one device writes it. `.safetensors`: the weights.
+            `.pt`, `.pth`, `.bin`: the weights, as a `state_dict`. No suffix: a checkpoint folder.
+        to: Kind of the target, where the suffix does not tell: huggingface is a folder of safetensors shards.
+        force: Replace what is there.
+        dry_run: Say what would be written, and write nothing.
+        prefix: Put before each name; for weights alone.
+        strip: Taken off each name, such as `model.`; names without it are left out. For weights alone.
+        trust_checkpoint: Read objects of any class, which can run code.
+        progress: Show a bar. Default: on a terminal.
+    """
+    planned = plan_conversion(
+        Path(source), Path(target), kind=to, force=force, trust=trust_checkpoint, prefix=prefix, strip=strip
+    )
+    print(planned)
+    if dry_run:
+        print("nothing was written: --dry_run")
+        return
+    with _progress(planned.source, planned.target, progress):
+        write_conversion(planned)
+    print(f"wrote {target}, {_size(Path(target)) / _MIB:.1f} MiB")
 
 
 def consolidate(
-    folder: str, output: str, to: Literal["ckpt", "safetensors"] = "ckpt", trust_checkpoint: bool = False
+    folder: str,
+    output: str,
+    to: Literal["ckpt", "safetensors"] | None = None,
+    force: bool = False,
+    dry_run: bool = False,
+    trust_checkpoint: bool = False,
+    progress: bool | None = None,
 ) -> None:
-    """Write a checkpoint folder as one file, for `load_from_checkpoint`, a plain Trainer, or other tools.
+    """Write a checkpoint as one file, for `load_from_checkpoint`, a plain Trainer, or other tools: `convert`.
 
     Args:
-        folder: The checkpoint folder.
+        folder: The checkpoint.
         output: The new file.
-        to: `ckpt`: everything, as a run on one device writes it. `safetensors`: the weights.
+        to: `ckpt`: everything, as a run on one device writes it. `safetensors`: the weights. Default: by the
+            suffix.
+        force: Replace what is there.
+        dry_run: Say what would be written, and write nothing.
         trust_checkpoint: Read objects of any class, which can run code.
+        progress: Show a bar. Default: on a terminal.
     """
-    if to == "safetensors":
-        to_safetensors(Path(folder), Path(output))
-    else:
-        to_file(Path(folder), Path(output), trust=trust_checkpoint)
-    print(f"wrote {output}, {Path(output).stat().st_size / _MIB:.1f} MiB")
+    kind = to or ("safetensors" if Path(output).suffix == ".safetensors" else "ckpt")
+    convert(folder, output, kind, force, dry_run, trust_checkpoint=trust_checkpoint, progress=progress)
+
+
+def _size(path: Path) -> int:
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+@contextmanager
+def _progress(source: Path, target: Path, shown: bool | None) -> Iterator[None]:
+    """Show how much is on disk, of about as much as the source has."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    before, ended = unfinished(target), threading.Event()
+    with tqdm(
+        total=_size(source), unit="B", unit_scale=True, disable=None if shown is None else not shown
+    ) as bar:
+
+        def watch() -> None:
+            while not ended.wait(_SECONDS):
+                bar.n = min(written_bytes(target, before), bar.total)
+                bar.refresh()
+
+        thread = threading.Thread(target=watch, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+        bar.n = bar.total
+        bar.refresh()
 
 
 def inspect(folder: str) -> None:
