@@ -1,5 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
+from lightning_pipeline.hooks.beside import owners_beside
 from lightning_pipeline.hooks.configure import configure
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import SetAside, zeroed_unseen
@@ -30,6 +31,7 @@ __all__ = [
     "first_not_finite",
     "global_norm",
     "loss_of",
+    "owners_beside",
     "replay",
     "with_global_norm",
     "zeroed_unseen",

@@ -24,6 +24,7 @@ class OptimizersOnDemand:
     _wrapped_optimizers: list[LightningOptimizer]
     _schedulers: list[Any]
     _asks: LightningModule | None = None
+    asked = False  # whether the last step that was traced did
 
     @contextmanager
     def optimizers_on_demand(self, module: LightningModule) -> Iterator[None]:
@@ -32,7 +33,7 @@ class OptimizersOnDemand:
         Args:
             module: To be traced.
         """
-        self._asks = module
+        self._asks, self.asked = module, False
         self._fill([], [])
         try:
             yield
@@ -46,6 +47,7 @@ class OptimizersOnDemand:
     def _ask(self) -> None:
         module, self._asks = self._asks, None
         if module is not None:
+            self.asked = True
             with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 self._fill(*_lightning.init_optimizers(module))

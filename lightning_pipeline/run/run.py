@@ -1,6 +1,7 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from lightning_pipeline.hooks import (
     SharedMetrics,
     clip_to_norm,
     global_norm,
+    owners_beside,
     zeroed_unseen,
 )
 from lightning_pipeline.model.construction import Construction
@@ -167,10 +169,11 @@ class Pipeline:
         context = plugin.forward_context
         self._undo.append(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
         _lightning.claim_device(self._module, self._device)
+        beside = lambda: owners_beside(trainer)  # noqa: E731
         with as_the_loop_will(trainer, step):
             self._cut = choose_cut(
                 self._module, step, parts.args[0], self._placement.num_stages, settings, context,
-                self._device, self._from_zero, self.agreed, built,
+                self._device, self._from_zero, self.agreed, built, beside,
             )  # fmt: skip
         later = early.later_arguments(step)
         if later is not None:
@@ -178,17 +181,20 @@ class Pipeline:
             with as_the_loop_will(trainer, later[0]):
                 self._cut = self.agreed(
                     lambda: trace_later(
-                        self._module, self._cut, later[0], parts.args[0], context, self._device
+                        self._module, self._cut, later[0], parts.args[0], context, self._device, beside
                     )
                 )
         self._staged = bool(built)
         materialize(self._module, self._cut, self._stages, self.world, self.replica, built)
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
-            lambda: split_module(self._module, self._cut, self._stages, recorder, context, self._device, seed)
+            lambda: split_module(
+                self._module, self._cut, self._stages, recorder, context, self._device, seed, beside
+            )
         )
         recorder.part_of, self.split.told.of_whole = self.split.part, recorder.log_of_whole
         self.split.beside = lambda: beside_module(trainer)
+        self.split.looks_again = getattr(trainer.strategy, "asked", False)
         self.split.set_aside = lambda: loggers_set_aside(trainer)
         self._is_split = True
         if self.groups.numbering.replicas == 1:

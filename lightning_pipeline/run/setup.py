@@ -1,6 +1,6 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,7 +22,7 @@ from lightning_pipeline.model.cut import Partition, StageTable, partition, stage
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import SharedParameter
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
-from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
+from lightning_pipeline.model.trace import Owner, Trace, find_units, needs_values, trace_step
 from lightning_pipeline.ranks import Company, Groups, Outlet
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
@@ -55,6 +55,7 @@ def choose_cut(
     from_rank_zero: Outlet,
     agreed: Callable[[Callable[[], Any]], Any],
     built: Construction | None = None,
+    others: Callable[[], Sequence[Owner]] = tuple,
 ) -> Cut:
     """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than the others'.
 
@@ -69,6 +70,7 @@ def choose_cut(
         from_rank_zero: To all ranks.
         agreed: Does local work on all ranks or raises on all of them.
         built: The weights that the module has not yet. Where the step cannot be traced without, all are made.
+        others: What the step may change beside the module.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -77,7 +79,9 @@ def choose_cut(
 
     def choose() -> Partition:
         units = find_units(module, at_least=num_stages, keep_whole=settings.units)
-        trace = trace_step(module, step, args, units=units, forward_context=forward_context, device=device)
+        trace = trace_step(
+            module, step, args, units=units, forward_context=forward_context, device=device, others=others()
+        )
         return partition(trace, num_stages, how=settings.partition)
 
     try:
@@ -103,6 +107,7 @@ def choose_cut(
 def trace_later(
     module: LightningModule, cut: Cut, step: str, args: tuple[Any, ...],
     forward_context: Callable[[], AbstractContextManager[Any]], device: torch.device,
+    others: Callable[[], Sequence[Owner]] = tuple,
 ) -> Cut:  # fmt: skip
     """The cut with the trace of another step, so that what no stage could run is refused before the run.
 
@@ -115,6 +120,7 @@ def trace_later(
         args: Its arguments, of one micro-batch.
         forward_context: The precision plugin's.
         device: Of this rank, where its batch is.
+        others: What the step may change beside the module.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -123,7 +129,7 @@ def trace_later(
         with torch.no_grad():
             trace = trace_step(
                 module, step, args, units=cut.partition.trace.units, forward_context=forward_context,
-                seen=cut.partition.trace.calls, device=device,
+                seen=cut.partition.trace.calls, device=device, others=others(),
             )  # fmt: skip
     except SplitError as error:
         if needs_values(error):
@@ -209,6 +215,7 @@ def split_module(
     forward_context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     seed: int,
+    others: Callable[[], Sequence[Owner]],
 ) -> SplitModel:
     """Keep this rank's stages of a module.
 
@@ -220,11 +227,12 @@ def split_module(
         forward_context: The precision plugin's.
         device: Of this rank.
         seed: Of the random numbers in steps; the same on every rank.
+        others: What a step may change beside the module.
     """
     sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
     return SplitModel(
         module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
-        later=cut.later, device=device,
+        later=cut.later, device=device, others=others,
     )  # fmt: skip
 
 

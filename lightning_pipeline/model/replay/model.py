@@ -86,6 +86,7 @@ class SplitModel:
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
         beside: Gives objects that a step may change beside the module, such as optimizers.
+        looks_again: Whether steps use what is there from the first batch on only, such as optimizers.
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
         count: That of the last step in which it was counted.
@@ -121,6 +122,7 @@ class SplitModel:
             self._know(trace)
         self._modules = list(root.modules())
         self.beside: Callable[[], Iterable[Any]] = list
+        self.looks_again = False
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._followers: dict[str, Follower] = {}
         self._outside: dict[str, Outside] = {}
@@ -297,7 +299,7 @@ class SplitModel:
         assert self._open is None, "the batch before was not finished"
         self._check_backward_hooks()
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
-        if trace.ended_early and step not in self._seen_again:
+        if (trace.ended_early or self.looks_again) and step not in self._seen_again:
             self._look_again(trace, microbatches[0])
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
         context = self._context_of(step)
@@ -491,7 +493,7 @@ class SplitModel:
         return self._known[trace.step]
 
     def _look_again(self, trace: Trace, microbatch: MicrobatchArguments) -> None:
-        """A trace that could not see the end of the step may see it now: the Trainer has its optimizers."""
+        """What a trace could not see of the step it may see now: the Trainer has its optimizers."""
         self._seen_again.add(trace.step)
         again = self._traced(trace.step, microbatch)
         trace.effects, trace.unit_attributes = again.effects, again.unit_attributes

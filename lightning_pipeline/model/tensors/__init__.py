@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.tensors.cache import Remembered, result_dtypes
 from lightning_pipeline.model.tensors.containers import (
+    are_the_users,
     attributes_of,
     contents_of,
     filled_by,
@@ -67,6 +68,7 @@ __all__ = [
     "TagStore",
     "TensorSpec",
     "alias",
+    "are_the_users",
     "attributes_of",
     "contents_of",
     "describe",

@@ -17,6 +17,15 @@ _NOT_THE_USERS = sys.stdlib_module_names | {
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 
 
+def are_the_users(module: str) -> bool:
+    """Whether this Python module is none of a library's that we know.
+
+    Args:
+        module: Its dotted name.
+    """
+    return module.partition(".")[0] not in _NOT_THE_USERS or module == "__main__"
+
+
 def attributes_of(value: Any) -> dict[str, Any] | None:
     """The attributes of an object that only keeps things, such as `self.store = Store()`.
 
@@ -28,7 +37,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     """
     if isinstance(value, Tensor | nn.Module | type):
         return None
-    if type(value).__module__.partition(".")[0] in _NOT_THE_USERS and not isinstance(value, _PLAIN_OBJECTS):
+    if not are_the_users(type(value).__module__) and not isinstance(value, _PLAIN_OBJECTS):
         return None
     own = getattr(value, "__dict__", None)
     return own if type(own) is dict else None

@@ -7,6 +7,7 @@ from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hoo
 from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
+    FoundOwner,
     Guard,
     Kept,
     Owner,
@@ -31,6 +32,7 @@ __all__ = [
     "Call",
     "ClassOwner",
     "Effect",
+    "FoundOwner",
     "Guard",
     "Kept",
     "Owner",

@@ -100,6 +100,11 @@ class ClassOwner(Owner):
         super().__init__({}, label)
         self._cls = cls
 
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one class."""
+        return id(self._cls)
+
     def read(self) -> Mapping[Any, Any]:
         """All entries."""
         return vars(self._cls)
@@ -114,6 +119,36 @@ class ClassOwner(Owner):
     def watches(self, key: Any) -> bool:
         """Whether a change of it counts."""
         return not str(key).startswith("__")
+
+
+class FoundOwner(Owner):
+    """The entries of a dictionary that may be another one later, such as a group of an optimizer.
+
+    Args:
+        find: Gives it.
+        label: Begins the label of each entry.
+        but: Names that are not looked at.
+    """
+
+    def __init__(self, find: Callable[[], dict[Any, Any]], label: str, but: Iterable[str] = ()) -> None:
+        super().__init__({}, label, but)
+        self._find = find
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners with one label."""
+        return hash(self.label)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return self._find()
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            self._find().pop(key, None)
+        else:
+            self._find()[key] = value
 
 
 class Flags(Owner):
@@ -244,7 +279,7 @@ class Surroundings:
     def iterators(self) -> list[Place]:
         """Places of iterators from which a step may take."""
         kinds = {type(value) for seen in self._seen for value in seen.entries.values()}
-        kinds = {kind for kind in kinds if hasattr(kind, "__next__")}
+        kinds = {kind for kind in kinds if hasattr(kind, "__next__") and not hasattr(kind, "fileno")}
         return [
             seen.owner.place(key)
             for seen in (self._seen if kinds else ())

@@ -1,0 +1,106 @@
+"""What a step changes beside its module is after each batch what one device leaves, on every rank."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor
+from torchmetrics import MeanSquaredError
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+CASES = pytest.mark.parametrize("num_microbatches", [1, 4])
+SEEN = {"batches": 0, "samples": 0}
+STEPS = 0
+
+
+class Data(pl.LightningDataModule):
+    """Counts what steps do with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.kept = 0, []
+
+    def train_dataloader(self) -> Any:
+        return loader(24)
+
+    def val_dataloader(self) -> Any:
+        return loader(seed=4)
+
+
+class Counts(Callback):
+    """Is counted by steps."""
+
+    def __init__(self) -> None:
+        self.n = 0
+
+
+def counter_of(run: Any) -> Counts:
+    return next(callback for callback in run.callbacks if isinstance(callback, Counts))
+
+
+class Reached(Regression):
+    """Counters of everything that a step can reach, before the model and after it, and rates of the optimizer."""
+
+    made = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.states: list[Any] = []
+        self.errors = {"a": MeanSquaredError().set_dtype(torch.float64)}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        global STEPS
+        STEPS += 1
+        SEEN["batches"] += 1
+        SEEN["samples"] += len(batch[0])
+        self.trainer.datamodule.k += 1  # type: ignore[attr-defined]
+        loss = super().training_step(batch, batch_idx)
+        type(self).made += 1
+        self.trainer.datamodule.kept.append(loss.item())  # type: ignore[attr-defined]
+        counter_of(self.trainer).n += 1
+        group = self.trainer.optimizers[0].param_groups[0]
+        group["lr"] = 0.1 / (2 + self.trainer.global_step)
+        group["momentum"] = min(0.9, 0.5 + loss.item() / 10)
+        self.lr_schedulers().step()  # type: ignore[union-attr]
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        data: Any = self.trainer.datamodule
+        group = self.trainer.optimizers[0].param_groups[0]
+        scheduler: Any = self.lr_schedulers()
+        counter = counter_of(self.trainer)
+        self.states.append(
+            (STEPS, *SEEN.values(), data.k, type(self).made, counter.n, scheduler.last_epoch, group["lr"])
+        )
+        self.states.append((group["momentum"],))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=50)
+        return [optimizer], [{"scheduler": scheduler, "interval": "epoch"}]
+
+
+def reached(pipeline: dict[str, Any] | None) -> Any:
+    global STEPS
+    STEPS, Reached.made = 0, 0
+    SEEN.update(batches=0, samples=0)
+    module, data = Reached(), Data()
+    run = trainer(pipeline, callbacks=[Counts()])
+    run.fit(module, datamodule=data)
+
+    return (weights(module), {k: float(v) for k, v in run.callback_metrics.items()}), module.states
+
+
+@CASES
+def test_counters_rates_and_schedulers_are_those_of_one_device(ranks: Ranks, num_microbatches: int) -> None:
+    expected, states = reached(None)
+    for found, others in ranks(2)(reached, {"stages": 2, "num_microbatches": num_microbatches}):
+        for one, other in zip(others, states, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+        assert_same(found, expected)
