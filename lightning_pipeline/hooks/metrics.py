@@ -11,6 +11,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.model.trace import named_metrics
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
 
@@ -37,7 +38,11 @@ class SharedMetrics:
         self._posted: list[str] = []
         self._saved: list[tuple[Metric, dict[str, Any]]] = []
         several = replicas is not None and replicas.size() > 1
-        named = {id(m): (name, m) for name, m in module.named_modules() if isinstance(m, Metric)}
+        held = named_metrics(module)
+        parts = {
+            f"{name}.{inner}".strip("."): m for name, one in held.items() for inner, m in one.named_modules()
+        }
+        named = {id(m): (name, m) for name, m in parts.items() if isinstance(m, Metric)}
         for name, metric in named.values():
             changed: dict[str, Any] = {"compute": partial(self._compute, name, metric, metric.compute)}
             if outlet.is_source:

@@ -1,7 +1,6 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch

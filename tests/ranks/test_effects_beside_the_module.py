@@ -11,7 +11,7 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 CASES = pytest.mark.parametrize("num_microbatches", [1, 4])
@@ -52,7 +52,6 @@ class Reached(Regression):
     def __init__(self) -> None:
         super().__init__()
         self.states: list[Any] = []
-        self.errors = {"a": MeanSquaredError().set_dtype(torch.float64)}
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         global STEPS
@@ -103,4 +102,28 @@ def test_counters_rates_and_schedulers_are_those_of_one_device(ranks: Ranks, num
     for found, others in ranks(2)(reached, {"stages": 2, "num_microbatches": num_microbatches}):
         for one, other in zip(others, states, strict=True):
             assert one == pytest.approx(other, rel=1e-9)
+        assert_same(found, expected)
+
+
+class Unregistered(Regression):
+    """Keeps its metrics where PyTorch does not find them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = {"train": MeanSquaredError().set_dtype(torch.float64), "all": [self.error]}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.plain["train"].update(out, batch[1])
+        return torch.nn.functional.mse_loss(out, batch[1])
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train_error", self.plain["train"].compute())
+        self.plain["train"].reset()
+
+
+@CASES
+def test_a_metric_in_a_plain_dictionary_counts_each_sample_once(ranks: Ranks, num_microbatches: int) -> None:
+    expected = fit(None, Unregistered)
+    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": num_microbatches}, Unregistered):
         assert_same(found, expected)

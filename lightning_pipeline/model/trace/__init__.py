@@ -20,6 +20,7 @@ from lightning_pipeline.model.trace.record import Call, Trace, needs_values, ste
 from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
+    named_metrics,
     replaced,
     stub_metrics,
     stub_sinks,
@@ -50,6 +51,7 @@ __all__ = [
     "finer_names",
     "has_backward_hooks",
     "metrics_of",
+    "named_metrics",
     "needs_values",
     "reentrant_checkpoint_replaced",
     "replaced",

@@ -4,9 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeline.model.tensors import items_of
+
+_MOST = 100  # items of a container that are looked into
 _MISSING = object()
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
@@ -37,16 +40,38 @@ def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], 
         yield
 
 
+def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
+    """All torchmetrics objects of a module, by name, those in its plain dictionaries and lists too."""
+    kinds = Metric | MetricCollection
+    found = {name: module for name, module in root.named_modules() if isinstance(module, kinds)}
+    known = {id(metric) for metric in found.values()}
+    for prefix, module in root.named_modules():
+        for key, value in vars(module).items():
+            if key not in ("_modules", "_parameters", "_buffers") and not isinstance(value, Tensor):
+                name = f"{prefix}.{key}" if prefix else key
+                for path, metric in _metrics_in(name, value, 3):
+                    if id(metric) not in known:
+                        known.update(id(part) for part in metric.modules())
+                        found[path] = metric
+    return found
+
+
+def _metrics_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Metric | MetricCollection):
+        yield name, value
+    elif isinstance(value, dict | list | tuple) and depth and len(value) < _MOST:
+        for key, item in items_of(value):
+            yield from _metrics_in(f"{name}.{key}", item, depth - 1)
+
+
 def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
     """All torchmetrics objects of a module; members of a collection are left to it."""
     found: list[Metric | MetricCollection] = []
     members: set[int] = set()
-    for module in root.modules():
-        if id(module) in members:
-            continue
-        if isinstance(module, Metric | MetricCollection):
-            found.append(module)
-            members.update(id(member) for member in module.modules())
+    for metric in named_metrics(root).values():
+        if id(metric) not in members:
+            found.append(metric)
+            members.update(id(member) for member in metric.modules())
     return found
 
 
