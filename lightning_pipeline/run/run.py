@@ -32,7 +32,6 @@ from lightning_pipeline.hooks import (
     SharedMetrics,
     clip_to_norm,
     global_norm,
-    owners_beside,
     zeroed_unseen,
 )
 from lightning_pipeline.model.construction import Construction
@@ -168,11 +167,10 @@ class Pipeline:
         context = plugin.forward_context
         self._undo.append(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
         _lightning.claim_device(self._module, self._device)
-        beside = lambda: owners_beside(trainer)  # noqa: E731
         with as_the_loop_will(trainer, step):
             self._cut = choose_cut(
                 self._module, step, parts.args[0], self._placement.num_stages, settings, context,
-                self._device, self._from_zero, self.agreed, built, beside,
+                self._device, self._from_zero, self.agreed, built, trainer,
             )  # fmt: skip
         later = early.later_arguments(step)
         if later is not None:
@@ -180,7 +178,7 @@ class Pipeline:
             with as_the_loop_will(trainer, later[0]):
                 self._cut = self.agreed(
                     lambda: trace_later(
-                        self._module, self._cut, later[0], parts.args[0], context, self._device, beside
+                        self._module, self._cut, later[0], parts.args[0], context, self._device, trainer
                     )
                 )
         self._staged = bool(built)
@@ -188,7 +186,7 @@ class Pipeline:
         recorder = LogRecorder(self._module)
         self.split = self.agreed(
             lambda: split_module(
-                self._module, self._cut, self._stages, recorder, context, self._device, seed, beside
+                self._module, self._cut, self._stages, recorder, context, self._device, seed, trainer
             )
         )
         recorder.part_of, self.split.told.of_whole = self.split.part, recorder.log_of_whole

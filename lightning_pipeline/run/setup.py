@@ -1,6 +1,6 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +16,7 @@ from torchmetrics import Metric
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
-from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.hooks import LogRecorder, owners_beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
 from lightning_pipeline.model.replay import SplitModel
@@ -55,7 +55,7 @@ def choose_cut(
     from_rank_zero: Outlet,
     agreed: Callable[[Callable[[], Any]], Any],
     built: Construction | None = None,
-    others: Callable[[], Sequence[Owner]] = tuple,
+    trainer: Trainer | None = None,
 ) -> Cut:
     """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than the others'.
 
@@ -70,7 +70,7 @@ def choose_cut(
         from_rank_zero: To all ranks.
         agreed: Does local work on all ranks or raises on all of them.
         built: The weights that the module has not yet. Where the step cannot be traced without, all are made.
-        others: What the step may change beside the module.
+        trainer: Whose data module, callbacks and so on the step may change.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -80,7 +80,13 @@ def choose_cut(
     def choose() -> Partition:
         units = find_units(module, at_least=num_stages, keep_whole=settings.units)
         trace = trace_step(
-            module, step, args, units=units, forward_context=forward_context, device=device, others=others()
+            module,
+            step,
+            args,
+            units=units,
+            forward_context=forward_context,
+            device=device,
+            others=_beside(trainer),
         )
         return partition(trace, num_stages, how=settings.partition)
 
@@ -104,10 +110,14 @@ def choose_cut(
     return Cut(chosen, table)
 
 
+def _beside(trainer: Trainer | None) -> list[Owner]:
+    return [] if trainer is None else owners_beside(trainer)
+
+
 def trace_later(
     module: LightningModule, cut: Cut, step: str, args: tuple[Any, ...],
     forward_context: Callable[[], AbstractContextManager[Any]], device: torch.device,
-    others: Callable[[], Sequence[Owner]] = tuple,
+    trainer: Trainer | None = None,
 ) -> Cut:  # fmt: skip
     """The cut with the trace of another step, so that what no stage could run is refused before the run.
 
@@ -120,7 +130,7 @@ def trace_later(
         args: Its arguments, of one micro-batch.
         forward_context: The precision plugin's.
         device: Of this rank, where its batch is.
-        others: What the step may change beside the module.
+        trainer: Whose data module, callbacks and so on the step may change.
 
     Raises:
         SplitError: The step cannot be cut.
@@ -129,7 +139,7 @@ def trace_later(
         with torch.no_grad():
             trace = trace_step(
                 module, step, args, units=cut.partition.trace.units, forward_context=forward_context,
-                seen=cut.partition.trace.calls, device=device, others=others(),
+                seen=cut.partition.trace.calls, device=device, others=_beside(trainer),
             )  # fmt: skip
     except SplitError as error:
         if needs_values(error):
@@ -215,7 +225,7 @@ def split_module(
     forward_context: Callable[[], AbstractContextManager[Any]],
     device: torch.device,
     seed: int,
-    others: Callable[[], Sequence[Owner]],
+    trainer: Trainer,
 ) -> SplitModel:
     """Keep this rank's stages of a module.
 
@@ -227,12 +237,13 @@ def split_module(
         forward_context: The precision plugin's.
         device: Of this rank.
         seed: Of the random numbers in steps; the same on every rank.
-        others: What a step may change beside the module.
+        trainer: Whose data module, callbacks and so on a step may change.
     """
     sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
     return SplitModel(
         module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
-        later=cut.later, device=device, others=others,
+        later=cut.later, device=device,
+        others=lambda: owners_beside(trainer),
     )  # fmt: skip
 
 
