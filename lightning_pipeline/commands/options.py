@@ -19,15 +19,19 @@ _NOT_BELOW_0 = (("latency", "microseconds"), ("optimizer_copies", "numbers per p
 _OF_A_SWEEP = ("sweep_stages", "sweep_microbatches", "sweep_schedules", "csv")
 
 
-def check_options(given: Namespace) -> None:
+def check_options(given: Namespace, typed: Sequence[str] = ()) -> None:
     """Refuse options that contradict each other, numbers that mean nothing, and files that cannot be written.
+
+    Args:
+        given: What counts.
+        typed: The command line; a config may say more than is used.
 
     Raises:
         ConfigurationError: Naming all of them.
     """
     problems = Problems()
     problems += _numbers(given)
-    problems += _not_used(given)
+    problems += _not_used(given, typed)
     for name in ("sweep_stages", "sweep_microbatches"):
         problems += _counts(name, given[name])
     problems += _schedules(given.sweep_schedules)
@@ -50,13 +54,20 @@ def _numbers(given: Namespace) -> list[str]:
         found.append(f"--stages {given.stages} must be at least 1")
     if given.stages_per_rank < 1:
         found.append(f"--stages_per_rank {given.stages_per_rank} must be at least 1")
+    if given.devices is not None and given.devices < 1:
+        found.append(f"--devices {given.devices} must be at least 1")
     number = given.num_microbatches
     if number != "auto" and not (isinstance(number, int) and number >= 1):
         found.append(f"--num_microbatches {number} must be a whole number of at least 1, or auto")
     return found
 
 
-def _not_used(given: Namespace) -> list[str]:
+def _not_used(given: Namespace, typed: Sequence[str]) -> list[str]:
+    if given.devices is not None:
+        others = ("sweep", "svg", "png", "stages", "schedule", "measure", *_OF_A_SWEEP[:3])
+        words = {word.split("=")[0] for word in typed}
+        used = [name for name in others if f"--{name}" in words]
+        return [f"--{name} has no place in a search over --devices: leave one of them out" for name in used]
     if given.sweep:
         drawn = [name for name in ("svg", "png") if given[name] is not None]
         return [f"--{name} has no picture in a --sweep: leave one of them out" for name in drawn]

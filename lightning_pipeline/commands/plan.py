@@ -16,6 +16,7 @@ from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.commands.config import defaults_from
 from lightning_pipeline.commands.inputs import first_batch, made_data, made_module
 from lightning_pipeline.commands.options import check_options, write_picture
+from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
 from lightning_pipeline.run import PRECISIONS, Prospect
@@ -31,6 +32,7 @@ LightningModule that is neither trained nor given weights. Its batch comes from 
   lightning-pipeline plan --model my.GPT --model.layers 32 --batch 64,2049:int64 --stages 8 --memory 80
   lightning-pipeline plan --config config.yaml              of a LightningCLI: model, data, trainer.strategy
   lightning-pipeline plan --config config.yaml --sweep --csv sweep.csv
+  lightning-pipeline plan --model my.GPT --batch 512,4097:int64 --devices 64 --device h100 --tokens 1e12
 """
 
 
@@ -53,10 +55,10 @@ def plan(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     parser.set_defaults(_from_config(arguments))
     given = parser.parse_args(arguments)
-    check_options(given)
+    check_options(given, arguments)
     prospect = _prospect(parser, given)
     try:
-        print(_sweep(given, prospect) if given.sweep else _forecast(given, prospect))
+        print(_answer(given, prospect))
     except PartitionError:
         raise
     except SplitError as error:
@@ -143,6 +145,11 @@ def _add_output(parser: ArgumentParser) -> None:
     group = parser.add_argument_group("output")
     group.add_argument("--tokens", type=float, help="To train on, such as 1e12: says how many days it takes.")
     group.add_argument("--json", action="store_true", help="Print plain data instead of the report.")
+    group.add_argument(
+        "--devices", type=int,
+        help="Search for the best use of so many and fewer: stages, replicas, micro-batches, schedule; the "
+        "batch is then that of all replicas together.",
+    )  # fmt: skip
     group.add_argument("--svg", help="File for the picture of the schedule shown: .svg, or .png.")
     group.add_argument("--png", help="The same as PNG, which needs matplotlib.")
     group.add_argument(
@@ -153,7 +160,7 @@ def _add_output(parser: ArgumentParser) -> None:
         "--sweep_microbatches", type=list[int], help="Default: those that divide the batch, up to 8 a rank."
     )
     group.add_argument("--sweep_schedules", type=list[str], help="Default: all.")
-    group.add_argument("--csv", help="File for the whole table of --sweep.")
+    group.add_argument("--csv", help="File for the whole table of --sweep or --devices.")
 
 
 def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
@@ -221,6 +228,26 @@ def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
         return Assumptions.of_device(given.device, **said)
     known = prospect.assumptions if given.link is None or given.latency is None else Assumptions()
     return replace(known, **said, link_measured=known.link_measured and given.link is None)
+
+
+def _answer(given: Namespace, prospect: Prospect) -> str:
+    if given.devices is not None:
+        return _search(given, prospect)
+    return _sweep(given, prospect) if given.sweep else _forecast(given, prospect)
+
+
+def _search(given: Namespace, prospect: Prospect) -> str:
+    settings = read_settings(
+        stages=1, num_microbatches="auto", schedule="1F1B", stages_per_rank=1, partition=given.partition,
+        units=given.units, data_parallel_size=1, title="these options cannot work",
+    )  # fmt: skip
+    with Progress() as progress:
+        found = prospect.search(
+            settings, given.devices, _assumptions(given, prospect), progress=progress.tell
+        )
+    if given.csv is not None:
+        found.to_csv(given.csv)
+    return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
 
 
 def _forecast(given: Namespace, prospect: Prospect) -> str:

@@ -4,6 +4,8 @@ from lightning_pipeline.forecast.candidates import name_of, named_schedules, spl
 from lightning_pipeline.forecast.machine import DEVICES, Assumptions, Device, device_named, measure_link
 from lightning_pipeline.forecast.outcome import Forecast, forecast
 from lightning_pipeline.forecast.rates import Rates, rates, tokens_of
+from lightning_pipeline.forecast.scaled import ScaledWorkload
+from lightning_pipeline.forecast.search import Search, search
 from lightning_pipeline.forecast.sweep import sweep
 from lightning_pipeline.forecast.unit_times import MeasuredWorkload
 from lightning_pipeline.forecast.workload import Workload
@@ -15,6 +17,8 @@ __all__ = [
     "Forecast",
     "MeasuredWorkload",
     "Rates",
+    "ScaledWorkload",
+    "Search",
     "Workload",
     "device_named",
     "forecast",
@@ -22,6 +26,7 @@ __all__ = [
     "name_of",
     "named_schedules",
     "rates",
+    "search",
     "split_factor",
     "sweep",
     "tokens_of",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.profile import StageProfile, State
-from lightning_pipeline.model.cut import Partition, peak_activations, stage_activations
+from lightning_pipeline.model.cut import StageActivations, peak_activations
 from lightning_pipeline.schedules import Plan
 
 DEFAULT_COPIES = 2.0
@@ -42,7 +42,7 @@ class RankMemory:
 
 def memory_of(
     plan: Plan,
-    cut: Partition,
+    held: Sequence[StageActivations],
     stages: Sequence[StageProfile],
     assumptions: Assumptions,
     optimizer_states: Mapping[str, float] | None = None,
@@ -51,12 +51,11 @@ def memory_of(
 
     Args:
         plan: Whose order decides on the peak.
-        cut: The stages.
+        held: Activations of each stage, for these ranks.
         stages: The same, looked at.
         assumptions: For the optimizer.
         optimizer_states: Bytes that it keeps, by parameter; where `assumptions` do not say it.
     """
-    held = stage_activations(cut, [plan.rank_of(stage) for stage in range(plan.num_stages)])
     _, peaks = peak_activations(plan, held)
     ends = [*(stage.message_bytes for stage in stages), 0]  # the last stage sends nothing
     return tuple(

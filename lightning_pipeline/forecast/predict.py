@@ -76,7 +76,7 @@ def predict(
     own: Schedule | None = None,
     only: bool = False,
     replicas: int = 1,
-    searches: bool = True,
+    quick: bool = False,
 ) -> list[Prediction]:
     """Simulate the registered schedules with one and two stages per rank, and the user's own.
 
@@ -88,7 +88,7 @@ def predict(
         own: A schedule of the user's.
         only: Whether to leave the others out.
         replicas: Of the pipeline; `num_microbatches` is that of one.
-        searches: Whether `Auto` is among the others, where the sizes allow it.
+        quick: Whether to leave out what takes long: the search of `Auto`, and cuts through units.
 
     Returns:
         Those that serve these sizes: what fits first, and the fastest of it first.
@@ -106,7 +106,7 @@ def predict(
 
     if own is not None:
         add(name_of(own), own)
-    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches, searches):
+    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches, quick):
         if own is None or (name, schedule.stages_per_rank) != (found[0].name, own.stages_per_rank):
             try:
                 add(name, schedule)
@@ -116,12 +116,14 @@ def predict(
 
 
 def _candidates(
-    workload: Workload, num_ranks: int, num_microbatches: int, searches: bool
+    workload: Workload, num_ranks: int, num_microbatches: int, quick: bool
 ) -> Iterator[tuple[str, Schedule]]:
     workload.partition(num_ranks)  # refuses too many ranks
     yield from named_schedules(1)
-    if searches and num_ranks * num_microbatches <= SEARCHED:
+    if not quick and num_ranks * num_microbatches <= SEARCHED:
         yield "Auto", Auto()
+    if quick and 2 * num_ranks > workload.num_units:
+        return
     try:
         workload.partition(2 * num_ranks)
     except PartitionError:  # there are units for one stage per rank only
@@ -139,8 +141,8 @@ def _prediction(
     held = [float(stage.activation_bytes) for stage in stages]
     far = _far_stages(plan, replicas, assumptions)
     simulation = simulate(plan, times.costs(plan.splits_backward, held, far))
-    cut, states = workload.partition(plan.num_stages), workload.optimizer_states
-    memory = memory_of(plan, cut, stages, assumptions, states)
+    kept = workload.held(plan.num_stages, [plan.rank_of(stage) for stage in range(plan.num_stages)])
+    memory = memory_of(plan, kept, stages, assumptions, workload.optimizer_states)
     fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
     most = max(rank.gradients for rank in memory)
     reduction = assumptions.exchange(most, replicas) if replicas > 1 else 0.0

@@ -12,7 +12,7 @@ from lightning_pipeline.forecast.optimizer_states import optimizer_states
 from lightning_pipeline.forecast.profile import StageProfile, State, profile
 from lightning_pipeline.forecast.rates import tokens_of
 from lightning_pipeline.forecast.times import StageTimes, estimated
-from lightning_pipeline.model.cut import Partition, StageTable, partition
+from lightning_pipeline.model.cut import Partition, StageActivations, StageTable, partition, stage_activations
 from lightning_pipeline.model.trace import Trace, find_units, trace_step
 
 
@@ -76,6 +76,19 @@ class Workload:
         if num_stages not in self._profiles:
             self._profiles[num_stages] = profile(self.root, self.partition(num_stages))
         return self._profiles[num_stages]
+
+    def held(self, num_stages: int, rank_of: Sequence[int]) -> list[StageActivations]:
+        """What the stages hold for a micro-batch, on these ranks."""
+        return stage_activations(self.partition(num_stages), rank_of)
+
+    def like(self, cut: Partition) -> Partition:
+        """A cut of another workload of this module, with this one's trace."""
+        return replace(cut, trace=self._trace(cut.num_stages))
+
+    @property
+    def num_units(self) -> int:
+        """Units that a cut into one stage finds: more stages take them apart further, and another trace."""
+        return len(self._trace(1).units)
 
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
         """How long each stage takes."""

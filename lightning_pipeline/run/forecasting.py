@@ -23,9 +23,12 @@ from lightning_pipeline.forecast import (
     Assumptions,
     Forecast,
     MeasuredWorkload,
+    ScaledWorkload,
+    Search,
     Workload,
     forecast,
     measure_link,
+    search,
 )
 from lightning_pipeline.run.step import Parts, Plans, split_arguments, trains_batch_norm
 from lightning_pipeline.schedules import Schedule
@@ -135,6 +138,42 @@ class Prospect:
             self.module, parts.args[0], how=settings.partition, units=settings.units,
             forward_context=self._context, configure=self._optimizers,
         )  # fmt: skip
+
+    def search(
+        self,
+        settings: Settings,
+        devices: int,
+        assumptions: Assumptions,
+        *,
+        progress: Callable[[str, int, int], None],
+    ) -> Search:
+        """Look for the best use of devices; the batch is that of all replicas together.
+
+        Args:
+            settings: Where to cut, and what to keep whole.
+            devices: All of them.
+            assumptions: About the machine.
+            progress: Told what is done, how much of it, and of how much.
+
+        Raises:
+            ConfigurationError: The batch does not tell its samples, or is too small.
+        """
+        samples = self.parts(1).batch_size
+        if samples is None:
+            raise ConfigurationError("--devices needs a batch that tells its samples: a tensor, or several")
+        known: dict[int, Workload] = {}
+        sizes = [size for size in range(1, samples + 1) if samples % size == 0][:2]
+
+        def workload_of(size: int) -> Workload:
+            if size not in known:
+                if size in sizes:
+                    known[size] = self.workload(self.parts(samples // size), settings)
+                else:
+                    first, second = (workload_of(traced) for traced in sizes)
+                    known[size] = ScaledWorkload(first, second, (sizes[0], sizes[1]), size)
+            return known[size]
+
+        return search(workload_of, devices, samples, assumptions, progress=progress)
 
     def _optimizers(self) -> Any:
         """What `configure_optimizers` returns, with a Trainer that will not be started."""

@@ -128,7 +128,7 @@ def test_the_second_forward_is_in_the_time_and_one_region_in_the_memory() -> Non
     }
     assert step[again] > 1.1 * step[plain]
     plan = OneFOneB().plan(2, 4)
-    held = [memory_of(plan, work.partition(2), work.stages(2), Assumptions()) for work in (plain, again)]
+    held = [memory_of(plan, work.held(2, range(2)), work.stages(2), Assumptions()) for work in (plain, again)]
     assert [rank.recomputed for rank in held[0]] == [0, 0]
     # of a block: what the second matrix is given, which is what tanh saves too; the block's input stays
     assert [rank.recomputed for rank in held[1]] == [ROWS * 4 * WIDTH * 4] * 2
