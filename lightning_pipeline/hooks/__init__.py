@@ -10,7 +10,7 @@ from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.norms import GlobalNorms
 from lightning_pipeline.hooks.optimizers import called_once
-from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, with_global_norm
+from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, join_scaler, with_global_norm
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "configure",
     "first_not_finite",
     "global_norm",
+    "join_scaler",
     "loss_of",
     "owners_beside",
     "replay",

@@ -12,6 +12,8 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -52,10 +54,38 @@ def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
     """
     _refuse_unserved(plugin)
     kind = type(plugin)
-    wrapped = _blank(kind) if not issubclass(kind, _GlobalNorm) else object.__new__(kind)
+    wrapped: Any = _blank(kind) if not issubclass(kind, _GlobalNorm) else object.__new__(kind)
     vars(wrapped).update(vars(plugin))
     wrapped.pipeline_clip_by_norm = clip_by_norm
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None:
+        wrapped.scaler = _of_all_stages(scaler)
     return cast(Precision, wrapped)
+
+
+def _of_all_stages(scaler: GradScaler) -> ShardedGradScaler:
+    """A scaler in the state of this one; `join_scaler` gives it the ranks that it asks."""
+    made = ShardedGradScaler(scaler._device, enabled=scaler.is_enabled(), process_group=None)
+    if scaler.is_enabled():
+        made.load_state_dict(scaler.state_dict())
+    return made
+
+
+def join_scaler(plugin: Precision, group: dist.ProcessGroup) -> Callable[[Tensor], Tensor] | None:
+    """Let the gradient scaler of a plugin skip a step where any stage has found inf or nan.
+
+    Args:
+        plugin: From `with_global_norm`.
+        group: The ranks of a pipeline, for tensors on its devices.
+
+    Returns:
+        What scales a loss; None without a scaler.
+    """
+    scaler = getattr(plugin, "scaler", None)
+    if not isinstance(scaler, ShardedGradScaler) or not scaler.is_enabled():
+        return None
+    scaler.process_group = group
+    return scaler.scale
 
 
 def _blank(kind: type[Precision]) -> Any:
@@ -66,10 +96,11 @@ def _blank(kind: type[Precision]) -> Any:
 
 
 def _refuse_unserved(plugin: Precision) -> None:
-    if getattr(plugin, "scaler", None) is not None:
+    scaler = getattr(plugin, "scaler", None)
+    if scaler is not None and type(scaler) not in (GradScaler, torch.cuda.amp.GradScaler, ShardedGradScaler):
         raise ConfigurationError(
-            "precision='16-mixed' scales the loss, and each stage would decide by itself to skip a step: "
-            "use precision='bf16-mixed' or '32-true'"
+            f"a gradient scaler of class {type(scaler).__name__} decides on one stage's gradients alone "
+            "whether a step is skipped: give the precision plugin a torch.amp.GradScaler"
         )
     own = (kind for kind in type(plugin).__mro__ if kind.__module__.startswith("lightning."))
     kind = next(own, Precision)

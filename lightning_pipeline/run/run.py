@@ -32,6 +32,7 @@ from lightning_pipeline.hooks import (
     SharedMetrics,
     clip_to_norm,
     global_norm,
+    join_scaler,
     zeroed_unseen,
 )
 from lightning_pipeline.model.construction import Construction
@@ -190,6 +191,8 @@ class Pipeline:
             )
         )
         recorder.part_of, self.split.told.of_whole = self.split.part, recorder.log_of_whole
+        self._scaled = join_scaler(plugin, self.groups.pipeline)
+        self.split.scaled = self._scaled or self.split.scaled
         self.split.beside = lambda: beside_module(trainer)
         self.split.looks_again = getattr(trainer.strategy, "asked", False)
         self.split.set_aside = lambda: loggers_set_aside(trainer)
@@ -252,8 +255,8 @@ class Pipeline:
     def _watch_gradients(self, reports: ReportChannel) -> None:
         """Where steps depend on it, tell all ranks of gradients that are not finite, with the reports."""
         self._finite: AgreedGradients | None = None
-        if self._settings.on_nonfinite == "ignore" or not self._trainer.training:
-            return
+        if self._settings.on_nonfinite == "ignore" or not self._trainer.training or self._scaled:
+            return  # a gradient scaler decides by itself
         groups = self.groups
         finite = self._finite = AgreedGradients(
             self.split.parameter_names(), self.split.stages_of, self.split.owned_parameters(), groups.replica,

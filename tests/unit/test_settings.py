@@ -129,13 +129,6 @@ def test_one_device_for_a_pipeline_warns() -> None:
         pl.Trainer(accelerator="cpu", strategy="pipeline", logger=False)
 
 
-def test_half_precision_with_a_scaler_is_refused() -> None:
-    from lightning.pytorch.plugins.precision import MixedPrecision
-
-    with pytest.raises(ConfigurationError, match="precision='16-mixed' .* use precision='bf16-mixed'"):
-        PipelineStrategy(stages=2).precision_plugin = MixedPrecision("16-mixed", "cpu")
-
-
 def test_asking_too_early_is_an_error() -> None:
     strategy = PipelineStrategy(stages=2)
     for ask in (lambda: strategy.stage_index(0), strategy.describe, lambda: strategy.device_mesh):

@@ -89,6 +89,7 @@ class SplitModel:
         looks_again: Whether steps use what is there from the first batch on only, such as optimizers.
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
+        scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
     """
@@ -121,6 +122,7 @@ class SplitModel:
         for trace in later:
             self._know(trace)
         self._modules = list(root.modules())
+        self.scaled: Callable[[Tensor], Tensor] = lambda seed: seed
         self.beside: Callable[[], Iterable[Any]] = list
         self.looks_again = False
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -317,6 +319,7 @@ class SplitModel:
             self._at,
             split_backward,
             self._later_outputs(step, microbatches, liveness),
+            scaled=self.scaled,
             count=self._new_count(microbatches) if weights is not None and self.counts_next else None,
         )
         self._open = ExitStack()

@@ -64,6 +64,7 @@ class Step:
         parts: By micro-batch, what its loss is of the batch's, where that is not its mean by samples.
         follower: Finds that, on the last stage; None where the weights are settled.
         scale: Of all gradients, where the weights are not used.
+        scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: Counts what the stages hold, in the steps that are looked at.
     """
 
@@ -83,6 +84,7 @@ class Step:
     parts: dict[int, Tensor] = field(default_factory=dict)
     follower: Follower | None = None
     scale: float = 1.0
+    scaled: Callable[[Tensor], Tensor] = lambda seed: seed
     count: SavedCount | None = None
 
 
@@ -285,9 +287,9 @@ class StageProgram:
         if share is not None:
             total = share.total()
             step.parts[microbatch] = torch.zeros_like(loss.detach()) if total is None else total
-            return seeds_of(share, step.scale)
+            return [(tensor, step.scaled(seed)) for tensor, seed in seeds_of(share, step.scale)]
         weight = step.weights[microbatch]
-        return [(loss, torch.full_like(loss.detach(), weight))] if weight else []
+        return [(loss, step.scaled(torch.full_like(loss.detach(), weight)))] if weight else []
 
     # ---- backward
 
