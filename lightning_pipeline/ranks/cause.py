@@ -39,6 +39,7 @@ class Cause:
         silent: Whether that rank cannot tell anything itself, nor read this soon: it is gone, stopped, or
             busy in the user's own code.
         advice: What more there is to say, such as what to change.
+        asked: Whether that rank was asked to end, by SIGTERM: it did not fail.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class Cause:
     timed_out: bool = False
     silent: bool = False
     advice: str = ""
+    asked: bool = False
 
     @property
     def who(self) -> str:

@@ -4,6 +4,7 @@ Who is missing is named, by the rules of `lookout`; what went wrong on a rank is
 """
 
 import traceback
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,10 +14,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from lightning_pipeline.errors import StageFailedError
+from lightning_pipeline.errors import MessageError, StageFailedError
 from lightning_pipeline.ranks.failure import Failure
+from lightning_pipeline.ranks.lookout import WAY_OUT
 
 T = TypeVar("T")
+_MOST_FLAGS = 8
 
 
 @dataclass(frozen=True)
@@ -75,10 +78,18 @@ class Company:
         """For each flag whether any rank raised it."""
         if len(self.ranks) == 1:
             return list(flags)
+        assert len(flags) <= _MOST_FLAGS, "ranks that ask different questions must not send different sizes"
+        code = zlib.crc32(what.encode()) & 0x7F
+        mine = [*flags, *[0] * (_MOST_FLAGS - len(flags)), code, 0x7F - code]
         with self.exchange(what) as group:
-            votes = torch.tensor(flags, dtype=torch.uint8)
+            votes = torch.tensor(mine, dtype=torch.uint8)
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
-            return [bool(vote) for vote in votes.tolist()]
+            *found, high, low = votes.tolist()
+            if high + low != 0x7F:  # not all have the same code, and all can see that
+                places: list[Any] = [None] * len(self.ranks)
+                dist.all_gather_object(places, what, group=group)
+                self._refuse_different(places)
+            return [bool(vote) for vote in found[: len(flags)]]
 
     def numbers(self, what: str, own: Sequence[float]) -> list[list[float]]:
         """As many float64 of every rank, by position in the group."""
@@ -96,8 +107,17 @@ class Company:
             return {self.rank: own}
         found: list[Any] = [None] * len(self.ranks)
         with self.exchange(what) as group:
-            dist.all_gather_object(found, own, group=group)
-        return dict(zip(self.ranks, found, strict=True))
+            dist.all_gather_object(found, (what, own), group=group)
+            self._refuse_different([place for place, _ in found])
+        return dict(zip(self.ranks, (value for _, value in found), strict=True))
+
+    def _refuse_different(self, places: Sequence[str]) -> None:
+        """Raise where ranks that met in an exchange did not mean the same."""
+        if len(set(places)) > 1:
+            lines = "; ".join(
+                f"(global rank {rank}) in {what}" for rank, what in zip(self.ranks, places, strict=True)
+            )
+            raise MessageError(f"the ranks do different things at the same time: {lines}.{WAY_OUT}")
 
     def all_or_none(self, what: str, work: Callable[[], T]) -> T:
         """Do local work on every rank; when one fails, all raise.

@@ -57,6 +57,7 @@ class Failure:
     Args:
         groups: Whose connections are closed, and whose notes is used.
         recent: Gives this rank's last actions as lines of text.
+        asked: What a rank that was asked to end raises, such as after SIGTERM: all ranks raise it then.
 
     Attributes:
         explain: Gives what more there is to say about an error of this rank, often nothing.
@@ -64,9 +65,15 @@ class Failure:
         cause: The first cause, once there is one.
     """
 
-    def __init__(self, groups: Groups, *, recent: Callable[[], list[str]] | None = None) -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        *,
+        recent: Callable[[], list[str]] | None = None,
+        asked: type[BaseException] | None = None,
+    ) -> None:
         self._groups = groups
-        self._notes = groups.notes
+        self._notes, self._asked = groups.notes, asked
         if recent is not None:
             groups.lookout.recent = recent
         self.cause: Cause | None = None
@@ -121,7 +128,7 @@ class Failure:
         own = decided or self._own(error, where, group)
         self.cause, self._raised = decided or self._first(own), error
         self._groups.abort()
-        if not isinstance(error, KeyboardInterrupt | SystemExit):
+        if not isinstance(error, KeyboardInterrupt | SystemExit) and not self.cause.asked:
             self._reported = self.report(self.cause)
         self._linger(self.cause)
         mine = self.cause == own and own.global_rank == self._groups.global_rank
@@ -163,6 +170,9 @@ class Failure:
         """Raise the first cause on a rank that is not its origin."""
         cause = self.cause
         assert cause is not None, "there is a cause"
+        if cause.asked and self._asked is not None:
+            self._raised = self._asked()
+            raise self._raised from error
         kind = StageTimeoutError if cause.timed_out else StageFailedError
         what = "is stuck" if cause.timed_out else "failed"
         self._raised = kind(
@@ -187,8 +197,10 @@ class Failure:
         summary, detail = summary_of(error), "".join(traceback.format_exception(error))
         groups = self._groups
         return Cause(
-            groups.rank, groups.global_rank, str(where), summary, detail, advice=self._explained(error, where)
-        )
+            groups.rank, groups.global_rank, str(where), summary, detail,
+            advice=self._explained(error, where),
+            asked=self._asked is not None and isinstance(error, self._asked),
+        )  # fmt: skip
 
     def _await_cause(self) -> Cause | None:
         """A collective that broke cannot name who is gone; give those who can a moment to do so."""

@@ -241,7 +241,7 @@ class Lookout:
             for rank, place in sorted(places.items())
         )
         summary = f"the ranks wait for each other, for {self.step_timeout:g} s: {lines}"
-        return self._cause(odd, places[odd], summary, _WAY_OUT, silent=False)
+        return self._cause(odd, places[odd], summary, WAY_OUT, silent=False)
 
     def _warn(self, wait: Wait, waited: float, rank: int) -> None:
         text = (
@@ -262,13 +262,16 @@ class Lookout:
             break_off(wait.group)
 
 
-_WAY_OUT = (
+WAY_OUT = (
     "\nEvery rank must do the same in the same order: `trainer.save_checkpoint`, logging with sync_dist, the "
     "values of metrics and collectives belong outside of `if trainer.is_global_zero` and `rank_zero_only`; "
     "loaders must give every rank as many batches."
 )
 
-_USUAL = ("the start of a step", "the end of a step", "asking all ranks", "gathering from all stages")
+_USUAL = (
+    "the start of a step", "the end of a step", "asking all ranks", "gathering from all stages", "comparing",
+    "logging in a hook",
+)  # fmt: skip
 
 
 def _common(place: str) -> bool:

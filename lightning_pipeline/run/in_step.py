@@ -26,8 +26,8 @@ class Ranks(Protocol):
         """For each flag whether any rank of the world raised it."""
         ...
 
-    def gather(self, value: Any) -> list[Any]:
-        """An object of every rank of this replica."""
+    def gather(self, value: Any, what: str) -> list[Any]:
+        """An object of every rank of this replica; `what` they do, for messages."""
         ...
 
     def around_batch(self, active: bool) -> None:
@@ -152,7 +152,8 @@ class KeepTogether(Callback):
     def equal_random_states(self) -> None:
         """Give all stages of a replica the same random states, where they differ."""
         states = random_states()
-        if len(set(self._ranks.gather(zlib.crc32(repr(states).encode())))) > 1:
+        own = zlib.crc32(repr(states).encode())
+        if len(set(self._ranks.gather(own, "comparing random states"))) > 1:
             set_random_states(self._outlet.share(lambda: states))
 
     @override

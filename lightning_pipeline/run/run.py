@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
@@ -98,7 +99,7 @@ class Pipeline:
             edge_backend=settings.edge_backend(device, backend), device=device,
         )  # fmt: skip
         groups = self.groups
-        self.failure = Failure(groups)
+        self.failure = Failure(groups, asked=SIGTERMException)
         self.world = Company(groups.control, self.failure, groups.global_rank)
         self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
         self._ranks = groups.numbering.pipelines()[groups.replica]
@@ -106,7 +107,9 @@ class Pipeline:
         self._plans = Plans(settings.schedule, placement.num_ranks)
         self._from_zero = Outlet(self.world, 0, groups.global_rank == 0)
         self._from_last = self._outlet(placement.rank_of(placement.num_stages - 1))
-        self.feed = Feed(groups.replica, self._ranks, self.gather, self._from_last, settings.data)
+        self.feed = Feed(
+            groups.replica, self._ranks, self._gather_for("comparing batches"), self._from_last, settings.data
+        )
         self.checkpoints = Checkpoints(
             options_of(settings, placement.num_stages), groups.numbering, groups.store, groups.lookout
         )
@@ -225,7 +228,7 @@ class Pipeline:
             id(shared.parameter) for shared in self.split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
         }  # fmt: skip
-        self._norms = GlobalNorms(self.split, self._not_counted, self.gather)
+        self._norms = GlobalNorms(self.split, self._not_counted, self._gather_for("taking a norm"))
         self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
@@ -235,7 +238,7 @@ class Pipeline:
         )  # fmt: skip
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
-        logs = HookLogs(self._trainer, self.gather, self._end_batch)
+        logs = HookLogs(self._trainer, self._gather_for("logging in a hook"), self._end_batch)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
         reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
         self._watch_gradients(reports)
@@ -249,7 +252,10 @@ class Pipeline:
         )
         if isinstance(self._settings.schedule, Auto):
             self._runner.reordering = Reordering(
-                self._settings.schedule, self.split.cut, self.gather, self._from_zero.share
+                self._settings.schedule,
+                self.split.cut,
+                self._gather_for("measuring the stages"),
+                self._from_zero.share,
             )
 
     def _watch_gradients(self, reports: ReportChannel) -> None:
@@ -353,7 +359,10 @@ class Pipeline:
         """Run a step of validation, test or predict."""
         batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
         self.feed.check(args[0], batch_idx, step)
-        return self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
+        output = self._runner.evaluate(step, args, (self._trainer.current_epoch, batch_idx))
+        if self._trainer.received_sigterm and self._trainer.predicting:  # where Lightning does not look
+            raise SIGTERMException
+        return output
 
     def around_batch(self, active: bool) -> None:
         """From the start of a training batch to the end of its hooks: guard what sees one stage only.
@@ -411,6 +420,9 @@ class Pipeline:
         found = self.replica.gather(what, value)
         return [found[rank] for rank in self._ranks]
 
+    def _gather_for(self, what: str) -> Callable[[Any], list[Any]]:
+        return lambda value: self.gather(value, what)
+
     def reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a tensor over the replicas, or the group that was asked for."""
         group = self.groups.data_parallel if group is None else group
@@ -450,7 +462,7 @@ class Pipeline:
         if not alike:  # every rank raises these by itself
             try:
                 self.failure.end(exception)
-            except StageFailedError as told:
+            except (StageFailedError, SIGTERMException) as told:
                 if not isinstance(exception, NonFiniteError):  # which every rank raises, with all there is
                     exception.add_note(str(told))
         self.world.close()

@@ -46,7 +46,15 @@ def sleep() -> None:
     time.sleep(60)
 
 
-FAULTS = {one.__name__: one for one in (stop, kill, terminate, fail, end_data, sleep)}
+def leave() -> None:
+    os._exit(0)
+
+
+def abort() -> None:
+    os.kill(os.getpid(), signal.SIGABRT)
+
+
+FAULTS = {one.__name__: one for one in (stop, kill, terminate, fail, end_data, sleep, leave, abort)}
 VISITS: Counter[str] = Counter()  # not in the module, whose attributes belong to its step
 
 

@@ -122,6 +122,43 @@ def test_stop_iteration_in_a_forward_is_an_error_of_that_rank(ranks: Ranks, tmp_
         assert "AttributeError" not in outcome.output
 
 
+class EndsInValidation(Faulty):
+    def on_validation_start(self) -> None:
+        self.here("on_validation_start", 2)  # not in the sanity check, where nobody catches it
+
+
+def ends_in_validation(folder: str) -> None:
+    fit(EndsInValidation("end_data", "on_validation_start", 1), folder, 2)
+
+
+def test_an_end_of_data_that_a_hook_raises_on_one_rank_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = outcomes_of(ranks, ends_in_validation, str(tmp_path))
+    for outcome in outcomes:
+        assert outcome.exit_code == 1
+        assert after_fault(outcome, outcomes) < SOON
+        assert "the ranks do different things at the same time" in outcome.output
+        assert named(outcome, 1)
+
+
+class FailsToSetUp(Callback):
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if trainer.global_rank == 1:
+            say_when()
+            raise ValueError("boom-17")
+
+
+def fails_to_set_up(folder: str) -> None:
+    fit(Faulty("fail", "nowhere", 0), folder, 2, FailsToSetUp())
+
+
+def test_a_callback_that_fails_to_set_up_on_one_rank_is_told_by_all(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = outcomes_of(ranks, fails_to_set_up, str(tmp_path))
+    for outcome in outcomes:
+        assert outcome.exit_code == 1, outcome
+        assert after_fault(outcome, outcomes) < SOON
+        assert "boom-17" in outcome.output, outcome.output
+
+
 class StopsAlone(Callback):
     def __init__(self, hook: str) -> None:
         self.hook = hook

@@ -183,9 +183,9 @@ def gathers(cls: type[Regression]) -> int:
         def on_train_batch_start(self, run: pl.Trainer, *args: Any) -> None:
             calls.append(0)
 
-    def counted(self: Pipeline, value: Any) -> list[Any]:
+    def counted(self: Pipeline, *args: Any) -> list[Any]:
         calls.append(1)
-        return gather(self, value)
+        return gather(self, *args)
 
     Pipeline.gather = counted  # type: ignore[method-assign]
     try:

@@ -63,23 +63,40 @@ def test_the_checkpoint_of_that_batch_resumes_to_the_same_weights(ranks: Ranks, 
         torch.testing.assert_close(found, straight, rtol=1e-10, atol=0)
 
 
-class TerminatedInValidation(Regression):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
+class TerminatedInEvaluation(Regression):
+    def terminate(self, batch_idx: int) -> None:
         if self.global_rank == 1 and batch_idx == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
 
-def validated() -> str:
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, *_: Any) -> None:
+        self.terminate(batch_idx)
+
+    def on_test_batch_start(self, batch: Any, batch_idx: int, *_: Any) -> None:
+        self.terminate(batch_idx)
+
+    def on_predict_batch_start(self, batch: Any, batch_idx: int, *_: Any) -> None:
+        self.terminate(batch_idx)
+
+
+def evaluated(call: str) -> str:
     pl.seed_everything(1, verbose=False)
+    options: dict[str, Any] = {} if call == "predict" else {"verbose": False}
     try:
-        trainer({"stages": 2}).validate(TerminatedInValidation(), loader(), verbose=False)
-    except SystemExit:
+        getattr(trainer({"stages": 2}), call)(TerminatedInEvaluation(), loader(32), **options)
+    except SIGTERMException:
         return "terminated"
     return "finished"
 
 
-def test_an_evaluation_ends_on_every_rank(ranks: Ranks) -> None:
-    outcomes = ranks(2).outcomes(validated, timeout=30, dies=True)
+@pytest.mark.parametrize("call", ["validate", "test", "predict"])
+def test_an_evaluation_ends_on_every_rank_alike(ranks: Ranks, call: str) -> None:
+    outcomes = ranks(2).outcomes(evaluated, call, timeout=30, dies=True)
+    assert [outcome.value for outcome in outcomes] == ["terminated", "terminated"]
     assert all(outcome.seconds < 10 for outcome in outcomes)
-    assert "SIGTERM" in outcomes[0].output
+    assert all("failed in" not in outcome.output for outcome in outcomes)
