@@ -157,6 +157,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._printed = ""
         self._staging = Staging()
         self.num_nodes = 1
+        self._closed: Pipeline | None = None
         if "pytorch_lightning" in sys.modules:
             rank_zero_warn(
                 "pytorch_lightning is imported, whose Trainer takes PipelineStrategy for an invalid name: "
@@ -170,7 +171,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @override
     def __getstate__(self) -> dict[str, Any]:
         # What a run made, and what only works with it, is not pickled; Lightning wraps optimizers anew.
-        gone = dict.fromkeys(("_pipeline", "_one_device", "_device_mesh"))
+        gone = dict.fromkeys(("_pipeline", "_closed", "_one_device", "_device_mesh"))
         return {**vars(self), **gone, "_unlink": [], "_told": {}, "_wrapped_optimizers": []}
 
     @classmethod
@@ -253,10 +254,14 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._serve_precision()
         self.check_checkpoint_io()
         alone = self.is_one_device and self._numbering.world_size == 1
-        if not alone and not self.cluster_environment.creates_processes_externally:
-            self._launcher = _lightning.make_launcher(
+        if alone:
+            return
+        launcher = None
+        if not self.cluster_environment.creates_processes_externally:
+            launcher = _lightning.make_launcher(
                 self, self._settings.start_method, self.num_processes, self.num_nodes
             )
+        self._launcher = _lightning.after_hooks(launcher)
 
     @override
     def connect(self, model: LightningModule) -> None:
@@ -530,8 +535,15 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @pipelined
     @override
     def on_exception(self, exception: BaseException) -> None:
-        if self._pipeline is not None:
-            self._pipeline.fail(exception)
+        running = self._pipeline or self._closed
+        if running is not None:
+            running.fail(exception)
+
+    def leave(self) -> None:
+        """All of the user's hooks have run on this rank: wait for the others, whose last may yet fail."""
+        closed, self._closed = self._closed, None
+        if closed is not None:
+            closed.leave()
 
     @pipelined
     @override
@@ -544,6 +556,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
                 pipeline.close()
+                self._closed = pipeline
             _lightning.optimizers_to_device(self.optimizers, torch.device("cpu"))
             if self.cluster_environment is not None:
                 self.cluster_environment.teardown()

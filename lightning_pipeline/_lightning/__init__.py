@@ -11,6 +11,7 @@ from lightning_pipeline._lightning.epochs import (
     resume_from,
 )
 from lightning_pipeline._lightning.finetuning import equal_groups
+from lightning_pipeline._lightning.launchers import after_hooks, make_launcher
 from lightning_pipeline._lightning.logs import (
     LogPlace,
     before_loader_results,
@@ -51,7 +52,6 @@ from lightning_pipeline._lightning.trainer import (
     loader_states,
     loader_states_to_load,
     loop_of,
-    make_launcher,
     moves_batches_itself,
     on_requeue,
     on_sigterm,
@@ -80,6 +80,7 @@ __all__ = [
     "STEPS",
     "LogPlace",
     "after_epoch",
+    "after_hooks",
     "around_epoch_start",
     "as_combined",
     "backend_of",

@@ -45,9 +45,6 @@ from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
-# Re-runs the script once per device. Since 1.6.
-from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
-
 # Asks for loaders as the loops do. Since 2.0.
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
@@ -96,7 +93,6 @@ __all__ = [
     "loader_states",
     "loader_states_to_load",
     "loop_of",
-    "make_launcher",
     "moves_batches_itself",
     "on_requeue",
     "on_sigterm",
@@ -135,13 +131,6 @@ def callbacks_with(hook: str, trainer: Trainer) -> list[Callback]:
 def is_interrupted(trainer: Trainer | None) -> bool:
     """Whether an exception is ending the run. `LightningModule.trainer` raises without one. Since 1.5."""
     return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
-
-
-def make_launcher(strategy: Any, start_method: str, num_processes: int, num_nodes: int) -> Any:
-    """The launchers of Lightning's own multi-process strategies. They have no public names. Since 1.6."""
-    if start_method == "popen":
-        return _SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
-    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]  # checked
 
 
 def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
 from torch.utils._pytree import tree_map
 
 from lightning_pipeline.errors import StageFailedError
@@ -23,27 +22,25 @@ class Board:
     """One rank posts, the others read. What nobody reads hurts nobody, so that any code may post.
 
     Args:
-        store: Of this run. Asked over a connection of the board's own: a value may take long to arrive.
+        notes: A connection of the board's own: a value may take long to arrive.
         waits: Of this rank; the lookout ends those that nobody will end.
         replica: Of this rank; each has a board of its own.
         source: Global rank that posts.
         host: Global rank that hosts the store; `None` where another process does.
-        patience: Longest time for a value to travel, in seconds.
         watched: Makes the context in which a wait that fails ends all ranks with its cause; gets what the
             wait is for.
     """
 
     def __init__(
         self,
-        store: Store,
+        notes: Notes,
         waits: Waits,
         replica: int,
         source: int,
         host: int | None,
-        patience: float,
         watched: Callable[[str], AbstractContextManager[None]],
     ) -> None:
-        self._notes, self._waits, self._prefix = Notes(store, patience), waits, f"board/{replica}"
+        self._notes, self._waits, self._prefix = notes, waits, f"board/{replica}"
         self._source, self._host, self._watched = source, host, watched
 
     def post(self, key: str, make: Callable[[], Any]) -> Any:

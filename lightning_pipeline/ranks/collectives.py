@@ -174,7 +174,7 @@ class Company:
     def refuse(self, what: str, failed: Sequence[Failed]) -> NoReturn:
         """Raise what failed on other ranks."""
         first = failed[0]
-        raise StageFailedError(f"rank {first.rank} failed in {what}: {first.text}\n{first.detail}")
+        raise StageFailedError(f"global rank {first.rank} failed in {what}: {first.text}\n{first.detail}")
 
     def _try(self, work: Callable[[], Any]) -> tuple[Any, BaseException | None]:
         try:

@@ -127,10 +127,11 @@ class Failure:
         decided = self._groups.lookout.decided.get(CAUSE)
         own = decided or self._own(error, where, group)
         self.cause, self._raised = decided or self._first(own), error
+        gone = closed_peers(self._groups.control) if not self._groups.aborted else []
         self._groups.abort()
         if not isinstance(error, KeyboardInterrupt | SystemExit) and not self.cause.asked:
             self._reported = self.report(self.cause)
-        self._linger(self.cause)
+        self._linger(self.cause, len(gone))
         mine = self.cause == own and own.global_rank == self._groups.global_rank
         if mine and not own.silent and not own.timed_out:
             if own.advice:
@@ -161,9 +162,10 @@ class Failure:
         Raises:
             StageFailedError: A rank failed on its way.
         """
+        decided = self._groups.lookout.decided.get(CAUSE)
         text = self._notes.get(CAUSE)
-        if text and self.cause is None:
-            self.cause = Cause.from_text(text)
+        if (text or decided) and self.cause is None:
+            self.cause = Cause.from_text(text) if text else decided
             self.tell(Where(activity))
 
     def tell(self, where: Where, error: BaseException | None = None) -> NoReturn:
@@ -242,13 +244,20 @@ class Failure:
         summary = f"it hosts the store, which is gone; see its own output. Seen from here: {own.summary}"
         return replace(own, rank=rank, global_rank=self._groups.host, summary=summary)
 
-    def _linger(self, cause: Cause) -> None:
-        """Let the others read the cause before the process that may host the store ends."""
+    def _linger(self, cause: Cause, gone: int) -> None:
+        """Let the others read the cause before the process that may host the store ends.
+
+        Args:
+            cause: The first.
+            gone: Ranks whose connections are closed: dead, or about to read.
+        """
         read = self._notes.add("read", 1)
         if self._groups.global_rank != 0:
             return
-        deadline = time.monotonic() + _LINGER_SECONDS
-        readers = self._groups.numbering.world_size - cause.silent
-        while 0 < read < readers and time.monotonic() < deadline:
+        begin = time.monotonic()
+        size = self._groups.numbering.world_size
+        while 0 < read < size - cause.silent and time.monotonic() < begin + _LINGER_SECONDS:
+            if read >= size - gone and time.monotonic() > begin + _COLLECT_SECONDS:
+                break
             time.sleep(0.005)
             read = self._notes.add("read", 0)

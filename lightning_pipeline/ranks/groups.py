@@ -1,5 +1,6 @@
 """Which global rank holds what, and the process groups between them."""
 
+import math
 import os
 import secrets
 import time
@@ -18,6 +19,8 @@ from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.wire import Edge, Link, Wait, Waits
 
 _SPARE = timedelta(seconds=60)
+_LONGEST_NAP = 0.05  # seconds between two looks at the notes
+_LINGER_SECONDS = 2.0
 T = TypeVar("T")
 
 
@@ -133,6 +136,7 @@ class Groups:
         pipeline_control: The same ranks, for objects, over gloo.
         lookout: Ends waits that nobody will end.
         notes: Where ranks leave notes for each other.
+        values: The same, over a connection that may be busy with large ones.
         host: Global rank that hosts the store; `None` where `torchrun` does.
     """
 
@@ -162,6 +166,7 @@ class Groups:
         self._backend = backend
         self.store = self._own_store()
         self.notes = Notes(self.store)
+        self.values = Notes(self.store, step_timeout.total_seconds())  # now: a stopped host connects nobody
         self.lookout = Lookout(
             self.notes, self.waits, rank=self.global_rank, size=self.numbering.world_size,
             pipeline_rank=lambda rank: self.numbering.coordinates(rank)[0],
@@ -256,9 +261,13 @@ class Groups:
                 if group.size() > 1:
                     break_off(group)
             self._drop()
+            self.lookout.stop()
 
-    def close(self) -> bool:
+    def close(self, *, goes_on: bool = False) -> bool:
         """End all groups once every rank has come here, so that no rank sees a lost connection.
+
+        Args:
+            goes_on: Whether notes and lookout stay, for `leave`.
 
         Returns:
             Whether all have come; else a rank failed on its way here, or did not come in time.
@@ -278,10 +287,36 @@ class Groups:
                 time.sleep(0.002)
         came = self.notes.is_gone or bool(self.notes.get("all_closed"))
         self._drop()
+        if not (came and goes_on):
+            self.lookout.stop()
         return came
 
-    def _drop(self) -> None:
+    def leave(self) -> bool:
+        """Wait, after `close`, until every rank has come to the end of the user's last hook, or one failed.
+
+        A rank that is alive in a hook may take as long as it likes: nothing depends on it any more.
+
+        Returns:
+            Whether all have come.
+        """
+        size, nap = self.numbering.world_size, 0.001
+        wait = Wait("the end of the last hooks", tuple(range(size)), None, patience=math.inf, looks=True)
+        if self.notes.add("left", 1) == size:
+            self.notes.put("all_left", "1")
+        with self.waits.inside(wait):
+            while not (found := self.notes.get_all(["all_left", CAUSE])) and not wait.is_over:
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+        if found.get("all_left") and self.host == self.global_rank and self.notes.add("gone", 1) < size:
+            deadline = time.monotonic() + _LINGER_SECONDS  # others may still have to read that
+            while self.notes.add("gone", 0) < size and time.monotonic() < deadline:
+                time.sleep(0.001)
+        elif found.get("all_left"):
+            self.notes.add("gone", 1)
         self.lookout.stop()
+        return bool(found.get("all_left"))
+
+    def _drop(self) -> None:
         for link in self.links.values():
             link.abort()
         for edge in self.edges.values():

@@ -115,6 +115,7 @@ class Pipeline:
         )
         self._set_aside = SetAside()
         self._undo: list[Any] = []
+        self._at_last: list[Any] = []
         self._failed = self._is_split = self._staged = False
         self._at_least = 1
         self._together: KeepTogether | None = None
@@ -127,6 +128,10 @@ class Pipeline:
     def at_end(self, undo: Callable[[], Any]) -> None:
         """Call something when the run ends, before what was added earlier."""
         self._undo.append(undo)
+
+    def at_last(self, undo: Callable[[], Any]) -> None:
+        """Call something after the user's last hooks, which come when the run has ended."""
+        self._at_last.append(undo)
 
     @property
     def from_zero(self) -> Outlet:
@@ -233,8 +238,8 @@ class Pipeline:
         self._undo.append(lambda: self.around_batch(False))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         board = Board(
-            self.groups.store, self.groups.waits, self.groups.replica, self._from_last.source,
-            self.groups.host, self._settings.step_timeout.total_seconds(), self.failure.watch,
+            self.groups.values, self.groups.waits, self.groups.replica, self._from_last.source,
+            self.groups.host, self.failure.watch,
         )  # fmt: skip
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
         epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
@@ -344,11 +349,12 @@ class Pipeline:
         self.checkpoints.check()
         if self._finite is not None:
             self._finite.counts = stepping
-        epoch, batch_idx = self._trainer.current_epoch, self._trainer.fit_loop.batch_idx
+        loop = self._trainer.fit_loop
+        batch_idx, of_run = loop.batch_idx, loop.total_batch_idx  # epochs may be counted anew by a resume
         self.feed.check(args[0], batch_idx, "training_step")
         self._set_aside.begin(self._parameters, drop=zeroed_unseen(self._trainer, batch_idx))
         try:
-            outputs = self._runner.train(args, (epoch, batch_idx), self._trainer.accumulate_grad_batches)
+            outputs = self._runner.train(args, (of_run,), self._trainer.accumulate_grad_batches)
         except BaseException:
             self._set_aside.cancel()
             raise
@@ -467,6 +473,10 @@ class Pipeline:
                     exception.add_note(str(told))
         self.world.close()
         self.replica.close()
+        if self.groups.aborted:  # in hooks that come when the run has ended
+            self._undo_last()
+            self.groups.lookout.stop()
+            return
         self.groups.abort()
         self.checkpoints.close(failed=True)
 
@@ -479,6 +489,8 @@ class Pipeline:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
+        if self._failed:
+            self._undo_last()
         if self.last_plan is not None and not self._failed and self._placement.num_ranks > 1:
             text = too_small(self.executor.timeline.last)
             if text is not None:
@@ -486,10 +498,24 @@ class Pipeline:
         if self._is_split:
             self._make_whole()
         if not self._failed:
-            all_came = self.groups.close()
+            all_came = self.groups.close(goes_on=True)
             self.checkpoints.close(failed=False)
             if not all_came:
                 self.failure.missed("the end of the run")
+
+    def leave(self) -> None:
+        """After `close` and the user's last hooks, which may fail on one rank: wait for the others."""
+        if self._failed:
+            return
+        all_came = self.groups.leave()
+        self._undo_last()
+        if not all_came:
+            self.failure.missed("the end of the last hooks")
+
+    def _undo_last(self) -> None:
+        for undo in reversed(self._at_last):
+            undo()
+        self._at_last = []
 
     def _make_whole(self) -> None:
         if self._failed:

@@ -25,7 +25,7 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     first, groups = TellsFirst(pipeline.fail), pipeline.groups
     callbacks.insert(0, first)
-    pipeline.at_end(lambda: callbacks.remove(first))
+    pipeline.at_last(lambda: callbacks.remove(first))
     groups.lookout.doing = lambda: _lightning.current_hook(trainer) or "code outside of hooks"
     pipeline.failure.report = lambda cause: write_crash(
         Path(trainer.default_root_dir), groups.global_rank, cause, groups.lookout.recent(), settings

@@ -202,7 +202,7 @@ class StepRunner:
 
         Args:
             args: Of `training_step`.
-            key: Of the random numbers: epoch and batch.
+            key: Of the random numbers: which batch of the run it is.
             accumulate: Batches that one optimizer step adds up; the gradients are divided by it.
 
         Returns:

@@ -19,7 +19,7 @@ def named(outcome: Outcome, rank: int) -> bool:
 @pytest.mark.parametrize(
     "point",
     ["setup", "configure_optimizers", "train_dataloader", "on_train_start", "on_train_batch_end",
-     "on_validation_start", "on_save_checkpoint"],
+     "on_validation_start", "on_save_checkpoint", "on_fit_end", "teardown"],
 )  # fmt: skip
 def test_an_exception_in_a_hook_is_told_by_all(ranks: Ranks, tmp_path: Path, point: str) -> None:
     outcomes = outcomes_of(ranks, faulty, "fail", point, 1, str(tmp_path))
@@ -111,6 +111,16 @@ def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: 
             assert outcome.exit_code == 1, outcome
             assert after_fault(outcome, outcomes) < SOON
             assert named(outcome, rank), outcome.output
+
+
+@pytest.mark.quiet
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_in_its_last_hook_is_named(ranks: Ranks, tmp_path: Path, rank: int) -> None:
+    outcomes = outcomes_of(ranks, faulty, "kill", "on_fit_end", rank, str(tmp_path))
+    other = outcomes[1 - rank]
+    assert other.exit_code == 1, other
+    assert after_fault(other, outcomes) < BOUND
+    assert named(other, rank), other.output
 
 
 def test_stop_iteration_in_a_forward_is_an_error_of_that_rank(ranks: Ranks, tmp_path: Path) -> None:
