@@ -5,7 +5,8 @@
 A fault is a kind, a rank and a moment in a run of 2 to 4 ranks, with the store hosted by rank 0, as under
 Lightning's launcher, or outside, as under torchrun; `--launched` ones run under those two themselves. A
 signal comes at a random moment to a random rank, or to all. A run passes when every rank that was not hit
-ends in time (step_timeout + 2 s after a stopped rank, 3 s after anything else) and names the rank, and when
+ends in time (step_timeout + 2 s after a stopped rank, or one whose data ended in a hook; 3 s after anything
+else) and names the rank, and when
 `resume="auto"` goes on from what it left to the weights of a run that met no fault, bit by bit.
 """
 
@@ -43,6 +44,7 @@ POINTS = (
     "on_save_checkpoint", "on_train_end",
 )  # fmt: skip
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
+LATE = ("stop", "end_data")  # Lightning takes a StopIteration in a hook for the end of that rank's data
 MISSED = "the fault was not met"
 
 
@@ -106,10 +108,10 @@ def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:
         if outcome.hung:
             return f"rank {outcome.rank} hangs"
         took = after_fault(outcome, outcomes)
-        if outcome.rank not in hit_ranks and took > (BOUND if fault == "stop" else SOON):
+        if outcome.rank not in hit_ranks and took > (BOUND if fault in LATE else SOON):
             return f"rank {outcome.rank} took {took:.1f} s"
     if asked:
-        ends = Counter(str(outcome.value[0]) if outcome.ok else outcome.report[-60:] for outcome in outcomes)
+        ends = Counter(_how(outcome) for outcome in outcomes)
         return "" if len(ends) == 1 else f"the ranks end differently: {dict(ends)}"
     for outcome in outcomes:
         finished = outcome.ok and outcome.value[0] == "finished"
@@ -118,6 +120,13 @@ def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:
         if not any(f"(global rank {rank})" in outcome.output for rank in hit_ranks):
             return f"rank {outcome.rank} does not name rank {hit_ranks}"
     return ""
+
+
+def _how(outcome: Outcome) -> str:
+    """How a rank ended that was asked to; Lightning ends with 1 after SIGINT, as any exception does."""
+    if outcome.ok:
+        return str(outcome.value[0]).replace("ended by SystemExit(1)", "ended with code 1")
+    return f"ended with code {outcome.exit_code}" if outcome.exit_code is not None else outcome.report[-60:]
 
 
 def draw_fault(draw: random.Random) -> dict[str, Any]:
@@ -185,19 +194,19 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(size), "--standalone"]
     command = [
         sys.executable, *([] if case["rank0_store"] else torchrun), "-m", "benchmarks.faults",
-        "--run", json.dumps(case), "--folder", folder,
+        "--case", json.dumps(case), "--folder", folder,
     ]  # fmt: skip
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-    wrong, output = "", ""
-    try:
-        output, _ = process.communicate(timeout=60)
-    except subprocess.TimeoutExpired:
-        wrong = "hangs"
+    wrong, log = "", Path(folder, "output.txt")
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            wrong = "hangs"
     ended = time.monotonic()
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # a stopped rank, which nobody else ends
+    output = log.read_text()
     moments = [float(moment) for moment in re.findall(r"fault at ([\d.]+)", output)]
     if not wrong and not moments:
         wrong = MISSED if process.returncode == 0 else "failed without a fault"
@@ -227,19 +236,23 @@ def main() -> None:
     parser.add_argument("--launched", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--minutes", type=float, default=60, help="no new one is begun after that")
-    parser.add_argument("--run", help=argparse.SUPPRESS)
+    parser.add_argument("--case", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
+    if options.case:
         torch.set_num_threads(1)
-        how, _ = hit(json.loads(options.run), options.folder)
+        how, _ = hit(json.loads(options.case), options.folder)
         print(how, flush=True)
         return
     draw, pools = random.Random(options.seed), {size: Pool(size) for size in (2, 3, 4)}
     until, results = time.monotonic() + 60 * options.minutes, []
     cases = [(one_case, draw_fault(draw)) for _ in range(options.faults)]
     cases += [(one_case, draw_signal(draw)) for _ in range(options.signals)]
-    cases += [(one_launched, draw_fault(draw)) for _ in range(options.launched)]
+    launched = [draw_fault(draw) for _ in range(options.launched)]
+    for case in launched:
+        if case["fault"] == "stop" and case["rank0_store"]:
+            case["rank"] = max(1, case["rank"])  # a stopped rank 0 is Lightning's launcher itself
+    cases += [(one_launched, case) for case in launched]
     draw.shuffle(cases)
     calm = {"fault": "fail", "point": "nowhere", "rank": 0, "visit": 1}
     expected = {}
