@@ -16,6 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.ranks import Outlet
 
 STEP_OF_HOOK = {
@@ -44,7 +45,7 @@ class EpochEndHooks:
         self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
         for name in STEP_OF_HOOK:
             if getattr(type(module), name) is not getattr(LightningModule, name):
-                vars(module)[name] = self._wrapped(name)
+                vars(module)[name] = Stand(module, name, self._wrapped(name))
 
     def restore(self) -> None:
         """Give the module its own hooks back."""

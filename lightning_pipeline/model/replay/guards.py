@@ -10,7 +10,7 @@ from torch import nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.tensors import user_line
-from lightning_pipeline.model.trace import UnitPatches
+from lightning_pipeline.model.trace import Stand, UnitPatches
 
 # Library code that asks a whole model for its parameters around a step and is right with a part of them:
 # torch's own recursion, look-ups of dtype and device.
@@ -59,7 +59,7 @@ class ParameterGuard:
         """Put the guard on the modules."""
         for module in self._modules:
             for name in _METHODS:
-                vars(module)[name] = self._guarded(module, name)
+                vars(module)[name] = Stand(module, name, self._guarded(module, name))
 
     def remove(self) -> None:
         """Take it away."""
@@ -89,7 +89,7 @@ class ParameterGuard:
             )
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            caller = sys._getframe(1).f_globals.get("__name__", "")
+            caller = sys._getframe(2).f_globals.get("__name__", "")
             if not self.active:
                 return original(module, *args, **kwargs)
             if caller in self.answers:

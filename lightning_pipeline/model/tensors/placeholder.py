@@ -46,6 +46,10 @@ class PlaceholderMode(FakeTensorMode):
         self.watcher: Watcher | None = None
         self.idle: Watcher | None = None
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "PlaceholderMode":
+        """A copy of a placeholder stands for a value of the same stages."""
+        return self
+
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Called by torch for each operation on a placeholder."""
         watcher, kwargs = self.watcher or self.idle, kwargs or {}

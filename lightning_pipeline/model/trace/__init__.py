@@ -3,7 +3,7 @@
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.effects import Effect, tensors_held
-from lightning_pipeline.model.trace.patches import UnitPatches, has_backward_hooks, with_backward_hooks
+from lightning_pipeline.model.trace.patches import Stand, UnitPatches, has_backward_hooks, with_backward_hooks
 from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
@@ -40,6 +40,7 @@ __all__ = [
     "Place",
     "PortSpec",
     "Replayed",
+    "Stand",
     "Standing",
     "Trace",
     "Transient",

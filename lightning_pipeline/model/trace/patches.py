@@ -1,5 +1,7 @@
 """Put ourselves between the caller of a unit and its forward, without replacing any module object."""
 
+import copy
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -24,6 +26,31 @@ class Runner(Protocol):
         ...
 
 
+class Stand:
+    """Stands in a module's `__dict__` for one of its methods; a copy of the module gets its own method.
+
+    Args:
+        module: Whose.
+        name: Of the method.
+        call: What is called instead.
+        own: What stood there; None: the method of the class.
+    """
+
+    def __init__(self, module: nn.Module, name: str, call: Callable[..., Any], own: Any = None) -> None:
+        self._module, self._name, self._call, self._own = module, name, call, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        if copied is None:  # this alone is copied, and not its module
+            return self
+        if self._own is not None:
+            return copy.deepcopy(self._own, memo)
+        return types.MethodType(getattr(type(copied), self._name), copied)
+
+
 class UnitPatches:
     """The patched `forward` of every unit. Calls go to the current `runner`, or to the original.
 
@@ -45,9 +72,14 @@ class UnitPatches:
         """Patch every unit."""
         for number, unit in enumerate(self.units):
             held = vars(unit.module)
-            held["forward"] = self._answer(number)
-            held["_get_backward_hooks"] = self._outside_steps(unit.module._get_backward_hooks, ([], []))
-            held["_get_backward_pre_hooks"] = self._outside_steps(unit.module._get_backward_pre_hooks, [])
+            module, hooks = unit.module, unit.module._get_backward_hooks
+            before = unit.module._get_backward_pre_hooks
+            held["forward"] = Stand(module, "forward", self._answer(number), self._own[number])
+            for name, call in (
+                ("_get_backward_hooks", self._outside_steps(hooks, ([], []))),
+                ("_get_backward_pre_hooks", self._outside_steps(before, [])),
+            ):
+                held[name] = Stand(module, name, call)
 
     def remove(self) -> None:
         """Give every unit its own `forward` back."""
