@@ -126,7 +126,8 @@ class GlueRun:
         finally:
             self.inside = False
         given = generators_in(args, kwargs)
-        return output, self._seeds.leave(entered, given, again=unit in self._program.repeated)
+        again, host = unit in self._program.repeated, self._program.host_random
+        return output, self._seeds.leave(entered, given, again=again, host=host)
 
     def _around(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
         """What takes the outputs of this call apart, and puts them together."""

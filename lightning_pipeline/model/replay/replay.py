@@ -179,7 +179,7 @@ class Replay(GlueRun):
                 if stage < self._program.index
                 else self._later(unit, nth, args, kwargs)
             )
-        if self._program.host_random:
+        if self._program.host_random and not self._seeds.host_is_users():
             self._seeds.host(unit, nth)
         self.on_unit(unit, nth)
         return output
@@ -250,6 +250,12 @@ class Replay(GlueRun):
             raise self._other_path(
                 f"unit {self._program.unit_name(unit)!r} is called (call {nth}), with {self._own_left} calls "
                 f"of stage {self._program.index} before it missing"
+            )
+        if self._program.host_random and self._seeds.host_is_users() and not self._going_on:
+            raise self._refuse(
+                "numpy's or Python's random numbers are seeded in the step, and a unit of a later stage may "
+                "draw from them before this stage goes on: seed a generator of your own, "
+                "`numpy.random.default_rng(seed)`"
             )
         structure, specs = traced
         tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]

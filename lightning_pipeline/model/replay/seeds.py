@@ -12,7 +12,7 @@ units return.
 
 import pickle
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -25,6 +25,7 @@ from lightning_pipeline.model.tensors import Generators, random_state_kept
 _MASK = (1 << 63) - 1
 _UNIT_DRAWS = 1 << 40  # apart from the numbers of generators
 _BACKWARD_DRAWS = 1 << 41
+_BLOCKS = 500  # of 624 draws each, between two seeds
 
 States = tuple[bytes | None, ...]
 """Of the generators of a micro-batch, where the user has seeded them."""
@@ -89,6 +90,11 @@ class MicrobatchSeeds:
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
         self._generators.seed_host(seed)
+        self._host_seed = seed
+
+    def host_is_users(self) -> bool:
+        """Whether numpy or Python stands where no draw leads from the last seed: the user has seeded it."""
+        return not _draws_lead_here(self._host_seed)
 
     def host_place(self) -> int:
         """Where numpy and Python stand, as a number to compare."""
@@ -162,18 +168,21 @@ class MicrobatchSeeds:
         return entered
 
     def leave(
-        self, entered: "list[tuple[int, int] | None]", given: list[torch.Generator], *, again: bool
-    ) -> States:
+        self, entered: "list[tuple[int, int] | None]", given: list[torch.Generator],
+        *, again: bool, host: bool = False,
+    ) -> States:  # fmt: skip
         """The call is over: back to the marks.
 
         Args:
             entered: What `enter` returned.
             given: Generators that are arguments of the unit.
             again: Whether the step calls the unit several times: the next draws are to be others.
+            host: Whether units draw from numpy or Python.
 
         Returns:
             The states of generators that the user has seeded, and `None` for the others; then of those that
-            the unit was given. Empty where that is all of them.
+            the unit was given; last of numpy's and Python's, where the user has seeded these. Empty where
+            that is all of them.
         """
         states: list[bytes | None] = []
         for number, at in enumerate(entered):
@@ -183,10 +192,18 @@ class MicrobatchSeeds:
             else:
                 states.append(_state(self._all[number]))
         states += map(_state, given)
+        if host and self.host_is_users():
+            states.append(pickle.dumps((random.getstate(), numpy.random.get_state())))
         return tuple(states) if any(states) else ()
 
     def follow(self, states: States, given: Sequence[torch.Generator] = (), *, again: bool) -> None:
         """A unit was called on another stage: do what `leave` did there."""
+        if len(states) > len(self._all) + len(given):
+            host, states = states[-1], states[:-1]
+            assert host is not None, "the state of numpy and Python comes last where the user has seeded them"
+            python, of_numpy = pickle.loads(host)
+            random.setstate(python)
+            numpy.random.set_state(of_numpy)
         for generator, state in zip((*self._all, *given), states, strict=False):
             if state is not None:
                 generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
@@ -215,6 +232,28 @@ class MicrobatchSeeds:
 def generators_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators among the arguments of a unit."""
     return [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
+
+
+def _draws_lead_here(seed: int) -> bool:
+    """Whether numpy's and Python's generators, seeded alike, come by draws alone to where they stand now."""
+    python, own = random.Random(seed), numpy.random.RandomState(seed & 0xFFFFFFFF)
+
+    def block_of(generator: Any) -> list[int]:
+        block: list[int] = generator.get_state()[1].tolist()
+        return block
+
+    return _leads(
+        lambda: python.getstate()[1][:-1], lambda: python.getrandbits(32 * 624), random.getstate()[1][:-1]
+    ) and _leads(lambda: block_of(own), lambda: own.bytes(4 * 624), block_of(numpy.random))
+
+
+def _leads(block: Callable[[], Any], draw: Callable[[], Any], now: Any) -> bool:
+    """Whether drawing comes to a block of 624 numbers."""
+    for _ in range(_BLOCKS):
+        if block() == now:
+            return True
+        draw()
+    return False
 
 
 def _state(generator: torch.Generator) -> bytes:
