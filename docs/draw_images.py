@@ -29,6 +29,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measured", action="store_true", help="train the demo for a minute, too")
     IMAGES.mkdir(exist_ok=True)
-    (IMAGES / "1f1b.svg").write_text(draw_svg(get_schedule("1F1B").plan(num_ranks=4, num_microbatches=8)))
+    (IMAGES / "1f1b.svg").write_text(draw_svg(get_schedule("1F1B").plan(4, 8), name="1F1B"))
     if parser.parse_args().measured:
         draw_measured()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 _NEEDED = {
     "M": {"name", "pid", "args"},
     "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"name", "cat", "pid", "tid", "ts", "args"},
     "s": {"name", "cat", "id", "pid", "tid", "ts"},
     "f": {"name", "cat", "id", "pid", "tid", "ts", "bp"},
 }
@@ -33,7 +34,7 @@ class Seen(NamedTuple):
 def check_strictly(entry: dict[str, Any]) -> None:
     """What the Trace Event Format says of the phases that we write."""
     needed = _NEEDED[entry["ph"]]
-    assert needed <= entry.keys() <= needed | {"ph", "tid"}
+    assert needed <= entry.keys() <= needed | {"ph", "tid"} | ({"cname"} if entry["ph"] == "X" else set())
     assert all(isinstance(entry[key], int) for key in ("pid", "tid", "id") if key in entry)
     assert all(isinstance(entry[key], float) and entry[key] >= 0 for key in ("ts", "dur") if key in entry)
 

@@ -2,19 +2,33 @@
 
 import json
 import math
+import shutil
 import time
 from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.callbacks.publishing import count_problem, refuse
-from lightning_pipeline.measure import Comparison, RankStep, gather_step, run_of, trace
+from lightning_pipeline.forecast import name_of
+from lightning_pipeline.measure import (
+    BatchClock,
+    Comparison,
+    PipelineRun,
+    RankStep,
+    gather_step,
+    run_of,
+    trace,
+)
+from lightning_pipeline.model.cut import stage_activations
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.schedules.drawing import Picture, has_plot, require_plot
 
+_ANY_WIDTH = 10_000  # characters; a page scrolls
 _TENTH = 9  # counted from 0: caches are warm then, and a short fit gets there
 
 
@@ -23,8 +37,9 @@ class PipelineTimeline(Callback):
 
     For step 9, say, global rank 0 writes `timeline-9.json`, a trace for https://ui.perfetto.dev or
     chrome://tracing with every action and message of every rank, `timeline-9.svg` (and `.png`), the
-    numbered boxes of the papers, and the same as text to the log. With a `TensorBoardLogger` the picture
-    is shown there too, as an image if matplotlib is installed (`lightning-pipeline[plot]`), else as text.
+    numbered boxes of the papers with waiting by its cause, and the same as text to the log where the
+    terminal is wide enough. With a `TensorBoardLogger` the picture is shown there too, as an image if
+    matplotlib is installed (`lightning-pipeline[plot]`), else as text.
     A second fit with the same callback and folder writes `timeline-9-v1.json` beside the first one's.
 
     Steps are training batches, counted from 0 over all epochs; with `accumulate_grad_batches=1` that is
@@ -67,6 +82,7 @@ class PipelineTimeline(Callback):
         self._recording: int | None = None
         self._missing: set[int] = set()
         self._recorded = 0
+        self._clock: BatchClock | None = None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -74,6 +90,8 @@ class PipelineTimeline(Callback):
         if run.replica_index == 0 and not run.clock_offsets:
             run.align_clocks()
         self._batches, self._recording, self._recorded = 0, None, 0
+        self._detach()
+        self._clock = BatchClock(run, trainer)
         self._default = int(min(_TENTH, max(_batches_left(trainer) - 1, 0)))
         self._missing = set(self.steps or ())
         self._folder = None if self.dirpath is None else Path(self.dirpath)
@@ -88,6 +106,7 @@ class PipelineTimeline(Callback):
         self._recording = number if self._wants(number) and run.replica_index == 0 else None
         self._missing.discard(number)
         self._batches += 1
+        self._watching.ready()
         if self._recording is not None:
             run.record_messages(True)
 
@@ -98,34 +117,74 @@ class PipelineTimeline(Callback):
         return every or (self.steps is not None and number in self.steps)
 
     @override
+    def on_before_zero_grad(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._watching.close()
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._watching.close()
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watching.gradients_done()
+
+    @override
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._watching.pause()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._clock is not None:  # the sanity check comes before training
+            self._clock.pause()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._detach()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._detach()
+
+    def _detach(self) -> None:
+        if self._clock is not None:
+            self._clock.detach()
+            self._clock = None
+
+    @property
+    def _watching(self) -> BatchClock:
+        assert self._clock is not None, "training has started"
+        return self._clock
+
+    @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        marks = self._watching.end()
         if self._recording is None:
             return
         number, self._recording = self._recording, None
         self._recorded += 1
         run, begin = run_of(trainer, self), time.monotonic()
         inside = run.messages.seconds_inside if run.messages is not None else 0.0
-        steps, plan = gather_step(run), run.last_plan
+        steps, plan = gather_step(run, around=self._watching.spans(marks)), run.last_plan
         run.record_messages(False)
         recorded = time.monotonic()
         self.seconds_recording += recorded - begin + inside
         if trainer.is_global_zero:
             assert plan is not None, "a step that ended had a plan"
-            self._show(trainer, plan, steps, number)
+            self._show(trainer, Comparison(plan, steps, number, name_of(run.schedule)), steps, number)
             self.seconds_writing += time.monotonic() - recorded
 
-    def _show(self, trainer: Trainer, plan: Plan, steps: list[RankStep], number: int) -> None:
-        comparison = Comparison(plan, steps, number)
-        picture, text = comparison.picture(), comparison.text()
+    def _show(self, trainer: Trainer, comparison: Comparison, steps: list[RankStep], number: int) -> None:
+        held = _activations(run_of(trainer, self), comparison.planned.plan)
+        picture, text = comparison.picture(), comparison.text(shutil.get_terminal_size().columns)
         if self._folder is not None:
-            written = self._write(self._folder, number, picture, json.dumps(trace(steps, number)))
+            written = self._write(self._folder, number, picture, json.dumps(trace(steps, number, held)))
             text += f"\nTimeline of step {number}: {', '.join(map(str, written))}"
         rank_zero_info(text)
         for logger in trainer.loggers:
             if any(base.__name__ == "TensorBoardLogger" for base in type(logger).__mro__):
-                _to_tensorboard(logger, picture, text, number)
+                _to_tensorboard(logger, picture, comparison.text(_ANY_WIDTH), number)
 
     def _write(self, folder: Path, number: int, picture: Picture, events: str) -> list[Path]:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,6 +236,14 @@ def _batches_left(trainer: Trainer) -> float:
     batches = epochs * trainer.num_training_batches
     steps = math.inf if trainer.max_steps == -1 else trainer.max_steps - trainer.global_step
     return min(batches, steps)
+
+
+def _activations(run: PipelineRun, plan: Plan) -> dict[int, int]:
+    """Bytes that each stage holds for a micro-batch like the first; none on one device."""
+    if run.is_one_device:
+        return {}
+    rank_of = [plan.rank_of(stage) for stage in range(plan.num_stages)]
+    return {stage: one.until_backward for stage, one in enumerate(stage_activations(run.partition, rank_of))}
 
 
 def _to_tensorboard(logger: Any, picture: Picture, text: str, number: int) -> None:

@@ -13,7 +13,8 @@ from lightning_pipeline.forecast.verdict import verdict
 from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
 from lightning_pipeline.schedules import Schedule, draw
-from lightning_pipeline.schedules.drawing import Panel, Picture, arrange
+from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, title_of
+from lightning_pipeline.schedules.plans import waits
 
 _PICTURE_WIDTH = 120
 
@@ -56,7 +57,9 @@ class Forecast:
     @property
     def picture(self) -> Picture:
         """The picture of `chosen`."""
-        return arrange([Panel(self.chosen.simulation, unit="s")])
+        run = self.chosen.simulation
+        title = f"{self.name}, {title_of(run, self.chosen.name)}"
+        return arrange([Panel(run, unit="s", waits=waits(run))], title=title)
 
     def __str__(self) -> str:
         return self.text()

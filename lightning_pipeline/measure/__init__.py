@@ -1,5 +1,6 @@
 """What did happen in a run: time, bubble, memory and messages of the steps that were recorded."""
 
+from lightning_pipeline.measure.batches import BatchClock
 from lightning_pipeline.measure.measurement import Measurement
 from lightning_pipeline.measure.memory import MemoryMeter, RankMemory, StageMemory, numbers_in, with_numbers
 from lightning_pipeline.measure.meter import Meter
@@ -11,6 +12,7 @@ from lightning_pipeline.measure.steps import RankStep, gather_step
 from lightning_pipeline.measure.timelines import Comparison
 
 __all__ = [
+    "BatchClock",
     "Comparison",
     "Measurement",
     "MemoryMeter",

@@ -28,6 +28,9 @@ class BatchClock:
         self._ready: Mark | None = None
         self._closing: Mark | None = None
         self._stepped: Mark | None = None
+        self._reduced: Mark | None = None
+        self.reduced: Mark | None = None
+        """When the gradients of the last batch were averaged."""
         self._undo: list[Callable[[], None]] = [run.before_fetch(trainer, self._fetches)]
         for optimizer in trainer.optimizers:
             self._undo.append(optimizer.register_step_post_hook(self._steps).remove)
@@ -62,7 +65,7 @@ class BatchClock:
 
     def gradients_done(self) -> None:
         """The gradients are in place; where no optimizer steps, that is all."""
-        self._stepped = self._timeline.mark()
+        self._stepped = self._reduced = self._timeline.mark()
 
     def end(self) -> list[Mark]:
         """The batch is over; gives marks that `read` understands."""
@@ -71,8 +74,20 @@ class BatchClock:
             self._begin, self._fetch, self._ready, self._closing or end, self._stepped or end, end
         ]  # fmt: skip
         self._begin = end
-        self._fetch = self._ready = self._closing = self._stepped = None
+        self.reduced = self._reduced
+        self._fetch = self._ready = self._closing = self._stepped = self._reduced = None
         return marks
+
+    def spans(self, marks: list[Mark]) -> list[tuple[str, int, int]]:
+        """What lay around the schedule of the batch that ended last: data, reduction and optimizer."""
+        around, reduced = self.read(marks), self.reduced
+        done = around.closing if reduced is None else self._timeline.read([reduced])[0]
+        found = [
+            ("data", around.fetch, around.ready),
+            ("reduction", around.closing, done),
+            ("optimizer", done, around.stepped),
+        ]
+        return [(kind, begin, end) for kind, begin, end in found if end > begin]
 
     def read(self, marks: list[Mark]) -> Around:
         """The times of a batch."""

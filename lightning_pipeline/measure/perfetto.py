@@ -16,6 +16,12 @@ _COMPUTE, _SEND, _RECEIVE = range(3)
 _FOLLOWS = {"B": ("F",), "I": ("F",), "W": ("I",)}
 _WAITING = "waiting"
 
+# Of Chrome's reserved names: blue, orange, yellow, green as in the pictures; waiting is pale.
+_COLOURS = {
+    "F": "rail_response", "B": "rail_idle", "I": "startup", "W": "rail_load",
+    _WAITING: "thread_state_sleeping",
+}  # fmt: skip
+
 Entry = dict[str, Any]
 
 
@@ -30,17 +36,22 @@ class _Slice(NamedTuple):
     args: Mapping[str, object]
 
 
-def trace(steps: Sequence[RankStep], number: int) -> dict[str, Any]:
+def trace(
+    steps: Sequence[RankStep], number: int, activations: Mapping[int, int] | None = None
+) -> dict[str, Any]:
     """What a JSON file of one step holds: a process per rank, with tracks `compute`, `send`, `receive`.
 
     Slices are named after their actions, `2F0`, messages `2SEND_F0` and `3RECV_F0`. Arrows lead from a
     forward to its backward, from an input half to its weight half, and along each message. A send lasts
     until the communicator has the bytes. A receive lasts until the tensors are there, and begins when the
-    rank turns to it and the message is under way: what the rank waits before that is a slice `waiting`.
+    rank turns to it and the message is under way: what the rank waits before that is a slice `waiting`. Kinds
+    have colours (`cname`), and a counter says how many micro-batches' activations a rank holds, in MiB where
+    that is known.
 
     Args:
         steps: Of every rank, on one clock.
         number: Of the batch.
+        activations: Bytes of a micro-batch's activations, by stage.
     """
     zero = min(step.began for step in steps)
     sent = {message.action: message.began for step in steps for message in step.messages}
@@ -49,6 +60,7 @@ def trace(steps: Sequence[RankStep], number: int) -> dict[str, Any]:
     entries += [_drawn(piece) for piece in slices]
     for arrow, (source, target) in enumerate(_arrows({piece.name: piece for piece in slices}), start=1):
         entries += _arrow(arrow, source, target)
+    entries += [entry for step in steps for entry in _counted(step, zero, activations or {})]
     about = {"step": number, "clock": "nanoseconds of pipeline rank 0's monotonic clock", "zero": zero}
     return {"traceEvents": entries, "displayTimeUnit": "ms", "otherData": about}
 
@@ -66,6 +78,25 @@ def _slices(step: RankStep, zero: int, sent: Mapping[Action, int]) -> Iterator[_
         if under_way > began:
             yield _Slice(_WAITING, step.rank, _RECEIVE, began - zero, under_way - zero, {"for": str(action)})
         yield _Slice(str(action), step.rank, _RECEIVE, under_way - zero, ended - zero, args)
+
+
+def _counted(step: RankStep, zero: int, activations: Mapping[int, int]) -> Iterator[Entry]:
+    """A counter of what the rank holds: more with each forward, less with each backward or weight half."""
+    split = {event.action.stage for event in step.events if event.action.kind == "W"}
+    held = num_bytes = 0
+    for action, _, started, ended in step.events:
+        ends = action.kind == "W" or (action.kind in "BI" and action.stage not in split) or action.kind == "B"
+        change = 1 if action.kind == "F" else -1 if ends else 0
+        if not change:
+            continue
+        held += change
+        num_bytes += change * activations.get(action.stage, 0)
+        values: dict[str, float] = {"micro-batches": held}
+        if activations:
+            values = {"MiB": num_bytes / 2**20}
+        moment = (started if change > 0 else ended) - zero
+        place = {"pid": step.rank + 1, "tid": _thread(step.rank, _COMPUTE), "ts": moment / 1e3}
+        yield {"ph": "C", "name": "activations held", "cat": "memory", **place, "args": values}
 
 
 def _sender(received: Action) -> Action:
@@ -114,7 +145,13 @@ def _thread(rank: int, track: int) -> int:
 def _drawn(piece: _Slice) -> Entry:
     place = {"pid": piece.rank + 1, "tid": _thread(piece.rank, piece.track)}
     times = {"ts": piece.start / 1e3, "dur": max(piece.end - piece.start, 1) / 1e3}  # microseconds
-    return {"ph": "X", "name": piece.name, "cat": TRACKS[piece.track], **place, **times, "args": piece.args}
+    colour = {"cname": _COLOURS[kind]} if (kind := _kind(piece)) in _COLOURS else {}
+    what = {"name": piece.name, "cat": TRACKS[piece.track]}
+    return {"ph": "X", **what, **place, **times, **colour, "args": piece.args}
+
+
+def _kind(piece: _Slice) -> str:
+    return _WAITING if piece.name == _WAITING else Action.parse(piece.name).kind
 
 
 def _arrow(number: int, source: _Slice, target: _Slice) -> Iterator[Entry]:

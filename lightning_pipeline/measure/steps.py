@@ -1,5 +1,6 @@
 """One step as all ranks of a pipeline lived it, on one clock."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ class RankStep:
         finished: When it had run it and all its messages were delivered.
         events: Its actions, in order.
         messages: What it sent and received, in order; empty where that was not recorded.
+        around: What it did around the schedule: `data`, `reduction` or `optimizer`, from when to when.
     """
 
     rank: int
@@ -26,9 +28,14 @@ class RankStep:
     finished: int
     events: tuple[Event, ...]
     messages: tuple[Message, ...] = ()
+    around: tuple[tuple[str, int, int], ...] = ()
 
 
-def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[RankStep]:
+def gather_step(
+    run: PipelineRun,
+    recording: Recording | None = None,
+    around: Sequence[tuple[str, int, int]] = (),
+) -> list[RankStep]:
     """One step of every rank of this replica, by pipeline rank; all its ranks must call.
 
     The first call aligns the clocks if nobody has done so; `run.align_clocks()` does it anew. On a GPU a
@@ -37,6 +44,7 @@ def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[Ra
     Args:
         run: The strategy, as `run_of` gives it.
         recording: Of the step on this rank, the same step on all of them. Default: of the last run.
+        around: What this rank did around the schedule, by this rank's clock.
     """
     if not run.clock_offsets:
         run.align_clocks()
@@ -50,6 +58,7 @@ def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[Ra
             recording.finished,
             [tuple(event) for event in recording],
             [tuple(message) for message in messages],
+            list(around),
         )
     )
     return [
@@ -59,7 +68,7 @@ def gather_step(run: PipelineRun, recording: Recording | None = None) -> list[Ra
 
 
 def _on_one_clock(rank: int, values: Any, offset: int) -> RankStep:
-    stages, began, finished, events, messages = values
+    stages, began, finished, events, messages, around = values
     moved = tuple(
         Event(action, asked - offset, started - offset, ended - offset)
         for action, asked, started, ended in events
@@ -68,4 +77,5 @@ def _on_one_clock(rank: int, values: Any, offset: int) -> RankStep:
         Message(action, peer, num_bytes, begin - offset, end - offset)
         for action, peer, num_bytes, begin, end in messages
     )
-    return RankStep(rank, stages, began - offset, finished - offset, moved, told)
+    beside = tuple((kind, begin - offset, end - offset) for kind, begin, end in around)
+    return RankStep(rank, stages, began - offset, finished - offset, moved, told, beside)

@@ -5,10 +5,10 @@ from itertools import chain
 
 from lightning_pipeline.measure.steps import RankStep
 from lightning_pipeline.schedules import Costs, Plan, Simulation, draw, simulate
-from lightning_pipeline.schedules.drawing import Panel, Picture, arrange
-from lightning_pipeline.schedules.plans import Timed, summarize
+from lightning_pipeline.schedules.drawing import Panel, Picture, Span, arrange, title_of
+from lightning_pipeline.schedules.plans import Timed, summarize, waits
 
-_LINE = 150  # characters of the text picture; a column takes three or four
+_LINE = 150  # characters of the text picture where no terminal says; a column takes three or four
 _MOST_COLUMNS = 300
 
 
@@ -23,9 +23,11 @@ class Comparison:
         plan: What was run.
         steps: Of every rank, by pipeline rank, on one clock.
         number: Of the batch, for the captions.
+        name: Of the schedule, for the title.
     """
 
-    def __init__(self, plan: Plan, steps: Sequence[RankStep], number: int) -> None:
+    def __init__(self, plan: Plan, steps: Sequence[RankStep], number: int, name: str = "") -> None:
+        self._name, self._around = name, _around(steps)
         self._means = {kind: _mean(steps, kind) for kind in "FBIW"}
         costs = _equal_costs(plan, self._means)
         self.planned = simulate(plan, costs)
@@ -37,28 +39,34 @@ class Comparison:
         )
 
     def picture(self) -> Picture:
-        """Planned above measured, to the same scale."""
+        """Planned above measured, to the same scale; measured pauses by cause, and what lay around."""
+        causes = waits(self.measured)
         return arrange(
             [
-                Panel(simulation, caption, "ms")
-                for simulation, caption in zip((self.planned, self.measured), self._captions, strict=True)
-            ]
+                Panel(self.planned, self._captions[0], "ms"),
+                Panel(self.measured, self._captions[1], "ms", causes, self._around),
+            ],
+            title=title_of(self.measured, self._name),
         )
 
-    def text(self) -> str:
-        """Planned above measured; lines are cut at 150 characters and go on below."""
-        column = self._column()
-        above, below = (
-            draw(simulation, column=column, width=_LINE) for simulation in (self.planned, self.measured)
-        )
-        return f"{self._captions[0]}\n{above}\n{self._captions[1]}\n{below}"
+    def text(self, width: int = _LINE) -> str:
+        """Planned above measured, where lines of this width hold them; else the captions alone.
 
-    def _column(self) -> float:
-        """Half of the shortest kind of action where that fits a line, otherwise all of it."""
+        Args:
+            width: Characters of a line.
+        """
+        for column in self._columns(width):
+            drawn = [draw(simulation, column=column) for simulation in (self.planned, self.measured)]
+            if max(len(line) for picture in drawn for line in picture.splitlines()) <= width:
+                return "\n".join(chain.from_iterable(zip(self._captions, drawn, strict=True)))
+        return "\n".join(self._captions)
+
+    def _columns(self, width: int) -> list[float]:
+        """The time of a column: half of the shortest kind of action where that fits a line, otherwise all."""
         longest = max(self.planned.makespan, self.measured.makespan)
         shortest = min((mean for mean in self._means.values() if mean > 0), default=1.0)
         shortest = max(shortest, longest / _MOST_COLUMNS)
-        return shortest / 2 if 2 * longest / shortest <= _LINE / 4 else shortest
+        return [shortest / 2, shortest] if 2 * longest / shortest <= width / 4 else [shortest]
 
 
 def _figures(simulation: Simulation) -> str:
@@ -77,8 +85,25 @@ def _equal_costs(plan: Plan, means: dict[str, float]) -> Costs:
     return Costs(forward, first, second)
 
 
+def _around(steps: Sequence[RankStep]) -> list[Span]:
+    """Milliseconds since the first action; of what comes before it, at most half of the step."""
+    zero = _zero(steps)
+    ends = [event.ended for step in steps for event in step.events]
+    least = -(max(ends, default=zero) - zero) / 2
+    found = [
+        Span(step.rank, max(begin - zero, least) / 1e6, (end - zero) / 1e6, kind)
+        for step in steps
+        for kind, begin, end in step.around
+    ]
+    return [span for span in found if span.end > span.start]
+
+
+def _zero(steps: Sequence[RankStep]) -> int:
+    return min(chain.from_iterable((event.started for event in step.events) for step in steps), default=0)
+
+
 def _timed(steps: Sequence[RankStep]) -> list[list[Timed]]:
-    zero = min(chain.from_iterable((event.started for event in step.events) for step in steps), default=0)
+    zero = _zero(steps)
     return [
         [
             Timed(event.action, step.rank, (event.started - zero) / 1e6, (event.ended - zero) / 1e6)

@@ -134,7 +134,7 @@ def page() -> tuple[str, dict[str, str]]:
         text += f"| {name} | {run.bubble:.4f} | {run.bubble_span:.4f} | {max(run.peak_memory):g} |\n"
     for exhibit in EXHIBITS:
         text += _section(exhibit)
-    return text, {f"{name}.svg": draw_svg(run) for name, run in runs.items()}
+    return text, {f"{name}.svg": draw_svg(run, name=name) for name, run in runs.items()}
 
 
 def _run(name: str) -> Simulation:

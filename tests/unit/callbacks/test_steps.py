@@ -23,10 +23,11 @@ class Run:
         return self.clock_offsets
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
-        stages, began, finished, events, messages = value
+        stages, began, finished, events, messages, around = value
+        beside = [(kind, begin + 5_000_000_000, end + 5_000_000_000) for kind, begin, end in around]
         ahead = 5_000_000_000
         later = [(action, *(time + ahead for time in times)) for action, *times in events]
-        return [value, (stages, began + ahead, finished + ahead, later, messages)]
+        return [value, (stages, began + ahead, finished + ahead, later, messages, beside)]
 
 
 def test_all_ranks_times_are_on_the_first_one_s_clock() -> None:
@@ -36,6 +37,7 @@ def test_all_ranks_times_are_on_the_first_one_s_clock() -> None:
     run.timeline.start()
     run.timeline.end()
     run.timeline.finish()
-    first, second = gather_step(run)
+    first, second = gather_step(run, around=[("data", 3, 7)])
+    assert first.around == second.around == (("data", 3, 7),)
     assert (first.began, first.finished, first.events) == (second.began, second.finished, second.events)
     assert list(first.events) == list(run.timeline.last)

@@ -104,3 +104,22 @@ def test_a_viewer_finds_every_action_once(tmp_path: Path, schedule: str) -> None
         entry = times[row.name]
         assert (row.ts, row.dur) == (round(entry["ts"] * 1e3), round(entry["dur"] * 1e3)), row.name
         assert row.process.startswith(f"rank {entry['pid'] - 1}: stage")
+
+
+def test_kinds_have_colours_and_a_counter_says_what_is_held() -> None:
+    plan = plan_of("ZBH1")
+    entries = trace(recorded(plan), 9, dict.fromkeys(range(4), 2**20))["traceEvents"]
+    colours = {(e["name"][1], e["cname"]) for e in entries if e["ph"] == "X" and e["cat"] == "compute"}
+    assert colours == {("F", "rail_response"), ("I", "startup"), ("W", "rail_load")}
+    for rank in range(4):
+        held = [e["args"]["MiB"] for e in entries if e["ph"] == "C" and e["pid"] == rank + 1]
+        split = any(action.kind == "W" for action in plan[rank])
+        assert held[-1] == 0 and max(held) == peak(plan, rank) and min(held) >= 0 and split
+
+
+def peak(plan: Plan, rank: int) -> int:
+    held = most = 0
+    for action in plan[rank]:
+        held += {"F": 1, "W": -1, "B": -1}.get(action.kind, 0)
+        most = max(most, held)
+    return most

@@ -11,8 +11,9 @@ import pytest
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.schedules import Costs, Plan, draw_svg, get_schedule, simulate
-from lightning_pipeline.schedules.drawing.panels import Panel, arrange
+from lightning_pipeline.schedules.drawing.panels import Panel, arrange, title_of
 from lightning_pipeline.schedules.drawing.picture import Box, Picture, Words, words_fit
+from lightning_pipeline.schedules.plans import waits
 
 SVG = "{http://www.w3.org/2000/svg}"
 SIZES = [(2, 4), (4, 8), (8, 32)]
@@ -76,7 +77,53 @@ def test_captions_axis_and_legend_are_there() -> None:
 def test_an_action_too_short_for_its_number_stays_empty() -> None:
     run = simulate(Plan.parse("0F0 0B0\n1F0 1B0"), Costs([100, 0.01], [100, 0.01], [100, 0.01]))
     words = [s.text for s in arrange([Panel(run)]).shapes if isinstance(s, Words) and s.anchor == "middle"]
-    assert words == ["0", "0"]
+    assert words[:2] == ["0", "0"] and words.count("0") == 3  # the third begins the axis
+
+
+def texts(picture: Picture) -> list[str]:
+    return [shape.text for shape in picture.shapes if isinstance(shape, Words)]
+
+
+def test_a_title_says_what_is_drawn_and_the_axis_ends_with_the_step() -> None:
+    run = simulate(get_schedule("1F1B").plan(4, 8), Costs(1.0, 1.0, 1.3))
+    picture = arrange([Panel(run, unit="ms")], title=title_of(run, "1F1B"))
+    assert texts(picture)[0] == picture.title == f"1F1B: 4 ranks, 8 micro-batches, bubble {run.bubble:.1%}"
+    assert f"{run.makespan:.4g} ms" in texts(picture)
+
+
+def test_a_forward_and_a_backward_that_run_as_one_share_a_box() -> None:
+    plan = get_schedule("DualPipeV").plan(2, 6)
+    run = simulate(plan, Costs(2, 2, 2))
+    boxes = [s for s in arrange([Panel(run)]).shapes if isinstance(s, Box) and "as one with" in s.hint]
+    assert len(boxes) == 2 * sum(len(plan.pairs_of(rank)) for rank in range(2)) > 0
+    for upper, lower in zip(boxes[::2], boxes[1::2], strict=True):
+        assert (upper.x, upper.width) == (lower.x, lower.width)
+        assert lower.y == upper.y + upper.height and upper.fill != lower.fill
+
+
+def test_labels_name_the_stage_where_a_rank_has_more_than_two() -> None:
+    four = simulate(get_schedule("Interleaved1F1B", stages_per_rank=4).plan(2, 4), Costs(4, 4, 4))
+    assert {"0:3", "7:0"} <= set(texts(arrange([Panel(four)])))
+    two = simulate(get_schedule("Interleaved1F1B", stages_per_rank=2).plan(2, 4), Costs(2, 2, 2))
+    assert not any(":" in text and text[0].isdigit() for text in texts(arrange([Panel(two)])))
+
+
+def test_every_pause_has_a_cause_and_they_add_up() -> None:
+    plan = get_schedule("1F1B").plan(4, 8)
+    even = simulate(plan, Costs(1, 1, 1))
+    assert {wait.cause for wait in waits(even)} == {"schedule"}
+    hops = simulate(plan, Costs(1, 1, 1, send=0.25))
+    assert {wait.cause for wait in waits(hops)} == {"schedule", "message"}
+    uneven = simulate(plan, Costs([1, 2, 1, 1], [1, 2, 1, 1], [1, 2, 1, 1]))
+    assert {wait.cause for wait in waits(uneven)} == {"schedule", "imbalance"}
+    for run in (even, hops, uneven):
+        found = waits(run)
+        assert sum(wait.end - wait.start for wait in found) == pytest.approx(4 * run.makespan - sum(run.busy))
+        busy = [(t.rank, t.start, t.end) for t in run.actions]
+        assert not any(
+            rank == wait.rank and start < wait.end - 1e-9 and wait.start < end - 1e-9
+            for wait in found for rank, start, end in busy
+        )  # fmt: skip
 
 
 def test_text_is_escaped() -> None:
