@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_pipeline import PipelineStrategy
+from tests.faults.chains import Seen, compare, link
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -74,6 +75,31 @@ def test_a_chain_of_resumed_runs_is_the_uninterrupted_run(
         assert chained[0] == straight[0]
         for name, weight in straight[1].items():
             assert torch.equal(chained[1][name], weight), name
+
+
+@pytest.mark.parametrize(
+    ("microbatches", "dropout", "links"),
+    [
+        (4, 0.2, [(2, "1F1B", 1, 3), (3, "GPipe", 1, 8), (2, "Interleaved1F1B", 2, 9), (3, "ZBH1", 1, 12)]),
+        (1, 0.0, [(2, "1F1B", 1, 4), (1, "1F1B", 1, 8), (3, "1F1B", 1, 10)]),
+    ],
+)
+def test_a_chain_goes_on_over_other_ranks_and_schedules(
+    ranks: Ranks, tmp_path: Path, microbatches: int, dropout: float, links: list[tuple[int, str, int, int]]
+) -> None:
+    common = {"microbatches": microbatches, "dropout": dropout, "accumulate": 1, "workers": False}
+    stages = 2 if microbatches > 1 else 1
+    plain = {"stages": stages, "schedule": "1F1B", "per_rank": 1, **common}
+    straight = ranks(stages)(link, plain, str(tmp_path / "straight"), links[-1][3], None, group=False)[0]
+    seen: Seen = []
+    weights: dict[str, torch.Tensor] = {}
+    resume = None
+    for size, schedule, per_rank, stop in links:
+        how = {"stages": size, "schedule": schedule, "per_rank": per_rank, **common}
+        part, weights = ranks(size)(link, how, str(tmp_path / "chain"), stop, resume, group=False)[0]
+        seen += part
+        resume = stop
+    assert compare(straight, (seen, weights)) == ""
 
 
 class Dies(Notes):
