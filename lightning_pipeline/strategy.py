@@ -256,12 +256,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         alone = self.is_one_device and self._numbering.world_size == 1
         if alone:
             return
-        launcher = None
-        if not self.cluster_environment.creates_processes_externally:
-            launcher = _lightning.make_launcher(
-                self, self._settings.start_method, self.num_processes, self.num_nodes
-            )
-        self._launcher = _lightning.after_hooks(launcher)
+        external = self.cluster_environment.creates_processes_externally
+        method = None if external else self._settings.start_method
+        self._launcher = _lightning.make_launcher(self, method, self.num_processes, self.num_nodes)
 
     @override
     def connect(self, model: LightningModule) -> None:

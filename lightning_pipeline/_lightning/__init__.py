@@ -11,7 +11,7 @@ from lightning_pipeline._lightning.epochs import (
     resume_from,
 )
 from lightning_pipeline._lightning.finetuning import equal_groups
-from lightning_pipeline._lightning.launchers import after_hooks, make_launcher
+from lightning_pipeline._lightning.launchers import make_launcher
 from lightning_pipeline._lightning.logs import (
     LogPlace,
     before_loader_results,
@@ -80,7 +80,6 @@ __all__ = [
     "STEPS",
     "LogPlace",
     "after_epoch",
-    "after_hooks",
     "around_epoch_start",
     "as_combined",
     "backend_of",

@@ -11,19 +11,23 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
-__all__ = ["after_hooks", "make_launcher"]
+__all__ = ["make_launcher"]
 
 
-def make_launcher(strategy: Any, start_method: str, num_processes: int, num_nodes: int) -> Any:
-    """The launchers of Lightning's own multi-process strategies. They have no public names. Since 1.6."""
-    if start_method == "popen":
-        return _SubprocessScriptLauncher(strategy.cluster_environment, num_processes, num_nodes)
-    return _MultiProcessingLauncher(strategy, start_method=start_method)  # type: ignore[arg-type]  # checked
+class _Leaves:
+    """Calls `strategy.leave()` of the Trainer after its last hook, in every process. Since 2.0.
+
+    No hook of a strategy comes after `on_fit_end` and `teardown` of callbacks and modules. To be deleted when
+    there is one.
+    """
+
+    def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function in every process."""
+        launch: Any = super().launch  # type: ignore[misc]  # of the launcher beside this in the bases
+        return launch(partial(_run_and_leave, function), *args, **kwargs)
 
 
 class _InThisProcess(_Launcher):
-    """Starts nothing, where somebody else starts the processes."""
-
     @property
     @override
     def is_interactive_compatible(self) -> bool:
@@ -38,26 +42,32 @@ class _InThisProcess(_Launcher):
         """Nobody was started."""
 
 
-def after_hooks(launcher: Any) -> Any:
-    """Let a launcher call `strategy.leave()` of the Trainer after its last hook, in every process. Since 2.0.
+class _Popen(_Leaves, _SubprocessScriptLauncher):
+    """Runs the script once more for each rank."""
 
-    No hook of a strategy comes after `on_fit_end` and `teardown` of callbacks and modules. To be deleted when
-    there is one.
+
+class _Processes(_Leaves, _MultiProcessingLauncher):
+    """Forks or spawns the ranks."""
+
+
+class _Alone(_Leaves, _InThisProcess):
+    """Starts nothing, where somebody else starts the processes."""
+
+
+def make_launcher(strategy: Any, start_method: str | None, num_processes: int, num_nodes: int) -> _Launcher:
+    """The launchers of Lightning's own multi-process strategies. They have no public names. Since 1.6.
 
     Args:
-        launcher: Of the strategy; `None` where somebody else starts the processes.
-
-    Returns:
-        The launcher.
+        strategy: To launch.
+        start_method: Of the processes; `None` where somebody else starts them.
+        num_processes: On this node.
+        num_nodes: Of the job.
     """
-    launcher = _InThisProcess() if launcher is None else launcher
-    launch = launcher.launch
-
-    def launch_and_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return launch(partial(_run_and_leave, function), *args, **kwargs)
-
-    launcher.launch = launch_and_leave
-    return launcher
+    if start_method is None:
+        return _Alone()
+    if start_method == "popen":
+        return _Popen(strategy.cluster_environment, num_processes, num_nodes)
+    return _Processes(strategy, start_method=start_method)  # type: ignore[arg-type]  # checked
 
 
 def _run_and_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
