@@ -1,6 +1,7 @@
 """What a loss of a micro-batch is worth in the batch."""
 
 from lightning_pipeline.model.loss.follower import Follower as Follower
+from lightning_pipeline.model.loss.follower import check_no_class_weights as check_no_class_weights
 from lightning_pipeline.model.loss.follower import seeds_of as seeds_of
 from lightning_pipeline.model.loss.shares import Observer as Observer
 from lightning_pipeline.model.loss.shares import Share as Share

@@ -1,7 +1,7 @@
 """Whether and how the numbers of a kind of step are followed, batch by batch."""
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,24 @@ _WAYS_OUT = (
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
     "PipelineStrategy(loss_weighting='samples')"
 )
+
+
+def check_no_class_weights(step: str, inside: Mapping[str, str]) -> None:
+    """Refuse a mean by weights of classes inside a unit: nobody sees what it divides by.
+
+    Args:
+        step: Name of the user's method.
+        inside: Names of such units, each with the line.
+
+    Raises:
+        SplitError: There is one.
+    """
+    for unit, line in inside.items():
+        raise SplitError(
+            f"unit {unit!r} computes a mean over classes with weights of these, which one device divides by "
+            "the weights of the whole batch's targets, and a micro-batch by those of its own. Compute the "
+            f"loss in {step}, or let the unit be cut finer; otherwise, {_WAYS_OUT} [at {line}]"
+        )
 
 
 class Path:
@@ -57,6 +75,7 @@ class Follower:
         self._plain = True
         self._given_up = False
         self._said: set[str] = set()
+        self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
         """Say where a loss inside a unit may leave out targets of a batch.
@@ -90,7 +109,7 @@ class Follower:
                 step cannot be run once more.
         """
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
-        self._paths = []
+        self._paths, self._computed = [], None
         if self._given_up or (self._targets is not None and not _any_left_out(batch, self._targets)):
             return
         found = rehearse()
@@ -164,6 +183,7 @@ class Follower:
             return None
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
+        self._compare_computed(shares)
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
@@ -172,6 +192,19 @@ class Follower:
                 f"followed from {share.lost} on: {_WAYS_OUT}"
             )
         return share
+
+    def _compare_computed(self, shares: Shares) -> None:
+        """A mean times a number that a unit computed is that of one device if that is always the same."""
+        if self._computed is None:
+            self._computed = shares.computed
+        self._plain = self._plain and not shares.computed
+        for (line, value), (_, before) in zip(shares.computed, self._computed, strict=False):
+            if not torch.allclose(value, before, rtol=1e-5):
+                raise SplitError(
+                    "a mean over samples is multiplied with or divided by a number that a unit computes from "
+                    f"the micro-batch, so that {self._step} cannot be that of one device: return one value for "
+                    f"each sample from the unit; otherwise, {_WAYS_OUT} [at {line}]"
+                )
 
     def _stray(self, shares: Shares) -> None:
         """The micro-batch went another way than the batch as a whole, such as a loop over samples."""

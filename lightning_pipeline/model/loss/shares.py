@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.loss.masks import as_indices, has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
 from lightning_pipeline.model.tensors import is_placeholder, storage_key, user_line
 
@@ -104,13 +105,13 @@ class Observer:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function and note what it was given."""
-        if func is Tensor.__getitem__ and _has_mask(args[1]):
+        if func is Tensor.__getitem__ and has_mask(args[1]):
             self.whole.ragged = True
-            args = (args[0], _as_indices(args[1])) if is_placeholder(args[0]) else args
+            args = (args[0], as_indices(args[1])) if is_placeholder(args[0]) else args
         elif func in _SELECTING and is_placeholder(args[0]) and not is_placeholder(args[1]):
             self.whole.ragged = True
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            func, args = Tensor.__getitem__, (args[0].expand(shape), _as_indices(args[1].expand(shape)))
+            func, args = Tensor.__getitem__, (args[0].expand(shape), as_indices(args[1].expand(shape)))
         elif func in _BY_VALUES:
             self.whole.ragged = True
         elif func in _READING and not is_placeholder(args[0]):
@@ -139,6 +140,11 @@ class Shares:
         whole: What the whole batch's step showed.
         root: The LightningModule, for messages.
         fraction: Samples of this micro-batch over those of the batch.
+
+    Attributes:
+        strayed: The line from where on the micro-batch went another way than the batch.
+        taken: The functions that were called.
+        computed: Numbers that units computed, with which a mean was multiplied, and the line.
     """
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
@@ -146,6 +152,7 @@ class Shares:
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
         self._events: Iterator[Event] = iter(whole.events.get(None, ()))
+        self.computed: list[tuple[str, Tensor]] = []
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
 
     def unit(self, number: int, nth: int) -> None:
@@ -167,7 +174,7 @@ class Shares:
         """Run a function, and find the share of what it returns."""
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
-        if func in _SELECTING or (func is Tensor.__getitem__ and _has_mask(args[1])):
+        if func in _SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
             return self._select(func, args, kwargs, run)
         if func not in _RULES:
             return self._other(func, args, kwargs, run) if self._known else run(func, args, kwargs)
@@ -421,6 +428,12 @@ def _by_other(step: _Step, position: int, change: Callable[[Tensor], Tensor]) ->
     assert share is not None, "the followed one"
     if step.grows and not step.has_samples(position):
         return step.lost()
+    other = step.args[1 - position]
+    if step.whole.operands[1 - position].computed and isinstance(other, Tensor) and other.numel() == 1:
+        if not step.grows and any(factor == 1 for factor, _ in share.terms):  # a sum over a count, maybe
+            return step.lost(always=True)
+        if step.result.requires_grad:
+            step.shares.computed.append((user_line(step.shares.root), other.detach()))
     return step.mapped(share, position, change)
 
 
@@ -581,17 +594,3 @@ def _values(args: Any, kwargs: Any) -> Iterator[Any]:
             yield from value
         else:
             yield value
-
-
-def _has_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, Tensor) and part.dtype is torch.bool for part in parts)
-
-
-def _as_indices(index: Any) -> tuple[Any, ...]:
-    """Real masks as the numbers of what they pick, from what has a shape and no content."""
-    picked: list[Any] = []
-    for part in index if isinstance(index, tuple) else (index,):
-        is_mask = isinstance(part, Tensor) and part.dtype is torch.bool and not is_placeholder(part)
-        picked.extend(part.nonzero(as_tuple=True) if is_mask else (part,))
-    return tuple(picked)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, stages_of_states
-from lightning_pipeline.model.loss import Follower, Observer, Whole
+from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_class_weights
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
 from lightning_pipeline.model.replay.left_behind import LeftBehind
@@ -333,6 +333,8 @@ class SplitModel:
             program.state = self._state
             program.begin(self._step)
             program.goes_on = goes_on(trace, self._stage_of, program.index)
+        if whole is not None and weights is not None and len(microbatches) > 1:
+            check_no_class_weights(step, trace.weighted_inside)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._follow(whole, self._step)
 

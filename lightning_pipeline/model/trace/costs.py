@@ -108,6 +108,11 @@ def left_out_by(func: Any, args: tuple[Any, ...]) -> int | None:
     return int(left_out) if reduction == _MEAN else None
 
 
+def has_class_weights(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether this is a mean of a loss over classes by weights of these."""
+    return left_out_by(func, args) is not None and args[2] is not None
+
+
 def _flat(values: Any) -> list[Tensor]:
     found = []
     for value in values:

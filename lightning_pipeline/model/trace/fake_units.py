@@ -24,7 +24,7 @@ from lightning_pipeline.model.tensors import (
     random_state_kept,
     user_line,
 )
-from lightning_pipeline.model.trace.costs import Work, left_out_by
+from lightning_pipeline.model.trace.costs import Work, has_class_weights, left_out_by
 from lightning_pipeline.model.trace.grad_mode import same_operations, same_values
 
 if TYPE_CHECKING:
@@ -173,6 +173,9 @@ class FakeRun:
         self._tracer.regions.operation(call, work)
         left_out = left_out_by(func, args)
         if left_out is not None:
+            if has_class_weights(func, args):
+                name = self._tracer.patches.units[call.unit].name
+                self._tracer.trace.weighted_inside[name] = user_line(self._tracer.root)
             self._tracer.trace.losses_inside.add((self._tracer.patches.units[call.unit].name, left_out))
         self._tracer.keeping.operation_in_unit(call, func, args, result)
 

@@ -116,6 +116,7 @@ class Trace:
         ports: What calls (unit, nth) give away beside their output.
         transient: Containers that units fill and the end of the step empties.
         losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
+        weighted_inside: Those by weights of the classes: the unit's name, and the line.
     """
 
     root: nn.Module
@@ -146,6 +147,7 @@ class Trace:
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
     transient: frozenset[PortPlace] = frozenset()
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
+    weighted_inside: dict[str, str] = field(default_factory=dict)
 
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""
