@@ -202,7 +202,7 @@ class Follower:
             if not torch.allclose(value, before, rtol=1e-5):
                 raise SplitError(
                     "a mean over samples is multiplied with or divided by a number that a unit computes from "
-                    f"the micro-batch, so that {self._step} cannot be that of one device: return one value for "
+                    f"the micro-batch, so that {self._step} cannot be that of one device: return a value for "
                     f"each sample from the unit; otherwise, {_WAYS_OUT} [at {line}]"
                 )
 
