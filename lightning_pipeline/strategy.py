@@ -22,7 +22,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import tell_of_folders
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
-from lightning_pipeline.hooks import called_once, configure, with_global_norm
+from lightning_pipeline.hooks import called_once, with_global_norm
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
     CheckpointHooks,
@@ -332,9 +332,11 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def setup_optimizers(self, trainer: Trainer) -> None:
         self._reset_optimizers_and_schedulers()
         running = self._running
-        whole = running.split.all_names if running.table is not None else None
-        made = configure(trainer.lightning_module, running.parameters(), whole, running.gather)
-        self.optimizers, self.lr_scheduler_configs = made.optimizers, made.schedulers
+        assert trainer.lightning_module is not None
+        with running.in_hook():
+            optimizers, schedulers = _lightning.init_optimizers(trainer.lightning_module)
+        running.adopt(optimizers)
+        self.optimizers, self.lr_scheduler_configs = optimizers, schedulers
         compare_optimizers(self.optimizers, self.lr_scheduler_configs, running.world)
 
     @property
@@ -434,10 +436,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         module = self.lightning_module
         assert module is not None
         self.pre_backward(closure_loss)
-        with self._running.split.user_hook():
-            closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-            self._running.put_gradients_back(stepping=not self._accumulating)
-            closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
+        self._running.put_gradients_back(stepping=not self._accumulating)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
 
@@ -446,23 +447,13 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.split.user_hook():
+        with self._running.stepping(optimizer):
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
     @pipelined
     @override
     def not_finite(self, optimizer: Optimizer) -> list[str]:
         return self._running.not_finite()
-
-    @pipelined
-    @override
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self._running.around_batch(True)
-
-    @pipelined
-    @override
-    def on_validation_start(self) -> None:
-        self._running.around_batch(False)
 
     # Collectives
 

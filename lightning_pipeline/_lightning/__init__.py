@@ -10,7 +10,7 @@ from lightning_pipeline._lightning.epochs import (
     is_last_batch,
     resume_from,
 )
-from lightning_pipeline._lightning.finetuning import equal_groups
+from lightning_pipeline._lightning.hooks import around_hooks
 from lightning_pipeline._lightning.launchers import make_launcher
 from lightning_pipeline._lightning.logs import (
     LogPlace,
@@ -81,6 +81,7 @@ __all__ = [
     "LogPlace",
     "after_epoch",
     "around_epoch_start",
+    "around_hooks",
     "as_combined",
     "backend_of",
     "batch_limit",
@@ -99,7 +100,6 @@ __all__ = [
     "count_replicas_as_devices",
     "current_hook",
     "ddp_redirection",
-    "equal_groups",
     "evaluation_loop",
     "explain_ddp",
     "explain_signature",

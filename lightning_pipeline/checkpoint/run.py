@@ -22,6 +22,7 @@ from lightning_pipeline.checkpoint.contents import (
     bare,
     different,
     groups_of,
+    held_here,
     joined,
     schedulers_for,
     set_apart,
@@ -161,7 +162,7 @@ class Checkpoints:
             CheckpointWriteError: It was not written, or the one before it was not.
         """
         self._background.wait()
-        part = self._part(path, dumped, held)
+        part = self._part(path, held_here(dumped), held)
         written: Any = partial(write_file, put=held.put) if self._options.one_file else write
         if self._at_once or not self._options.in_background:
             written(part, path, self._ranks, self._options.integrity)

@@ -1,15 +1,13 @@
 """What the user's hooks see of a module that is spread over stages."""
 
 from lightning_pipeline.hooks.beside import owners_beside
-from lightning_pipeline.hooks.configure import configure
+from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import SetAside, zeroed_unseen
-from lightning_pipeline.hooks.group_guard import GroupGuard
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
-from lightning_pipeline.hooks.norms import GlobalNorms
-from lightning_pipeline.hooks.optimizers import called_once
+from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
 from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, join_scaler, with_global_norm
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
@@ -17,22 +15,24 @@ __all__ = [
     "AgreedGradients",
     "EpochEndHooks",
     "FiniteSteps",
-    "GlobalNorms",
-    "GroupGuard",
     "HookLogs",
     "LogRecorder",
+    "OwnParts",
     "Report",
     "ReportChannel",
     "SetAside",
     "SharedMetrics",
     "called_once",
     "clip_to_norm",
-    "configure",
+    "exchange",
+    "fill_copies",
     "first_not_finite",
     "global_norm",
+    "is_torchs",
     "join_scaler",
     "loss_of",
     "owners_beside",
+    "refuse_unserved",
     "replay",
     "with_global_norm",
     "zeroed_unseen",

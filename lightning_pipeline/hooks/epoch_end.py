@@ -6,6 +6,7 @@ of such a value and is left there.
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from lightning.pytorch import LightningModule
@@ -37,11 +38,14 @@ class EpochEndHooks:
         split: Its stages on this rank.
         outlet: From the last stage's rank of this replica to the others.
         metrics: Those of the module.
+        aside: Makes a context in which nothing is completed over the ranks.
     """
 
     def __init__(
-        self, module: LightningModule, split: SplitModel, outlet: Outlet, metrics: SharedMetrics
-    ) -> None:
+        self, module: LightningModule, split: SplitModel, outlet: Outlet, metrics: SharedMetrics,
+        aside: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._aside = aside
         self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
         for name in STEP_OF_HOOK:
             if getattr(type(module), name) is not getattr(LightningModule, name):
@@ -59,9 +63,11 @@ class EpochEndHooks:
             if self._split.num_stages == 1 or not self._split.has_late_attributes(STEP_OF_HOOK[name]):
                 hook()
                 return
-            if not self._outlet.is_source:
-                self._run_elsewhere(name, hook)
-            for method, args, kwargs in self._outlet.share(lambda: self._run_here(hook)):
+            with self._aside():  # the last stage alone runs the hook to its end
+                if not self._outlet.is_source:
+                    self._run_elsewhere(name, hook)
+                calls = self._outlet.share(lambda: self._run_here(hook))
+            for method, args, kwargs in calls:
                 getattr(self._module, method)(*self._found(args), **kwargs)
 
         return run

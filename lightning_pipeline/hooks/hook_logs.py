@@ -8,6 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from inspect import BoundArguments
 from typing import Any
 
 import torch
@@ -60,13 +61,15 @@ class HookLogs:
         gather: Collects an object of every rank of this replica.
         batch_ended: Told at the end of a training batch whether this rank's hooks logged; tells whether any
             rank's did.
+        later: Calls a function with a value of other stages, once that is complete on all ranks.
     """
 
     def __init__(
-        self, trainer: Trainer, gather: Callable[[Any], list[Any]], batch_ended: Callable[[bool], bool]
-    ) -> None:
+        self, trainer: Trainer, gather: Callable[[Any], list[Any]], batch_ended: Callable[[bool], bool],
+        later: Callable[[Tensor, Callable[[Any], None]], None],
+    ) -> None:  # fmt: skip
         self._module: LightningModule = trainer.lightning_module
-        self._gather, self._batch_ended = gather, batch_ended
+        self._gather, self._batch_ended, self._later = gather, batch_ended, later
         self._calls: dict[Key, _Call] = {}
         self._seen: Counter[tuple[str, str]] = Counter()
         self._warned: set[tuple[str, str]] = set()
@@ -112,11 +115,24 @@ class HookLogs:
 
     def log(self, *args: Any, **kwargs: Any) -> None:
         """In the place of `self.log`, outside of steps."""
-        given = SIGNATURE.bind(self._module, *args, **kwargs).arguments
+        bound = SIGNATURE.bind(self._module, *args, **kwargs)
+        value, line = bound.arguments["value"], user_line(self._module)
+
+        def log(value: Any) -> None:
+            bound.arguments["value"] = value
+            self._log_here(bound, line)
+
+        if isinstance(value, Tensor) and not bound.arguments.get("rank_zero_only"):
+            self._later(value, log)
+        else:
+            log(value)
+
+    def _log_here(self, bound: BoundArguments, line: str) -> None:
+        given = bound.arguments
         name, value = given["name"], given["value"]
         elsewhere = is_placeholder(value)
         if not elsewhere:
-            self._log(*args, **kwargs)
+            self._log(*bound.args[1:], **bound.kwargs)
         if given.get("rank_zero_only") or isinstance(value, Metric):
             return
         place = _lightning.log_place(self._module)
@@ -125,8 +141,7 @@ class HookLogs:
         nth = self._seen[place.hook, name]
         self._seen[place.hook, name] += 1
         options = {**dict(options_of(given)), "batch_size": given.get("batch_size") or place.batch_size}
-        call = _Call(held, dtype, options, place, user_line(self._module))
-        self._calls[place.hook, name, nth] = call
+        self._calls[place.hook, name, nth] = _Call(held, dtype, options, place, line)
 
     def settle(self) -> None:
         """Compare what the ranks logged since the last time; log what only others have.

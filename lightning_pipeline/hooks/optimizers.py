@@ -1,51 +1,166 @@
-"""Optimizers of one stage: they may have nothing to optimize, and must not hold other stages' parameters."""
+"""Optimizers of one stage: their groups list the whole model, and a step goes over this stage's part."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
+from torch.utils._pytree import tree_map
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
+
+_Undo = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class _Described:
+    """A tensor in an optimizer's state, without its values."""
+
+    spec: TensorSpec
+
+
+def _described(value: Any) -> Any:
+    return _Described(TensorSpec.of(value)) if isinstance(value, Tensor) else value
+
+
+def _stand_in(split: SplitModel, name: str, value: Any) -> Any:
+    return split.stand_in(name, value.spec) if isinstance(value, _Described) else value
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the step is one of torch's, which do to each parameter what its own gradient and state tell."""
+    return type(optimizer).step.__module__.startswith("torch.optim.")
 
 
 @contextmanager
-def nothing_to_optimize_allowed() -> Iterator[None]:
-    """Inside, `AdamW([])` makes an optimizer with one empty group, so that schedulers and loops still work.
-
-    torch raises for an empty list of parameters, but not for a group without any; a stage may have no
-    trainable parameter. Could go if torch accepted the empty list.
-    """
-    original = Optimizer.__init__
-
-    def init(self: Optimizer, params: Any, defaults: dict[str, Any]) -> None:
-        given = params if isinstance(params, Tensor | dict) else list(params)
-        original(self, given if isinstance(given, Tensor | dict) or given else [{"params": []}], defaults)
-
-    Optimizer.__init__ = init  # type: ignore[method-assign]
+def own_groups(optimizer: Optimizer) -> Iterator[None]:
+    """Inside, an optimizer's groups list this rank's parameters only."""
+    whole = [(group, group["params"]) for group in optimizer.param_groups]
+    for group, every in whole:
+        group["params"] = [parameter for parameter in every if not is_placeholder(parameter)]
     try:
         yield
     finally:
-        Optimizer.__init__ = original  # type: ignore[method-assign]
+        for group, every in whole:
+            group["params"] = every
 
 
-def keep_only(optimizers: Iterable[Optimizer], parameters: Iterable[Tensor]) -> None:
-    """Take other stages' parameters, and their state, out of optimizers.
+class OwnParts:
+    """Takes what stands for other stages' parameters out of an optimizer's groups, for its step only.
 
-    An optimizer may have been built from the whole module, as LightningCLI does it. Groups stay where they
-    are, so that schedulers see the same groups on every stage.
+    Hooks and callbacks see the groups of the whole model, also those that run in the step's closure. So does
+    the step of an optimizer that is not torch's own, which may work out a norm over all of them.
 
     Args:
-        optimizers: To prune, in place.
-        parameters: What this rank holds.
+        optimizers: Of the run.
     """
-    own = {id(parameter) for parameter in parameters}
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._out: list[tuple[dict[str, Any], list[Tensor]]] = []
+        self._listed: dict[int, int] = {}
+        self._stepped: set[int] = set()
+        self._handles = [
+            handle
+            for optimizer in filter(is_torchs, optimizers)
+            for handle in (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            )
+        ]
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Around the closure, in which Lightning runs the step and its hooks, the groups are whole."""
+        own, *rest = args  # the optimizer itself comes first
+        closure = kwargs.get("closure", rest[0] if rest else None)
+        self._take_out(optimizer)
+        if closure is None:
+            return None
+
+        @wraps(closure)
+        def whole() -> Any:
+            self.put_back()
+            try:
+                return closure()
+            finally:
+                self._take_out(optimizer)
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": whole}
+        return (own, whole, *rest[1:]), kwargs
+
+    def _after(self, optimizer: Optimizer, *_: Any) -> None:
+        self._stepped.add(id(optimizer))
+        self.put_back()
+
+    def _take_out(self, optimizer: Optimizer) -> None:
+        for group in optimizer.param_groups:
+            whole: list[Tensor] = group["params"]
+            own = [parameter for parameter in whole if not is_placeholder(parameter)]
+            if len(own) < len(whole):
+                self._out.append((group, whole))
+                group["params"] = own
+
+    def show_states(
+        self, optimizer: Optimizer, split: SplitModel, gather: Callable[[Any], list[Any]]
+    ) -> None:
+        """After a step: let the state list the whole model too, in the order of the groups.
+
+        Args:
+            optimizer: That has stepped. Its state is looked at anew when it has more parameters than before.
+            split: Knows the names, and makes what stands for tensors of other stages.
+            gather: Collects an object of every rank of this replica; all ranks step alike.
+        """
+        every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if self._listed.get(id(optimizer)) == len(every) or id(optimizer) not in self._stepped:
+            return  # it lists them already, or has left its step out
+        self._listed[id(optimizer)] = len(every)
+        names = {id(parameter): name for name, parameter in split.root.named_parameters()}
+        own = {
+            names[id(p)]: tree_map(_described, dict(s)) for p, s in optimizer.state.items() if id(p) in names
+        }
+        specs = {name: state for part in gather(own) for name, state in part.items()}
+        for parameter in filter(is_placeholder, every):
+            name = names[id(parameter)]
+            if name in specs:
+                made = partial(_stand_in, split, name)
+                optimizer.state[parameter] = tree_map(made, specs[name])
+        found = dict(optimizer.state)
+        optimizer.state.clear()
+        optimizer.state.update({parameter: found.pop(parameter) for parameter in every if parameter in found})
+        optimizer.state.update(found)
+
+    def put_back(self) -> None:
+        """Make the groups whole, also after a step that failed."""
+        for group, whole in self._out:
+            group["params"] = whole
+        self._out = []
+
+    def remove(self) -> None:
+        """Leave the optimizers alone from now on."""
+        self.put_back()
+        for handle in self._handles:
+            handle.remove()
+
+
+def exchange(optimizers: Iterable[Optimizer], others: Mapping[int, Tensor]) -> None:
+    """Put other tensors into optimizers' groups; state of what they replace is dropped.
+
+    An optimizer may have been built from the whole module before it was split, as LightningCLI does it.
+
+    Args:
+        optimizers: To change, in place.
+        others: What comes into its place, by the identity of a tensor.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["params"] = [parameter for parameter in group["params"] if id(parameter) in own]
-        for parameter in [p for p in optimizer.state if id(p) not in own]:
+            group["params"][:] = [others.get(id(parameter), parameter) for parameter in group["params"]]
+        for parameter in [p for p in optimizer.state if id(p) in others]:
             del optimizer.state[parameter]
 
 
@@ -85,5 +200,6 @@ def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]
 
 
 def trainable_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer, each once."""
-    return list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
+    """All parameters of an optimizer that this rank holds, each once."""
+    every = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    return [parameter for parameter in every.values() if not is_placeholder(parameter)]

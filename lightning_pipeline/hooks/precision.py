@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.hooks.optimizers import own_groups
 
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -63,9 +64,17 @@ def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
     return cast(Precision, wrapped)
 
 
+class _StageScaler(ShardedGradScaler):
+    """Goes over the gradients that are here; the groups list the whole model."""
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        with own_groups(optimizer):
+            super().unscale_(optimizer)
+
+
 def _of_all_stages(scaler: GradScaler) -> ShardedGradScaler:
     """A scaler in the state of this one; `join_scaler` gives it the ranks that it asks."""
-    made = ShardedGradScaler(scaler._device, enabled=scaler.is_enabled(), process_group=None)
+    made = _StageScaler(scaler._device, enabled=scaler.is_enabled(), process_group=None)
     if scaler.is_enabled():
         made.load_state_dict(scaler.state_dict())
     return made
@@ -97,7 +106,12 @@ def _blank(kind: type[Precision]) -> Any:
 
 def _refuse_unserved(plugin: Precision) -> None:
     scaler = getattr(plugin, "scaler", None)
-    if scaler is not None and type(scaler) not in (GradScaler, torch.cuda.amp.GradScaler, ShardedGradScaler):
+    if scaler is not None and type(scaler) not in (
+        GradScaler,
+        torch.cuda.amp.GradScaler,
+        ShardedGradScaler,
+        _StageScaler,
+    ):
         raise ConfigurationError(
             f"a gradient scaler of class {type(scaler).__name__} decides on one stage's gradients alone "
             "whether a step is skipped: give the precision plugin a torch.amp.GradScaler"

@@ -134,6 +134,7 @@ class Groups:
         edges: By the neighbour's pipeline rank; empty without `edge_backend`.
         pipeline: The ranks of this replica, for tensors.
         pipeline_control: The same ranks, for objects, over gloo.
+        meetings: The same, for what the user's hooks read; a rank that reads alone meets nothing else there.
         lookout: Ends waits that nobody will end.
         notes: Where ranks leave notes for each other.
         values: The same, over a connection that may be busy with large ones.
@@ -179,6 +180,7 @@ class Groups:
         self.pipeline_control = self.pipeline
         if backend != "gloo":
             self.pipeline_control = _required(self._make(pipelines, "objects", "gloo", init_timeout))
+        self.meetings = _required(self._make(pipelines, "meetings", "gloo", init_timeout))
         replicated = self.numbering.replicated() if replicas > 1 else []
         self.data_parallel = self._make(replicated, "data", backend, init_timeout)
         self.links = self._make_links(placement, init_timeout)
@@ -322,7 +324,7 @@ class Groups:
         for edge in self.edges.values():
             edge.abort()
         self._shared.clear()
-        del self.control, self.pipeline, self.pipeline_control, self.data_parallel
+        del self.control, self.pipeline, self.pipeline_control, self.meetings, self.data_parallel
         while self._made:
             dist.destroy_process_group(self._made.pop())
 

@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch import LightningModule, Trainer
@@ -42,9 +43,24 @@ from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.run.answers import Answers
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
+from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import holds_weights_only, load_weights, save_weights
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def no_hook(method: Method) -> Method:
+    """Mark what hooks of the user call, and what is none of their code: it reads what this rank holds."""
+
+    @wraps(method)
+    def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
+        pipeline: Pipeline | None = strategy._pipeline
+        with nullcontext() if pipeline is None else pipeline.aside():
+            return method(strategy, *args, **kwargs)
+
+    return cast(Method, run)
 
 
 class CheckpointHooks(Answers, PlainStrategy):
@@ -161,6 +177,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         return flat_state(bare(optimizer), self._written)
 
     @pipelined
+    @no_hook
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None and not self._is_one_file:
@@ -193,6 +210,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         io = self.checkpoint_io
         return lambda checkpoint, _: io.save_checkpoint(checkpoint, path, storage_options=storage_options)
 
+    @no_hook
     def save_weights(
         self, path: str | os.PathLike[str], *, prefix: str = "", max_shard_bytes: int = 5 * 10**9,
         overwrite: bool = False,
@@ -227,6 +245,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             own = {name: value for name, value in held.items() if isinstance(value, Tensor)}
             write(own, checkpoints.ranks)
 
+    @no_hook
     def load_weights(
         self, path: str | os.PathLike[str], *, prefix: str | None = None, strict: bool = True
     ) -> None:
@@ -332,6 +351,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
 
     @pipelined
+    @no_hook
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         pipeline, module = self._running, self.lightning_module
@@ -344,13 +364,15 @@ class CheckpointHooks(Answers, PlainStrategy):
             return _lightning.checkpoint_without_state()
         rest, stood = pipeline.checkpoints.load(
             path, self._held(whole=True), strict=module.strict_loading, training=training,
-            edited=is_overridden("on_load_checkpoint", module),
+            edited=is_overridden("on_load_checkpoint", module)
+            or bool(_lightning.callbacks_with("on_load_checkpoint", module.trainer)),
         )  # fmt: skip
         if training:
             pipeline.resume(stood)
         return rest
 
     @pipelined
+    @no_hook
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Fill the module where `on_load_checkpoint` had a say; elsewhere `load_checkpoint` did."""

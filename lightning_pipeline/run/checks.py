@@ -19,9 +19,7 @@ from lightning.pytorch.callbacks import (
     Checkpoint,
     EarlyStopping,
     ModelPruning,
-    StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -42,11 +40,6 @@ from lightning_pipeline.ranks import Company
 from lightning_pipeline.settings import Problems, Settings
 
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
-    (WeightAveraging, "averages the whole model's parameters by position, and a rank holds one stage"),
-    (
-        StochasticWeightAveraging,
-        "averages the whole model's parameters by position, and a rank holds one stage",
-    ),
     (BatchSizeFinder, "tries sizes until one rank is out of memory, and the others wait for it"),
     (ModelPruning, "ranks the parameters of the whole model, and a rank holds one stage"),
 )

@@ -30,10 +30,6 @@ class Ranks(Protocol):
         """An object of every rank of this replica; `what` they do, for messages."""
         ...
 
-    def around_batch(self, active: bool) -> None:
-        """Guard what sees one stage only, around a training batch."""
-        ...
-
 
 class Saves(Protocol):
     """What is asked of the checkpoints."""
@@ -47,25 +43,16 @@ class Saves(Protocol):
         ...
 
 
-class LowersGuards(Callback):
-    """Added by the strategy, before all others: hooks at an epoch's end may look at one stage's parameters.
+class ReducesLogs(Callback):
+    """Added by the strategy, before all others, where there are several replicas.
 
-    With several replicas it also lets Lightning reduce what was logged over them, on all ranks: later it
-    would when somebody asks, and a progress bar asks on global rank 0 alone.
-
-    Args:
-        ranks: Whose guards those are.
-        replicas: Of the pipeline.
+    It lets Lightning reduce what was logged over them, on all ranks: later it would when somebody asks, and
+    a progress bar asks on global rank 0 alone.
     """
-
-    def __init__(self, ranks: Ranks, replicas: int) -> None:
-        self._ranks, self._replicas = ranks, replicas
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._ranks.around_batch(False)
-        if self._replicas > 1:
-            trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
+        trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
 
 
 class TellsFirst(Callback):

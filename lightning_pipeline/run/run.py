@@ -1,6 +1,8 @@
 """What exists between the start and the end of one run of a Trainer: groups, stages, executor."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import Checkpoints, options_of
@@ -24,21 +27,24 @@ from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
     AgreedGradients,
     EpochEndHooks,
-    GlobalNorms,
-    GroupGuard,
     HookLogs,
     LogRecorder,
+    OwnParts,
     ReportChannel,
     SetAside,
     SharedMetrics,
     clip_to_norm,
+    exchange,
     global_norm,
+    is_torchs,
     join_scaler,
+    refuse_unserved,
     zeroed_unseen,
 )
 from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import (
     Board,
     Company,
@@ -49,7 +55,7 @@ from lightning_pipeline.ranks import (
     sum_gradients,
 )
 from lightning_pipeline.run.headline import headline, too_small
-from lightning_pipeline.run.in_step import KeepTogether, LowersGuards
+from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
 from lightning_pipeline.run.out_of_memory import watch_memory
 from lightning_pipeline.run.replan import Reordering
 from lightning_pipeline.run.setup import (
@@ -86,6 +92,7 @@ class Pipeline:
 
     executor: Executor
     split: SplitModel
+    own_parts: OwnParts
     _runner: StepRunner
     _cut: Cut
 
@@ -161,8 +168,8 @@ class Pipeline:
         if trainer.training:
             _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
             self._undo += [self.position.install(), summarize_before_split(trainer)]
-            self._undo += [_lightning.equal_groups(self.any_of), _lightning.skip_without_loss(trainer)]
-            self._add_callbacks(trainer, LowersGuards(self, self.groups.numbering.replicas), together)
+            self._undo.append(_lightning.skip_without_loss(trainer))
+            self._add_callbacks(trainer, together)
         if first is None:
             return
         step, args = first
@@ -209,10 +216,13 @@ class Pipeline:
             _lightning.silence_sync_dist_advice()
         self._connect(recorder, number)
 
-    def _add_callbacks(self, trainer: Trainer, first: Callback, last: Callback) -> None:
+    def _add_callbacks(self, trainer: Trainer, last: Callback) -> None:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        callbacks[:] = [first, *callbacks, last]
-        self._undo += [lambda: callbacks.remove(first), lambda: callbacks.remove(last)]
+        added: list[Callback] = [last]
+        if self.groups.numbering.replicas > 1:
+            added.append(ReducesLogs())
+        callbacks[:] = [*added[1:], *callbacks, last]
+        self._undo += [partial(callbacks.remove, one) for one in added]
 
     def _choose_number(self, args: Sequence[Any]) -> int:
         if self._settings.num_microbatches != "auto":
@@ -233,17 +243,21 @@ class Pipeline:
             id(shared.parameter) for shared in self.split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != self.groups.rank
         }  # fmt: skip
-        self._norms = GlobalNorms(self.split, self._not_counted, self._gather_for("taking a norm"))
-        self._group_guard = GroupGuard(self._module, self.split.guards_parameters)
-        self._undo.append(lambda: self.around_batch(False))
+        placement = self._placement
+        self.meeting = self.split.meeting(
+            placement.rank_of, placement.num_ranks, self._meet, lambda: self._trainer.optimizers
+        )
+        self._undo.append(_lightning.around_hooks(self._trainer, self.meeting.hook))
         start_equal(held_states(self._module).values(), self.split.shared, self.groups, self._placement)
         board = Board(
             self.groups.values, self.groups.waits, self.groups.replica, self._from_last.source,
             self.groups.host, self.failure.watch,
         )  # fmt: skip
         metrics = SharedMetrics(self._module, self._from_last, board, self.groups.data_parallel)
-        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics)
-        logs = HookLogs(self._trainer, self._gather_for("logging in a hook"), self._end_batch)
+        epoch_end = EpochEndHooks(self._module, self.split, self._from_last, metrics, self.meeting.aside)
+        logs = HookLogs(
+            self._trainer, self._gather_for("logging in a hook"), self._end_batch, self.meeting.later
+        )
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
         reports = ReportChannel(self._from_last, self._device, self.groups.pipeline)
         self._watch_gradients(reports)
@@ -312,6 +326,19 @@ class Pipeline:
         """This rank's parameters, tied ones once."""
         return list(self._parameters) if self._is_split else list(self._module.parameters())
 
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers list the whole model, and step over what this rank holds.
+
+        Raises:
+            ConfigurationError: One that cannot be served.
+        """
+        refuse_unserved(optimizers)
+        if self._is_split:
+            exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
+            self.own_parts = OwnParts(optimizers)
+            originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
+            self._undo += [lambda: exchange(optimizers, originals), self.own_parts.remove]
+
     def names(self) -> dict[int, str]:
         """Names of this rank's parameters in the whole module, by `id`."""
         named = self.split.owned_parameters() if self._is_split else self._module.named_parameters()
@@ -352,9 +379,13 @@ class Pipeline:
         loop = self._trainer.fit_loop
         batch_idx, of_run = loop.batch_idx, loop.total_batch_idx  # epochs may be counted anew by a resume
         self.feed.check(args[0], batch_idx, "training_step")
-        self._set_aside.begin(self._parameters, drop=zeroed_unseen(self._trainer, batch_idx))
+        unseen = zeroed_unseen(self._trainer, batch_idx)
+        self._set_aside.begin(self._parameters, drop=unseen)
+        if unseen:
+            self.split.note_gradients(False)
         try:
-            outputs = self._runner.train(args, (of_run,), self._trainer.accumulate_grad_batches)
+            with self.meeting.aside():
+                outputs = self._runner.train(args, (of_run,), self._trainer.accumulate_grad_batches)
         except BaseException:
             self._set_aside.cancel()
             raise
@@ -370,20 +401,34 @@ class Pipeline:
             raise SIGTERMException
         return output
 
-    def around_batch(self, active: bool) -> None:
-        """From the start of a training batch to the end of its hooks: guard what sees one stage only.
-
-        Args:
-            active: Whether the guards are up.
-        """
-        if self._is_split:
-            self.split.guard_hooks(active)
-            (self._norms.install if active else self._norms.remove)()
-            (self._group_guard.install if active else self._group_guard.remove)(self._trainer.optimizers)
-
     def _end_batch(self, logged: bool) -> bool:
         assert self._together is not None, "made when the module was split"
-        return self._together.end_batch(self._trainer, logged)
+        with self.meeting.aside():
+            return self._together.end_batch(self._trainer, logged)
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside a hook: around what is no code of the user's, such as a save that it asks for."""
+        return self.meeting.aside() if hasattr(self, "meeting") else nullcontext()
+
+    def in_hook(self) -> AbstractContextManager[None]:
+        """Around code of the user that sees the module: what needs several stages is completed."""
+        return self.meeting.hook() if self._is_split else nullcontext()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an optimizer's step. torch's own go over each parameter by itself; what others do is seen.
+
+        Args:
+            optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
+        """
+        try:
+            with self.meeting.aside() if is_torchs(optimizer) else self.meeting.hook():
+                yield
+                self.own_parts.put_back()
+                self.own_parts.show_states(optimizer, self.split, self.gather)
+        finally:
+            self.own_parts.put_back()
+            self.meeting.changed()
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average and sum over ranks.
@@ -392,8 +437,10 @@ class Pipeline:
             stepping: Whether the optimizer steps on this batch.
         """
         self._set_aside.put_back()
+        self.split.note_gradients(True)
+        self.meeting.changed()
         if stepping:
-            with self.failure.watch("averaging gradients", self.groups.control):
+            with self.meeting.aside(), self.failure.watch("averaging gradients", self.groups.control):
                 told = average_gradients(
                     self._parameters, self.groups.data_parallel,
                     numbers=() if self._finite is None else self._finite.numbers,
@@ -411,19 +458,28 @@ class Pipeline:
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients by their norm over all stages; tied parameters count once."""
-        with_gradient = [p for p in parameters if p.grad is not None]
+        with_gradient = [p for p in parameters if p.grad is not None and not is_placeholder(p)]
         gradients = [p.grad for p in with_gradient if p.grad is not None]
         counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
-        with self.failure.watch("clipping gradients", self.groups.pipeline):
-            norm = global_norm(counted, [self.groups.pipeline], self._device)
-        clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
+        with self.meeting.aside():
+            with self.failure.watch("clipping gradients", self.groups.pipeline):
+                norm = global_norm(counted, [self.groups.pipeline], self._device)
+            clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
         return norm
 
     # Collectives
 
     def gather(self, value: Any, what: str = "gathering from all stages") -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
-        found = self.replica.gather(what, value)
+        with self.aside():
+            return self._by_rank(self.replica.gather(what, value))
+
+    def _meet(self, what: str, value: Any) -> list[Any]:
+        """In a group of their own: a rank that reads alone meets nothing else there."""
+        company = Company(self.groups.meetings, self.failure, self.groups.global_rank)
+        return self._by_rank(company.gather(what, value))
+
+    def _by_rank(self, found: Mapping[int, Any]) -> list[Any]:
         return [found[rank] for rank in self._ranks]
 
     def _gather_for(self, what: str) -> Callable[[Any], list[Any]]:
@@ -432,6 +488,8 @@ class Pipeline:
     def reduce(self, value: Any, group: Any, reduce_op: Any) -> Any:
         """Reduce a tensor over the replicas, or the group that was asked for."""
         group = self.groups.data_parallel if group is None else group
+        if self._is_split:
+            value = self.meeting.whole(value)  # as far as a hook made it of other stages' tensors
         if not isinstance(value, Tensor) or group is None:
             return value
         return _lightning.reduce_over(value, group, reduce_op)
@@ -440,6 +498,7 @@ class Pipeline:
         """Gather over the replicas; with one replica the tensor as it is, as on one device."""
         if group is None or group is dist.group.WORLD:
             group = self.groups.data_parallel
+        tensor = self.meeting.whole(tensor) if self._is_split else tensor
         if group is None or group.size() == 1:
             return tensor
         return _lightning.gather_over(tensor, group, sync_grads)
@@ -523,4 +582,5 @@ class Pipeline:
             return
         self.split.mode.forget()
         how = self._settings.gather_weights
-        make_whole(self._module, self.split, self.owns(), self.replica, how, staged=self._staged)
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        make_whole(self._module, callbacks, self.split, self.owns(), self.replica, how, staged=self._staged)

@@ -1,13 +1,13 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
@@ -16,12 +16,12 @@ from torchmetrics import Metric
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
-from lightning_pipeline.hooks import LogRecorder, owners_beside
+from lightning_pipeline.hooks import LogRecorder, fill_copies, owners_beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import SharedParameter
-from lightning_pipeline.model.tensors import ModuleState, ObjectState
+from lightning_pipeline.model.tensors import ModuleState, ObjectState, is_placeholder
 from lightning_pipeline.model.trace import Owner, Trace, find_units, needs_values, trace_step
 from lightning_pipeline.ranks import Company, Groups, Outlet
 from lightning_pipeline.schedules import Plan
@@ -172,12 +172,14 @@ def materialize(
 
 
 def make_whole(
-    module: LightningModule, split: SplitModel, owns: Owns, replica: Company, how: str, *, staged: bool
-) -> None:
+    module: LightningModule, callbacks: Sequence[Callback], split: SplitModel, owns: Owns, replica: Company,
+    how: str, *, staged: bool,
+) -> None:  # fmt: skip
     """The end of a run: the module is one again, on the CPU; all ranks of a replica call.
 
     Args:
         module: Of the run.
+        callbacks: Of the run; copies of the module in them become whole too.
         split: This rank's stages of it.
         owns: Whether this rank has the true state of a module that is neither parameter nor buffer.
         replica: The ranks that hold the module together.
@@ -191,8 +193,13 @@ def make_whole(
     for one in told.values():
         extra = {**one, **extra}
     load_extra_states(module, extra)
-    own, held = split.owned_states(transient=True), held_states(module, transient=True)
     everything = receives_all(how, replica.rank, staged=staged)
+
+    def gather(own: Any) -> list[Any]:
+        return list(replica.gather("filling copies that callbacks hold", own).values())
+
+    fill_copies(callbacks, module, gather, keep=everything)
+    own, held = split.owned_states(transient=True), held_states(module, transient=True)
     split.restore(gather_weights(replica, own, held, everything=everything), on_meta=True)
 
 
@@ -259,7 +266,7 @@ def held_states(module: LightningModule, *, transient: bool = False) -> dict[str
         left_out = set() if transient else part._non_persistent_buffers_set
         kept = {k: v for k, v in part._buffers.items() if k not in left_out}
         for name, tensor in (*part._parameters.items(), *kept.items()):
-            if tensor is not None:
+            if tensor is not None and not is_placeholder(tensor):
                 held[f"{prefix}.{name}" if prefix else name] = tensor
     return held
 
@@ -268,7 +275,7 @@ def move(module: LightningModule, device: torch.device) -> None:
     """Move what this rank holds. `Module.to` would trip over what stands for other stages' tensors."""
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
-            if tensor is not None and tensor.device != device:
+            if tensor is not None and not is_placeholder(tensor) and tensor.device != device:
                 _move_tensor(tensor, device)
         if isinstance(part, Metric):
             part.to(device)

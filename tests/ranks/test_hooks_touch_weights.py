@@ -1,4 +1,4 @@
-"""Hooks that touch single weights: equal to one device, or refused with module, stage and line."""
+"""Hooks that touch single weights: equal to one device, or, where large, refused with module, stage and line."""
 
 import copy
 from collections.abc import Callable
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import PlaceholderError
+from lightning_pipeline.model.state import meeting
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, fit
 
@@ -81,9 +82,17 @@ class StartsAnew(Regression):
                 nn.init.normal_(layer.bias)
 
 
-@pytest.mark.parametrize("cls", [AveragesByLayer, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether])
-def test_a_value_of_another_stage_in_a_hook_is_refused(ranks: Ranks, cls: type[Regression]) -> None:
-    outcomes = ranks(2).outcomes(fit, {"stages": 2, "num_microbatches": 4}, cls)
+def fit_with_small_meetings(cls: type[Regression]) -> None:
+    before, meeting.LARGEST = meeting.LARGEST, 3
+    try:
+        fit({"stages": 2, "num_microbatches": 4}, cls)
+    finally:
+        meeting.LARGEST = before
+
+
+@pytest.mark.parametrize("cls", [AveragesByLayer, CopiesALayer, FillsABuffer])
+def test_large_values_of_another_stage_in_a_hook_are_refused(ranks: Ranks, cls: type[Regression]) -> None:
+    outcomes = ranks(2).outcomes(fit_with_small_meetings, cls)
     errors = [outcome.error for outcome in outcomes if isinstance(outcome.error, PlaceholderError)]
     assert not any(outcome.ok or outcome.hung for outcome in outcomes)
     assert errors
@@ -94,8 +103,11 @@ def test_a_value_of_another_stage_in_a_hook_is_refused(ranks: Ranks, cls: type[R
         assert cls.__name__ in str(error)
 
 
-@pytest.mark.parametrize("cls", [ChangesEach, StartsAnew])
-def test_a_hook_that_changes_each_weight_by_itself_gives_that_of_one_device(
+@pytest.mark.parametrize(
+    "cls",
+    [AveragesByLayer, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether, ChangesEach, StartsAnew],
+)
+def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
     ranks: Ranks, cls: type[Regression]
 ) -> None:
     expected = fit(None, cls)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.callbacks import StageMemoryMonitor
+from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.schedules import Costs, get_schedule, simulate
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
@@ -36,6 +37,7 @@ class Notes(pl.Callback):
             tensor.numel() * tensor.element_size()
             for held in run.optimizers[0].state.values()
             for tensor in held.values()
+            if not is_placeholder(tensor)
         )
 
     def on_train_end(self, run: pl.Trainer, *_: Any) -> None:

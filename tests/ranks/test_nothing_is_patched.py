@@ -1,10 +1,12 @@
 """After a run, and after a failed one, nothing of Lightning, torch or the user is replaced any more."""
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -87,3 +89,22 @@ def test_a_run_leaves_nothing_replaced(ranks: Ranks, tmp_path: Any, schedule: st
     pipeline = {"stages": 2, "num_microbatches": 2, "schedule": schedule}
     outcomes = ranks(2).outcomes(left_behind, pipeline, str(tmp_path), fails, group=False)
     assert [outcome.value for outcome in outcomes] == [[], []], outcomes
+
+
+def used_again(folder: str) -> list[str]:
+    """A checkpoint callback in a run over stages, and then in one of this process alone."""
+    callback = ModelCheckpoint(folder, save_last="link", every_n_train_steps=1)
+    options: dict[str, Any] = {"callbacks": [callback], "enable_checkpointing": True, "max_epochs": 1}
+    trainer({"stages": 2, "num_microbatches": 2}, **options).fit(Regression(), loader(), loader(seed=4))
+    launched = {name: value for name, value in os.environ.items() if "RANK" in name or "WORLD" in name}
+    callback.dirpath = f"{folder}/{launched['RANK']}"
+    alone = {name: value for name, value in os.environ.items() if name not in launched}
+    with mock.patch.dict(os.environ, alone, clear=True):
+        run = trainer(None, **options)
+        run.fit(Regression(), loader(), loader(seed=4))
+    return sorted(os.listdir(callback.dirpath))
+
+
+def test_a_callback_can_be_used_again_without_the_strategy(ranks: Ranks, tmp_path: Any) -> None:
+    for files in ranks(2)(used_again, str(tmp_path), group=False):
+        assert files == ["epoch=0-step=3.ckpt", "last.ckpt"]

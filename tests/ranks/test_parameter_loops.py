@@ -1,4 +1,4 @@
-"""Loops over the whole module's parameters around a step: global where they can be, an error elsewhere (R6)."""
+"""Loops over the whole module's parameters around a step are those of the whole model (R6)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.errors import PipelineError, SplitError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -29,30 +28,6 @@ class ClipsByHand(Regression):
     def on_before_optimizer_step(self, optimizer: Any) -> None:
         self.seen.append({name: float(value) for name, value in grad_norm(self, norm_type=2).items()})
         self.seen.append(float(clip_grad_norm_(self.parameters(), 0.05)))
-
-
-class Averages(Regression):
-    """A loop over pairs of parameters in a hook after the step."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.error_text = ""
-
-    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        try:
-            self.error_text = str(sum(float(p.norm()) for p in self.parameters()))
-        except SplitError as error:
-            self.error_text = str(error)
-
-    def on_train_epoch_end(self) -> None:
-        self.own = [name for name, _ in self.named_parameters()]
-
-
-class Lists(pl.Callback):
-    """A callback that looks at the parameters at an epoch's end."""
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.own = [name for name, _ in pl_module.named_parameters()]
 
 
 def fit(
@@ -74,13 +49,6 @@ def clip(stages: int | None) -> tuple[list[Any], dict[str, Tensor]]:
     return module.seen, weights  # type: ignore[return-value]
 
 
-def average(stages: int) -> tuple[str, list[str]]:
-    callback = Lists()
-    module, _ = fit(Averages, stages, callback)
-    assert callback.own == module.own
-    return module.error_text, module.own  # type: ignore[return-value]
-
-
 @pytest.mark.parametrize("stages", [2, 3])
 def test_clipping_and_norms_in_a_hook_are_those_of_the_whole_model(ranks: Ranks, stages: int) -> None:
     expected, weights = clip(None)
@@ -92,16 +60,8 @@ def test_clipping_and_norms_in_a_hook_are_those_of_the_whole_model(ranks: Ranks,
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
 
 
-def test_other_loops_in_a_hook_raise_and_list_the_own_ones_later(ranks: Ranks) -> None:
-    results = ranks(2)(average, 2)
-    for text, _ in results:
-        assert "parameters() of a module that is spread over stages" in text
-        assert "test_parameter_loops.py" in text
-    assert not set(results[0][1]) & set(results[1][1])
-
-
 class ClipsGroups(Regression):
-    """A norm over the optimizer's groups, which is one stage's."""
+    """A norm over the optimizer's groups."""
 
     def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
         gradients = [
@@ -176,16 +136,10 @@ def fit_class(cls: type[Regression], stages: int | None) -> tuple[Any, dict[str,
     return getattr(module, "seen", None), weights
 
 
-@pytest.mark.parametrize("cls", [ClipsGroups, SkipsLargeSteps])
-def test_a_loop_over_an_optimizers_groups_in_a_hook_raises(ranks: Ranks, cls: type[Regression]) -> None:
-    for outcome in ranks(2).outcomes(fit_class, cls, 2):
-        text = rf"(?s)group\[.params.\] of an optimizer.*test_parameter_loops.py:\d+ in .*{cls.__name__}"
-        with pytest.raises(PipelineError, match=text):
-            raise outcome.error or AssertionError("nothing was raised")
-
-
-@pytest.mark.parametrize("cls", [UsesOwnOptimizer, ChangesEach, SmallHead])
-def test_optimizers_of_the_user_and_norms_keep_their_digits(ranks: Ranks, cls: type[Regression]) -> None:
+@pytest.mark.parametrize("cls", [ClipsGroups, SkipsLargeSteps, UsesOwnOptimizer, ChangesEach, SmallHead])
+def test_loops_over_groups_optimizers_of_the_user_and_norms_keep_their_digits(
+    ranks: Ranks, cls: type[Regression]
+) -> None:
     seen, weights = fit_class(cls, None)
     for found_seen, found in ranks(2)(fit_class, cls, 2):
         assert found_seen == (seen if seen is None else pytest.approx(seen, rel=1e-12))

@@ -39,16 +39,12 @@ class KeepsGradients(pl.LightningModule):
         held = {id(p): n for n, p in self.named_parameters_here()}
         for group in self.optimizers().param_groups:
             for parameter in group["params"]:
-                if parameter.grad is not None:
+                if parameter.grad is not None and id(parameter) in held:
                     self.gradients[held[id(parameter)]] = parameter.grad.clone()
 
     def named_parameters_here(self) -> list[tuple[str, nn.Parameter]]:
-        found = []
-        for prefix, module in self.named_modules():
-            found.extend(
-                (f"{prefix}.{n}" if prefix else n, p) for n, p in module._parameters.items() if p is not None
-            )
-        return found
+        own = set(map(id, self.trainer.strategy.own_parameters()))
+        return [(n, p) for n, p in self.named_parameters(remove_duplicate=False) if id(p) in own]
 
 
 class SmallGPT(KeepsGradients):

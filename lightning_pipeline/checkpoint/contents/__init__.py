@@ -1,6 +1,6 @@
 """What stands in a checkpoint: optimizer state, groups, schedulers, extra state, rank differences."""
 
-from lightning_pipeline.checkpoint.contents.added import added_to, writers_of
+from lightning_pipeline.checkpoint.contents.added import added_to, held_here, writers_of
 from lightning_pipeline.checkpoint.contents.extra_state import (
     EXTRA,
     Owns,
@@ -50,6 +50,7 @@ __all__ = [
     "from_numbered",
     "groups_of",
     "groups_of_file",
+    "held_here",
     "joined",
     "load_extra_states",
     "misplaced",

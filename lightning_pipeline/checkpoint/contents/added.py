@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.errors import CheckpointWriteError
+from lightning_pipeline.model.tensors import is_placeholder
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,15 @@ def on_host(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: on_host(item) for key, item in value.items()}
     return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value
+
+
+def held_here(value: Any) -> Any:
+    """A value without the placeholders in its dicts and lists: what they stand for is written elsewhere."""
+    if isinstance(value, dict):
+        return {k: held_here(item) for k, item in value.items() if not is_placeholder(item)}
+    if type(value) in (list, tuple):
+        return type(value)(held_here(item) for item in value if not is_placeholder(item))
+    return value
 
 
 def writers_of(by_rank: Sequence[Mapping[str, Added]]) -> dict[str, int]:

@@ -145,9 +145,9 @@ def fill(
     """
     by_name = _by_parameter(flat, set(names_of(optimizer, names)))
     for index, group in enumerate(optimizer.param_groups):
-        if not group["params"] and index < len(groups):
+        if index < len(groups) and not any(id(p) in names for p in group["params"]):
             group.update(groups[index]["options"])
-        for parameter in group["params"]:
+        for parameter in (p for p in group["params"] if id(p) in names):
             state, options = by_name.get(names[id(parameter)], ({}, {}))
             group.update(restored(options))
             optimizer.state.pop(parameter, None)  # such as that of a search for a learning rate

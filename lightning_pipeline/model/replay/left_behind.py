@@ -10,7 +10,16 @@ from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
-from lightning_pipeline.model.state import CHAINED, AttributeGuards, Merge, Rule, StepState, unmerged, usual
+from lightning_pipeline.model.state import (
+    CHAINED,
+    AttributeGuards,
+    Merge,
+    Rule,
+    StepState,
+    is_absent,
+    unmerged,
+    usual,
+)
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
     Effect,
@@ -89,7 +98,8 @@ class LeftBehind:
         names = [
             effect.place.label
             for effect in trace.effects
-            if not effect.from_units and rules.get(effect.place.label, unmerged) is CHAINED
+            if not (effect.from_units or is_absent(effect))
+            and rules.get(effect.place.label, unmerged) is CHAINED
         ]
         if names:
             raise SplitError(
@@ -112,7 +122,8 @@ class LeftBehind:
     def _find_rules(
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
     ) -> dict[str, Rule | None]:
-        effects = [e for e in trace.effects if self._has_last_stage or not e.from_units]
+        here = [e for e in trace.effects if not is_absent(e)]
+        effects = [e for e in here if self._has_last_stage or not e.from_units]
         if not effects:
             return {}
         question = [(part, size) for part, size in zip(microbatches[:2], sizes, strict=False)]

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, stages_of_states
 from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_class_weights
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
-from lightning_pipeline.model.replay.guards import IdleRunner, ParameterGuard
+from lightning_pipeline.model.replay.guards import IdleRunner
 from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.seeds import StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
@@ -22,11 +23,13 @@ from lightning_pipeline.model.state import (
     AttributeGuards,
     CannotRepeatError,
     Elsewhere,
+    Meeting,
     Merge,
     Outside,
     Residence,
     SetByUnit,
     SharedParameter,
+    Sources,
     StepState,
 )
 from lightning_pipeline.model.tensors import (
@@ -35,6 +38,7 @@ from lightning_pipeline.model.tensors import (
     Peaks,
     PlaceholderMode,
     SavedCount,
+    TensorSpec,
     result_dtypes,
     tensors_in,
 )
@@ -117,7 +121,6 @@ class SplitModel:
         self._guards = AttributeGuards()
         self._others = others
         self._spread = self._shared_modules()
-        self._parameters = ParameterGuard(root, self._spread)
         self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
         for trace in later:
             self._know(trace)
@@ -162,7 +165,6 @@ class SplitModel:
         self._residence.drop()
         self._patches.install()
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
-        self._parameters.install()
         for stage, program in self._programs.items():
             program.counts = stage == max(self._programs)
             if not program.counts:
@@ -178,7 +180,6 @@ class SplitModel:
         """
         self.failed()
         self._patches.remove()
-        self._parameters.remove()
         self._guards.remove()
         for trace, _ in self._known.values():
             for effect in trace.effects:
@@ -201,9 +202,54 @@ class SplitModel:
         """This rank's parameters by their first names, tied ones once."""
         return self._residence.parameters()
 
-    def all_names(self) -> AbstractContextManager[None]:
-        """Inside, parameters of other stages are in their places, without memory. See `Residence`."""
-        return self._residence.all_names()
+    @property
+    def stand_ins(self) -> dict[Tensor, nn.Parameter]:
+        """The placeholder of each parameter of other stages, by what it stands for."""
+        return self._residence.stand_ins
+
+    def stand_in(self, name: str, spec: TensorSpec) -> Tensor:
+        """What stands for a tensor that belongs to a parameter of another stage.
+
+        Args:
+            name: Of the parameter.
+            spec: Of the tensor.
+        """
+        return self._residence.absent.make(name, spec)
+
+    def meeting(
+        self, rank_of: Callable[[int], int], num_ranks: int, gather: Callable[[str, Any], list[Any]],
+        optimizers: Callable[[], Iterable[Optimizer]],
+    ) -> Meeting:  # fmt: skip
+        """What completes values of several stages in the user's hooks.
+
+        Args:
+            rank_of: The pipeline rank of a stage.
+            num_ranks: Of the pipeline.
+            gather: Collects an object of each pipeline rank; told for what.
+            optimizers: Of the run.
+        """
+        holders = {name: frozenset(map(rank_of, stages)) for name, stages in self._residence.needed.items()}
+        partly = {name: ranks for name, ranks in holders.items() if len(ranks) < num_ranks}
+
+        def listed() -> Iterator[tuple[str, list[Tensor]]]:
+            states = list(optimizers())
+            for name, tensor in self.root.named_parameters():
+                kept = [t for o in states for t in tensors_in(o.state.get(tensor, ()))]
+                yield name, [tensor, *([] if tensor.grad is None else [tensor.grad]), *kept]
+            yield from ((name, [buffer]) for name, buffer in self.root.named_buffers())
+
+        sources = Sources(lambda: ((name, found) for name, found in listed() if name in partly))
+        return Meeting(
+            self._residence.absent, sources, partly, num_ranks, gather, self._residence.show_gradients
+        )
+
+    def note_gradients(self, made: bool) -> None:
+        """Let the next hook see a gradient at each trained parameter of other stages, or at none.
+
+        Args:
+            made: Whether a backward has run; otherwise `.grad` was set to None with no hook in between.
+        """
+        self._residence.has_gradients = made
 
     def parameter_names(self) -> list[str]:
         """Names of all parameters of the whole module, tied ones once, in its order."""
@@ -250,24 +296,6 @@ class SplitModel:
     def not_tried(self, step: str) -> str | None:
         """What a step leaves behind where no run on made-up values could tell how, and why not."""
         return self._left_behind.not_tried.get(step)
-
-    def guard_hooks(self, active: bool) -> None:
-        """From the start of a training batch to the end of its hooks, guard `parameters()` of the module."""
-        self._parameters.active = active
-
-    def guards_parameters(self) -> bool:
-        """Whether a step, or a hook around one, runs now."""
-        return self.num_stages > 1 and self._parameters.active
-
-    def answer_parameters(self, caller: str, answer: Callable[[nn.Module], Any]) -> None:
-        """Let code of the Python module `caller` get `answer(module)` where it asks for parameters."""
-        self._parameters.answers[caller] = answer
-
-    @contextmanager
-    def user_hook(self) -> Iterator[None]:
-        """For hooks of the user around a step: `parameters()` of the whole module raises there."""
-        with self._parameters.on():
-            yield
 
     # ---- a batch
 
@@ -324,7 +352,6 @@ class SplitModel:
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
-        self._open.enter_context(self._parameters.on())
         self._open.enter_context(self.told.in_step())
         self._carried = trace.carried()
         sizes = sizes or [1] * len(microbatches)
@@ -474,7 +501,7 @@ class SplitModel:
         ]
 
     def _traced(self, step: str, microbatch: MicrobatchArguments) -> Trace:
-        with self._parameters.on(), self._guards.lifted():
+        with self._guards.lifted():
             return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,

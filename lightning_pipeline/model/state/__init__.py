@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
 from lightning_pipeline.model.state.late import late_values, put_late_values
+from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import CannotRepeatError, Outside
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
 from lightning_pipeline.model.state.rules import (
@@ -15,7 +16,7 @@ from lightning_pipeline.model.state.rules import (
     unmerged,
     usual,
 )
-from lightning_pipeline.model.state.step_state import CHAINED, StepState, own_containers
+from lightning_pipeline.model.state.step_state import CHAINED, StepState, is_absent, own_containers
 
 __all__ = [
     "CHAINED",
@@ -23,6 +24,7 @@ __all__ = [
     "CannotRepeatError",
     "Elsewhere",
     "ElsewhereError",
+    "Meeting",
     "Merge",
     "Outside",
     "Residence",
@@ -30,9 +32,11 @@ __all__ = [
     "Rule",
     "SetByUnit",
     "SharedParameter",
+    "Sources",
     "StepState",
     "Trial",
     "equal",
+    "is_absent",
     "late_values",
     "own_containers",
     "put_late_values",

@@ -35,7 +35,7 @@ class AbsentTensors:
     """
 
     def __init__(self, root: nn.Module, mode: PlaceholderMode, stages_of: dict[str, tuple[int, ...]]) -> None:
-        self._root, self._mode, self._stages_of = root, mode, stages_of
+        self.root, self._mode, self._stages_of = root, mode, stages_of
         self._inside = False
         mode.idle = self
 
@@ -50,8 +50,8 @@ class AbsentTensors:
         if spec.requires_grad:
             made.requires_grad_()  # a leaf, as the parameter is
             made.grad = self._mode.make(spec._replace(requires_grad=False))
-            _mark(made.grad, {name})
-        _mark(made, {name})
+            mark(made.grad, {name})
+        mark(made, {name})
         return made
 
     def placeholder_operation(
@@ -70,8 +70,10 @@ class AbsentTensors:
             raise self.refusal(names, "is read as a number or used in control flow") from error
         finally:
             self._inside = before
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if stands_for(tensor)]
         for tensor in tensors_in(result):
-            _mark(tensor, names)
+            if not any(tensor is one for one in written):
+                mark(tensor, names)
         return result
 
     def refusal(self, names: set[str], what: str) -> PlaceholderError:
@@ -88,7 +90,7 @@ class AbsentTensors:
         return PlaceholderError(
             f"{value} {what} in a hook. A hook sees the weights of one stage: keep both in one unit with "
             "PipelineStrategy(units=[...]), work it out in the step, or do it after fit, when the module "
-            f"is whole again [at {user_line(self._root)}]"
+            f"is whole again [at {user_line(self.root)}]"
         )
 
 
@@ -109,6 +111,7 @@ def stands_for(value: Any) -> set[str]:
     return found
 
 
-def _mark(tensor: Tensor, names: set[str]) -> None:
+def mark(tensor: Tensor, names: set[str]) -> None:
+    """Note that a placeholder comes from these tensors of other stages."""
     if names and is_placeholder(tensor):
         vars(tensor)["stands_for"] = names | vars(tensor).get("stands_for", set())

@@ -1,7 +1,6 @@
 """Which parameters and buffers live on this rank, and what stands for the others."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.state.absent import AbsentTensors
-from lightning_pipeline.model.tensors import ModuleState, PlaceholderMode, TensorSpec, random_state_kept
+from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +41,16 @@ class _Dropped:
 class Residence:
     """Takes the tensors of other stages out of the module, and puts them back.
 
-    Names never change. In the place of a tensor a placeholder is left as a plain attribute, because models
-    read the dtype or device of layers that they do not run.
+    Names never change. A parameter's place is taken by a placeholder that is an `nn.Parameter`, that of a
+    buffer by a placeholder, so that `parameters()` and `buffers()` list the whole model.
+
+    Attributes:
+        needed: The stages that need each parameter and buffer, by every name.
+        parameter_names: Of the whole module, tied ones once.
+        absent: Makes what stands for tensors of other stages.
+        shared: Parameters that several stages keep a copy of.
+        stand_ins: The placeholder for each parameter of other stages, by what it stands for.
+        has_gradients: Whether a backward has given these gradients that `show_gradients` has not shown yet.
     """
 
     def __init__(
@@ -52,8 +59,11 @@ class Residence:
     ) -> None:  # fmt: skip
         self.needed = needed
         self._root, self._stages, self._device = root, stages, device
-        self._absent = AbsentTensors(root, mode, needed)
+        self.absent = AbsentTensors(root, mode, needed)
         self._dropped: list[_Dropped] = []
+        self.stand_ins: dict[Tensor, nn.Parameter] = {}
+        self._gradients: dict[int, Tensor] = {}
+        self.has_gradients = False
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in root.named_parameters()]
         self.shared = self._find_shared()
@@ -84,30 +94,25 @@ class Residence:
     ) -> None:
         spec = TensorSpec.of(tensor)._replace(device=self._device.type)
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
-        del registry[name]
-        vars(module)[name] = self._absent.make(full, spec)
+        registry[name] = self._stand_in(tensor, full, spec) if is_parameter else self.absent.make(full, spec)
 
-    @contextmanager
-    def all_names(self) -> Iterator[None]:
-        """Inside, parameters of other stages are in their places, by shape and dtype but without memory.
+    def _stand_in(self, tensor: Tensor, full: str, spec: TensorSpec) -> nn.Parameter:
+        """What stands for a parameter, and later for its gradient; one for all names of a tied one."""
+        if tensor not in self.stand_ins:
+            bare = spec._replace(requires_grad=False)
+            made = nn.Parameter(self.absent.make(full, bare), requires_grad=spec.requires_grad)
+            self.stand_ins[tensor] = made
+            self._gradients[id(made)] = self.absent.make(full, bare)
+        return self.stand_ins[tensor]
 
-        On leaving, everything but parameters' values is as it was.
-        """
-        state, made = ModuleState(self._root), dict[int, nn.Parameter]()
-        try:
-            for item in self._dropped:
-                if item.is_parameter:
-                    vars(item.module).pop(item.name, None)
-                    spec = item.spec._replace(requires_grad=False)
-                    stand_in = nn.Parameter(
-                        self._absent.make(item.full_name, spec), item.tensor.requires_grad
-                    )
-                    item.module._parameters[item.name] = made.setdefault(id(item.tensor), stand_in)
-            _reorder(self._root, self._first_names)
-            with random_state_kept():
-                yield
-        finally:
-            state.restore()
+    def show_gradients(self) -> None:
+        """Before code of the user: after a backward, what stands for trained parameters has gradients too."""
+        if not self.has_gradients:
+            return
+        self.has_gradients = False
+        for parameter in self.stand_ins.values():
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = self._gradients[id(parameter)]
 
     def restore(self, states: Mapping[str, Tensor], *, on_meta: bool = False) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.
@@ -121,6 +126,8 @@ class Residence:
             vars(item.module).pop(item.name, None)
             registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
             registry[item.name] = item.tensor
+            if item.tensor in self.stand_ins:
+                item.tensor.requires_grad_(self.stand_ins[item.tensor].requires_grad)
             if id(item.tensor) in filled:
                 continue
             value = states.get(self._first_names[item.full_name], states.get(item.full_name))
@@ -137,7 +144,7 @@ class Residence:
         seen: set[int] = set()
         for prefix, module in self._root.named_modules():
             for name, parameter in module._parameters.items():
-                if parameter is not None and id(parameter) not in seen:
+                if parameter is not None and not is_placeholder(parameter) and id(parameter) not in seen:
                     seen.add(id(parameter))
                     full = f"{prefix}.{name}" if prefix else name
                     yield self._first_names[full], parameter
@@ -170,7 +177,7 @@ def _replacement(item: _Dropped, value: Tensor | None) -> Tensor:
     """A tensor with a value, or on the meta device, where it has no memory."""
     spec = item.spec
     made = torch.empty(spec.shape, dtype=spec.dtype, device="meta") if value is None else value.to(spec.dtype)
-    return nn.Parameter(made, requires_grad=spec.requires_grad) if item.is_parameter else made
+    return nn.Parameter(made, requires_grad=item.tensor.requires_grad) if item.is_parameter else made
 
 
 def _first_names(root: nn.Module) -> dict[str, str]:

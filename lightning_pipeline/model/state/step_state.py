@@ -34,8 +34,8 @@ class StepState:
         *, is_last: bool, step: str,
     ) -> None:  # fmt: skip
         self._step, self._is_last = step, is_last
-        self._effects = [effect for effect in effects if is_last or not effect.from_units]
-        self._elsewhere = [] if is_last else [effect for effect in effects if effect.from_units]
+        self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
+        self._elsewhere = [e for e in effects if e not in self._effects]
         self._rules = rules
         for effect in effects:
             replay_from(effect.place)
@@ -188,6 +188,11 @@ class StepState:
             elif not effect.deep:
                 rest.append(effect)
         return rest
+
+
+def is_absent(effect: Effect) -> bool:
+    """Whether it is a weight or buffer of another stage that the step changes: that stage does."""
+    return effect.deep and is_placeholder(effect.place.get())
 
 
 def replay_from(place: Place) -> None:

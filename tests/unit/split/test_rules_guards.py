@@ -1,11 +1,14 @@
 """R0, R4, R6, R12, R16, R19, R22: what a part of a model cannot do raises, naming module and line."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError, PlaceholderError, SplitError
+from lightning_pipeline.model.tensors import is_placeholder
 from tests.unit.split.nets import (
     CUTS,
     WIDTH,
@@ -55,12 +58,30 @@ class Teacher(Net):
         return self.loss(h, batch) + F.mse_loss(h, t)
 
 
-@pytest.mark.parametrize("kind", [Penalty, NamedPenalty, StateDict, Teacher])
-def test_a_loop_over_all_parameters_in_a_step_is_refused(kind):
-    assert_refused(
-        kind,
-        r"(parameters|state_dict)\(\) of a module that is spread over stages.*at test_rules_guards.py:\d+",
-    )
+@pytest.mark.parametrize("kind", [Penalty, NamedPenalty, StateDict])
+def test_a_loop_over_all_parameters_in_a_step_is_right_or_refused(kind):
+    same_or_refused(kind, "another stage|spread|keep")
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_an_average_of_weights_that_a_step_keeps_is_that_of_one_device(stages):
+    module = seeded(Teacher)
+    found = piped(module, batch_of(), stages=stages, steps=2)
+    reference = copy.deepcopy(module)
+    for _ in range(2):
+        reference.training_step(batch_of(), 0).backward()
+    expected = dict(reference.named_parameters())
+    held = [
+        (name, parameter)
+        for split in found.splits
+        for name, parameter in split.root.named_parameters()
+        if not is_placeholder(parameter)
+    ]
+    assert {name for name, _ in held} == set(expected)
+    for name, parameter in held:
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-9, atol=1e-12)
+        if parameter.grad is not None:
+            torch.testing.assert_close(found.gradients[name], expected[name].grad, rtol=1e-9, atol=1e-12)
 
 
 class DirectPenalty(Net):
@@ -83,27 +104,16 @@ def test_a_penalty_over_single_units_is_right_or_refused(kind):
     same_or_refused(kind, r"parameters\(\) of|another stage")
 
 
-@pytest.mark.parametrize("name", ["parameters", "named_parameters", "state_dict"])
-def test_in_a_hook_around_a_step_the_whole_models_parameters_raise(name):
-    split = piped(seeded(Net), batch_of(), stages=2).splits[0]
-    with (
-        split.user_hook(),
-        pytest.raises(SplitError, match=rf"{name}\(\) of a module that is spread.*test_rules_guards"),
-    ):
-        list(getattr(split.root, name)())
-    with split.user_hook(), pytest.raises(SplitError, match="layers|spread"):
-        list(getattr(split.root.layers, name)())
-    with split.user_hook():
-        assert list(split.root.emb.parameters())
-    assert len(list(split.root.parameters())) < 12  # outside: this rank's own
-    assert dict(split.root.named_parameters()).keys() == dict(split.owned_parameters()).keys()
-
-
-def test_one_stage_keeps_everything_and_needs_no_guard():
-    split = piped(seeded(Net), batch_of(), stages=1).splits[0]
-    with split.user_hook():
-        assert len(list(split.root.parameters())) == 12
-    assert_works(Penalty, cuts=[1])
+def test_every_stage_lists_the_parameters_of_the_whole_model():
+    whole = seeded(Net)
+    for split in piped(whole, batch_of(), stages=2).splits:
+        found = list(split.root.named_parameters())
+        assert [(name, p.shape, p.dtype, p.requires_grad) for name, p in found] == [
+            (name, p.shape, p.dtype, p.requires_grad) for name, p in seeded(Net).named_parameters()
+        ]
+        assert 0 < sum(map(is_placeholder, split.root.parameters())) < 12
+        assert all(isinstance(p, nn.Parameter) and p.is_leaf for _, p in found)
+        assert dict(split.owned_parameters()).keys() == {n for n, p in found if not is_placeholder(p)}
 
 
 def test_a_unit_of_another_stage_called_outside_a_step_raises():

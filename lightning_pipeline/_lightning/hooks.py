@@ -1,0 +1,78 @@
+"""Where Lightning calls the user's hooks."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from lightning.pytorch import Callback, Trainer
+
+from lightning_pipeline._lightning.trainer import is_interrupted
+
+# Where hooks are defined that are empty, or look at logs and counts only.
+_WITHOUT_WEIGHTS = (
+    "lightning_pipeline.",
+    "lightning.pytorch.core.",
+    *(
+        f"lightning.pytorch.callbacks.{name}"
+        for name in ("callback", "checkpoint", "early_stopping", "lr_monitor", "model_checkpoint",
+                     "model_summary", "progress", "rich_model_summary", "throughput_monitor", "timer")
+    ),
+)  # fmt: skip
+
+
+def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
+    """Enter a context around every hook of the user's; returns what undoes it.
+
+    Each is called in `profiler.profile("[Callback]...")` or `("[LightningModule]...")`. Since 1.5.
+    """
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    original = profiler.profile
+    known: dict[str, bool] = {}
+
+    @contextmanager
+    def around(action_name: str) -> Iterator[str]:
+        with original(action_name), context():
+            yield action_name
+
+    def profile(action_name: str) -> AbstractContextManager[str]:
+        if action_name not in known:
+            known[action_name] = _does_something(trainer, action_name)
+        entered = known[action_name] and not is_interrupted(trainer)
+        return around(action_name) if entered else original(action_name)
+
+    profiler.profile = profile
+
+    def undo() -> None:
+        del profiler.profile
+
+    return undo
+
+
+def _does_something(trainer: Trainer, action_name: str) -> bool:
+    """Whether a hook is of the user's, and not one of Lightning's that are empty."""
+    kind, _, rest = action_name.partition("]")
+    owner, _, hook = rest.rpartition(".")
+    if kind not in ("[Callback", "[LightningModule"):
+        return False
+    if kind == "[LightningModule" and _goes_over_parameters(trainer, hook):
+        return True
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    holders: list[Any] = [trainer.lightning_module]
+    if kind == "[Callback":
+        holders = [callback for callback in callbacks if callback.state_key == owner]
+    functions = [f for one in holders for f in (vars(one).get(hook), getattr(type(one), hook, None))]
+    return any(f is not None and not _is_in(f, _WITHOUT_WEIGHTS) for f in functions)
+
+
+def _goes_over_parameters(trainer: Trainer, hook: str) -> bool:
+    """Whether Lightning's own version of a hook does more to gradients than to let go of them."""
+    if hook == "optimizer_zero_grad":
+        return any(not _is_in(type(one).zero_grad, "torch.") for one in trainer.optimizers)
+    if hook != "configure_gradient_clipping" or not trainer.gradient_clip_val:
+        return False
+    own = type(trainer.precision_plugin).clip_gradients  # the strategy's part clips by norm
+    return trainer.gradient_clip_algorithm not in (None, "norm") or not _is_in(own, "lightning.")
+
+
+def _is_in(function: Any, packages: str | tuple[str, ...]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(packages)

@@ -1,0 +1,372 @@
+"""Small values that a hook works out from tensors of several stages: completed over the ranks.
+
+Every rank runs the same hooks on the same module, with placeholders for what other stages have. So all
+ranks come to the same operation at the same place. Where it needs what no single rank has, or where its
+result is a number, which a placeholder cannot be, they meet: each tells what it has, and all go on with the
+operation for real. Which operations these are follows from where their operands come from, alike on every
+rank: a norm of one gradient stays where that is, a norm over all is worked out by all.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_pipeline.errors import PipelineError, SplitError
+from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
+from lightning_pipeline.model.tensors import (
+    is_placeholder,
+    storage_key,
+    tensors_in,
+    user_line,
+    written_tensors,
+)
+
+LARGEST = 2**20
+"""Elements that ranks tell each other for one operation, at most."""
+
+Names = frozenset[str]
+Gather = Callable[[str, Any], list[Any]]
+_NOTHING: Names = frozenset()
+_VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+# Read a tensor's memory without an operation that could be seen.
+_READS = {
+    torch.tensor, torch.as_tensor, torch.asarray, Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.item,
+    Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__,
+    Tensor.__format__, Tensor.__reduce_ex__,
+}  # fmt: skip
+
+
+class Sources:
+    """Which of the module's tensors a tensor comes from, by its memory; views of placeholders share it too.
+
+    Args:
+        listed: Gives what this rank holds: name, and the tensors that are known by it.
+    """
+
+    def __init__(self, listed: Callable[[], Iterable[tuple[str, Iterable[Tensor]]]]) -> None:
+        self._listed = listed
+        # A weak reference keeps the number of a storage from being given to another one.
+        self._known: dict[int, tuple[StorageWeakRef, Names]] = {}
+        self._derived: dict[int, tuple[StorageWeakRef, Names]] = {}
+        self._stale = True
+
+    def forget(self) -> None:
+        """What the module holds has changed: new gradients, new state of optimizers."""
+        self._stale = True
+
+    def of(self, tensor: Tensor) -> Names:
+        """Names that a tensor's values come from, where these are not known to all ranks."""
+        if tensor.layout is not torch.strided:
+            return _NOTHING
+        if self._stale:
+            self._look()
+        key = storage_key(tensor)
+        entry = self._known.get(key) or self._derived.get(key)
+        if entry is not None:
+            return entry[1]
+        return frozenset(stands_for(tensor)) if is_placeholder(tensor) else _NOTHING
+
+    def _look(self) -> None:
+        self._known = {
+            storage_key(tensor): (StorageWeakRef(tensor.untyped_storage()), frozenset({name}))
+            for name, tensors in self._listed()
+            for tensor in tensors
+            if tensor.layout is torch.strided
+        }
+        self._derived = {key: entry for key, entry in self._derived.items() if not entry[0].expired()}
+        self._stale = False
+
+    def note(self, tensor: Tensor, names: Names) -> None:
+        """A result comes from these; a tensor of the module stays what it is, whatever is written into it."""
+        if names and tensor.layout is torch.strided and storage_key(tensor) not in self._known:
+            self._derived[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), names
+
+
+class Meeting:
+    """Watches what user code outside of steps does with the module's tensors, and completes it.
+
+    Args:
+        absent: What stands for other stages' tensors.
+        sources: Of the real tensors.
+        holders: The pipeline ranks that hold each tensor, by name; without those that all hold.
+        num_ranks: Of the pipeline.
+        gather: Collects an object of each pipeline rank; told for what.
+        enter: Called before code of a hook runs, to show it what a step has made.
+    """
+
+    def __init__(
+        self, absent: AbsentTensors, sources: Sources, holders: Mapping[str, frozenset[int]],
+        num_ranks: int, gather: Gather, enter: Callable[[], None],
+    ) -> None:  # fmt: skip
+        self._absent, self.sources, self._holders = absent, sources, holders
+        self._everyone = frozenset(range(num_ranks))
+        self._gather, self._enter = gather, enter
+        self._inside = False
+        self._late: list[tuple[Tensor, Callable[[Any], None]]] = []
+        self._modes = _Operations(self), _Reads(self)
+
+    def hook(self) -> AbstractContextManager[None]:
+        """Around code of the user that every rank runs; what it left for `later` is done at its end."""
+        self._enter()
+        return self._settling() if self._inside else self._watched()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        self._inside = True
+        try:
+            with self._modes[0], self._modes[1], self._settling():
+                yield
+        finally:
+            self._inside = False
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside a hook: around what is no code of the user's, such as a step."""
+        return self._unwatched() if self._inside else nullcontext()
+
+    @contextmanager
+    def _unwatched(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            self._set(False)
+            stack.callback(self._set, True)
+            stack.enter_context(_disable_current_modes())
+            if _get_current_function_mode() is self._modes[1]:  # no mode of the user's is above it
+                stack.callback(_push_mode, _pop_mode())
+            yield
+            self._enter()
+
+    def changed(self) -> None:
+        """The module has new gradients, or its optimizers new state."""
+        self.sources.forget()
+        with self.aside():
+            pass
+
+    def _set(self, inside: bool) -> None:
+        self._inside = inside
+
+    # ---- one operation
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, with what it needs of other ranks."""
+        if func.namespace == "prim":
+            return func(*args, **kwargs)
+        named = any(self._names(tensor) for tensor in tensors_in((args, kwargs)))
+        if not named:
+            return func(*args, **kwargs)
+        if func._schema.name.startswith("aten::_foreach_"):
+            return self._each(func, args, kwargs)
+        if func._schema.name == "aten::equal":
+            return self._equal(*args)
+        return self._one(func, args, kwargs)
+
+    def _one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = list(written_tensors(func, args, kwargs))
+        if self._must_meet(func, args, kwargs, written):
+            args, kwargs = self._completed(str(func), (args, kwargs), written)
+        names = self._union(tensors_in((args, kwargs)))
+        result = func(*args, **kwargs)
+        for tensor in (*tensors_in(result), *written):
+            self.sources.note(tensor, names)
+        return result
+
+    def _names(self, tensor: Tensor) -> Names:
+        return frozenset(name for name in self.sources.of(tensor) if name in self._holders)
+
+    def _union(self, tensors: Iterable[Tensor]) -> Names:
+        return frozenset().union(*map(self._names, tensors))
+
+    def _who(self, names: Names) -> frozenset[int]:
+        """The ranks that have all of these."""
+        return self._everyone.intersection(*(self._holders[name] for name in names))
+
+    def _must_meet(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], written: list[Tensor]
+    ) -> bool:
+        names = self._union(tensors_in((args, kwargs)))
+        if _VALUE_TAGS & set(func.tags):
+            return True
+        into = self._union(written)
+        if not written:
+            return not self._who(names)
+        return not self._who(into) <= self._who(names)  # a tensor of all ranks is written by all
+
+    def _each(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation on lists: on each position by itself, and on those that are all here at once."""
+        size = len(args[0])
+
+        def at(positions: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            def part(value: Any) -> Any:
+                listed = isinstance(value, list | tuple) and len(value) == size
+                return [value[position] for position in positions] if listed else value
+
+            return tuple(map(part, args)), {key: part(value) for key, value in kwargs.items()}
+
+        together: list[int] = []
+        results: dict[int, Any] = {}
+        for position in range(size):
+            own, options = at([position])
+            written = list(written_tensors(func, own, options))
+            here = not any(map(is_placeholder, tensors_in((own, options))))
+            if here and not self._must_meet(func, own, options, written):
+                together.append(position)
+            else:
+                results[position] = self._one(func, own, options)
+        if together:
+            own, options = at(together)
+            found = func(*own, **options)
+            for number, position in enumerate(together):
+                results[position] = None if found is None else [found[number]]
+                one, its = at([position])
+                names = self._union(tensors_in((one, its)))
+                for tensor in (*tensors_in(results[position]), *written_tensors(func, one, its)):
+                    self.sources.note(tensor, names)
+        values = [results[position] for position in range(size)]
+        return None if all(value is None for value in values) else [value[0] for value in values]
+
+    def _equal(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors are equal, told by checksums of their values."""
+        if one is other or one.shape != other.shape or one.dtype != other.dtype:
+            return one is other
+        said = "equal", [(side, sorted(self._names(tensor))) for side, tensor in enumerate((one, other))]
+        own = [None if is_placeholder(tensor) else _checksum(tensor) for tensor in (one, other)]
+        first, second = (
+            next((known[side] for known in self._tell(said, own) if known[side] is not None), None)
+            for side in (0, 1)
+        )
+        return first == second
+
+    # ---- meeting
+
+    def later(self, value: Tensor, use: Callable[[Any], None]) -> None:
+        """Use a value that is complete on every rank: at once, or with others at the end of the hook.
+
+        Args:
+            value: That every rank comes with.
+            use: Called with it.
+        """
+        if self._inside and self._names(value):
+            self._late.append((value.detach().clone(), use))
+        else:
+            use(value)
+
+    @contextmanager
+    def _settling(self) -> Iterator[None]:
+        before, self._late = self._late, []
+        try:
+            yield
+            if self._late:
+                values = self._completed("self.log", [value for value, _ in self._late], [])
+                for value, (_, use) in zip(values, self._late, strict=True):
+                    use(value)
+        finally:
+            self._late = before
+
+    def whole(self, value: Any) -> Any:
+        """A value with the tensors in it complete on every rank; every rank calls this."""
+        if not self._inside or not self._union(tensors_in(value)):
+            return value
+        return self._completed("value", value, [])
+
+    def _completed(self, what: str, value: Any, written: list[Tensor]) -> Any:
+        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+            return self._complete(what, value, written)
+
+    def _complete(self, what: str, value: Any, written: list[Tensor]) -> Any:
+        """What this rank lacks comes from those that have it; the result is alike on all, and of none."""
+        leaves, spec = tree_flatten(value)
+        wanted = {
+            place: leaf
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, Tensor) and self._names(leaf) and not any(leaf is one for one in written)
+        }
+        names = self._union(wanted.values())
+        if sum(leaf.numel() for leaf in wanted.values()) > LARGEST:
+            raise self._absent.refusal(set(names), "is used together with what this one has, and is large,")
+        said = what, [(place, sorted(self._names(leaf))) for place, leaf in wanted.items()]
+        own = {place: leaf.detach().clone() for place, leaf in wanted.items() if not is_placeholder(leaf)}
+        for known in self._tell(said, {place: leaf.cpu() for place, leaf in own.items()}):
+            for place, leaf in known.items():
+                own.setdefault(place, leaf.to(wanted[place].device))
+        missing = [name for place, leaf in wanted.items() if place not in own for name in self._names(leaf)]
+        if missing:
+            raise self._absent.refusal(set(missing), "is on no rank at once, and is needed")
+        return tree_unflatten([own.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+
+    def _tell(self, said: tuple[str, list[tuple[int, list[str]]]], own: Any) -> list[Any]:
+        line = user_line(self._absent.root)
+        try:
+            parts = self._gather(f"reading {_text(said)} in a hook [at {line}]", _Told(said, line, own))
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            raise SplitError(
+                f"{_text(said)} is read here, and not on all ranks: every rank must run the hook alike, over "
+                f"parameters() or the optimizer's groups: {error} [at {line}]"
+            ) from error
+        told = [
+            part if isinstance(part, _Told) else _Told(("something else", []), "elsewhere", None)
+            for part in parts
+        ]
+        if any(part.said != said for part in told):
+            places = "; ".join(
+                f"pipeline rank {rank}: {_text(part.said)} [at {part.line}]" for rank, part in enumerate(told)
+            )
+            raise SplitError(
+                "a hook reads values that are on other stages, and is not at the same place on all ranks. "
+                f"Every rank must run it alike, over parameters() or the optimizer's groups: {places}"
+            )
+        return [part.own for part in told]
+
+
+class _Told(NamedTuple):
+    """What a rank tells in a meeting: what is met for, the user's line, and what it has."""
+
+    said: tuple[str, list[tuple[int, list[str]]]]
+    line: str
+    own: Any
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._meeting = meeting
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._meeting.operation(func, args, kwargs or {})
+
+
+class _Reads(TorchFunctionMode):
+    """Completes what is read past the operations, and keeps track of copies, which are made of memory."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        super().__init__()
+        self._meeting = meeting
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _READS:
+            args, kwargs = self._meeting.whole((args, kwargs))
+        elif func is Tensor.__deepcopy__:
+            with _disable_current_modes():
+                result = func(*args, **kwargs)  # type: ignore[no-untyped-call]
+            self._meeting.sources.note(result, self._meeting.sources.of(args[0]))
+            return result
+        return func(*args, **kwargs)
+
+
+def _checksum(tensor: Tensor) -> str:
+    values = (tensor.detach() + 0).cpu().contiguous().flatten().view(torch.uint8)  # -0.0 is 0.0
+    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
+
+
+def _text(said: tuple[str, list[tuple[int, list[str]]]]) -> str:
+    what, places = said
+    names = sorted({name for _, found in places for name in found})
+    return f"{what} of {', '.join(map(repr, names[:4]))}"
