@@ -22,7 +22,7 @@ from lightning_pipeline.model.tensors import (
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
-_DEEP, _LONG = 3, 1000
+_DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
 
 
 class Guard:
@@ -91,6 +91,27 @@ class Owner:
     def watches(self, key: Any) -> bool:
         """Whether a change of it counts."""
         return key not in self._but
+
+
+class ListOwner(Owner):
+    """The items of a list."""
+
+    def __init__(self, items: list[Any], label: str) -> None:
+        super().__init__({}, label)
+        self._items = items
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one list."""
+        return id(self._items)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All items, by position."""
+        return dict(enumerate(self._items))
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._items[key] = value
 
 
 class ClassOwner(Owner):
@@ -235,9 +256,9 @@ class _Seen:
 
 
 def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Every container below, and what is in it; objects have owners of their own."""
-    pending, seen = [(value, _DEEP)], set()
-    while pending:
+    """Every container below, up to a number, and what is in it; objects have owners of their own."""
+    pending, seen, left_to_see = [(value, _DEEP)], set(), _MOST
+    while pending and left_to_see > 0:
         held, left = pending.pop()
         if isinstance(held, Guard) or not isinstance(held, list | dict | set | tuple | deque):
             continue
@@ -247,6 +268,7 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
         if not isinstance(held, tuple):
             yield held, _contents(held)
         if len(held) <= _LONG:
+            left_to_see -= len(held)
             pending.extend((item, left - 1) for _, item in items_of(held))
 
 
@@ -278,18 +300,28 @@ class Surroundings:
 
     def iterators(self) -> list[Place]:
         """Places of iterators from which a step may take."""
-        kinds = {type(value) for seen in self._seen for value in seen.entries.values()}
-        kinds = {kind for kind in kinds if hasattr(kind, "__next__") and not hasattr(kind, "fileno")}
         return [
-            seen.owner.place(key)
-            for seen in (self._seen if kinds else ())
+            place
+            for seen in self._seen
             for key, value in seen.entries.items()
-            if type(value) in kinds and seen.owner.watches(key)
+            if seen.owner.watches(key)
+            for place in _iterators(seen.owner.place(key), value)
         ]
 
     def look(self) -> list[Place]:
         """Places that are not as they were at the last look."""
         return [place for seen in self._seen for place in seen.look()]
+
+
+def _iterators(place: Place, value: Any, depth: int = 2) -> Iterator[Place]:
+    """The place, where an iterator stands in it, and those in its dictionaries and lists."""
+    kind = type(value)
+    if hasattr(kind, "__next__") and not hasattr(kind, "fileno"):
+        yield place
+    elif kind in (dict, list) and 0 < len(value) <= _FEW and depth:
+        owner = Owner(value, f"{place.label}.") if kind is dict else ListOwner(value, f"{place.label}.")
+        for key, item in items_of(value):
+            yield from _iterators(owner.place(key), item, depth - 1)
 
 
 def _owners(root: nn.Module) -> Iterator[Owner]:

@@ -344,9 +344,26 @@ class Iterators(Net):
         return self.last, next(self.numbers)
 
 
+class IteratorsInContainers(Net):
+    """The same in a dictionary and in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = [itertools.count(), itertools.count()]
+        rows = [torch.full((WIDTH,), float(n), dtype=torch.float64) for n in range(9)]
+        self.extra = {"a": {"b": iter(rows)}}
+
+    def training_step(self, batch, batch_idx):
+        self.last = next(self.numbers[1])
+        return self.loss(self.body(self.emb(batch["x"] + next(self.extra["a"]["b"]))), batch)
+
+    def left(self):
+        return self.last, next(self.numbers[0]), next(self.numbers[1])
+
+
 KINDS = [
     Counts, Containers, SetAnew, Lazy, EvalTarget, LeftInEval, Frozen, GradMode, TemporaryHook, AnnealedLayers,
-    Decayed, ByLoss, Carried, Iterators,
+    Decayed, ByLoss, Carried, Iterators, IteratorsInContainers,
 ]  # fmt: skip
 
 
