@@ -65,6 +65,7 @@ class BubbleMonitor(Callback):
     Args:
         every_n_steps: Batches between two measurements that are logged. Default: where Lightning logs, by the
             Trainer's `log_every_n_steps`. What an epoch has not logged by its end is logged then.
+        per_stage: Whether to log the figures of each stage, twenty keys each; if not, the totals alone.
         every_n_epochs: Epochs between two tables, each of all steps so far. Default: only the one at the end
             of `fit`.
 
@@ -75,9 +76,15 @@ class BubbleMonitor(Callback):
         ConfigurationError: A number is not a whole one from 1 on.
     """
 
-    def __init__(self, every_n_steps: int | None = None, *, every_n_epochs: int | None = None) -> None:
+    def __init__(
+        self,
+        every_n_steps: int | None = None,
+        *,
+        every_n_epochs: int | None = None,
+        per_stage: bool = True,
+    ) -> None:
         check_counts(self, every_n_steps=every_n_steps, every_n_epochs=every_n_epochs)
-        self.every_n_epochs = every_n_epochs
+        self.every_n_epochs, self.per_stage = every_n_epochs, per_stage
         self.seconds_inside = 0.0
         self._publisher = Publisher(every_n_steps)
         self._meter: Meter | None = None
@@ -158,7 +165,8 @@ class BubbleMonitor(Callback):
     def _publish(self, trainer: Trainer) -> None:
         measured, self._unpublished = self._unpublished, None
         if measured is not None:
-            values = {f"pipeline/{key}": value for key, value in measured.values(self._names).items()}
+            found = measured.values(self._names, per_stage=self.per_stage)
+            values = {f"pipeline/{key}": value for key, value in found.items()}
             self._publisher.publish(run_of(trainer, self), trainer, values)
             trainer.progress_bar_metrics["bubble"] = measured.bubble
 

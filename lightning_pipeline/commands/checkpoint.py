@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
+from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.weights import Format, plan_conversion, unfinished, written_bytes
 from lightning_pipeline.weights import convert as write_conversion
 
@@ -140,21 +141,47 @@ def inspect(folder: str) -> None:
     size = sum(entry["size"] for entry in manifest.files.values()) / _MIB
     print(f"step {manifest.step}, epoch {manifest.epoch}, {len(manifest.files)} files, {size:.1f} MiB")
     for title, values in (("saved by", manifest.versions), ("from", manifest.topology)):
-        print(f"{title}: {', '.join(f'{key} {value}' for key, value in values.items())}")
-    for part, (count, elements, kinds) in sorted(_parts(manifest).items()):
-        print(f"{part}: {count} tensors, {elements:,} elements ({', '.join(sorted(kinds))})")
+        told = {key: value for key, value in values.items() if not isinstance(value, list)}
+        print(f"{title}: {', '.join(f'{key} {value}' for key, value in told.items())}")
+    for part, (count, elements, num_bytes, kinds) in sorted(_parts(manifest).items()):
+        held = f"{elements:,} elements, {size_text(num_bytes)} ({', '.join(sorted(kinds))})"
+        print(f"{part}: {count} tensors, {held}")
+    stages = _stages(manifest)
     for key, (kind, *shape) in manifest.tensors.items():
         if key.startswith(f"{MODEL}."):
-            print(f"  {key.removeprefix(f'{MODEL}.')}: {kind} {shape}")
+            name = key.removeprefix(f"{MODEL}.")
+            stage = next((stages[unit] for unit in _prefixes(name) if unit in stages), None)
+            on = "" if stage is None else f", stage {stage}"
+            print(f"  {name}: {kind} {shape}, {size_text(_bytes(kind, shape))}{on}")
 
 
-def _parts(manifest: Manifest) -> dict[str, tuple[int, int, set[str]]]:
-    counts: dict[str, Any] = defaultdict(lambda: [0, 0, set()])
+def _stages(manifest: Manifest) -> dict[str, int]:
+    """The stage of each unit, where the run has said it."""
+    units = manifest.topology.get("units")
+    if not isinstance(units, list):
+        return {}
+    return {str(name): stage for stage, names in enumerate(units) for name in names}
+
+
+def _prefixes(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+
+
+def _bytes(kind: str, shape: Sequence[int]) -> int:
+    dtype = getattr(torch, kind, None)
+    each = dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+    return torch.Size(shape).numel() * each
+
+
+def _parts(manifest: Manifest) -> dict[str, tuple[int, int, int, set[str]]]:
+    counts: dict[str, Any] = defaultdict(lambda: [0, 0, 0, set()])
     for key, (kind, *shape) in manifest.tensors.items():
         entry = counts[key.split(".", 1)[0]]
         entry[0] += 1
         entry[1] += torch.Size(shape).numel()
-        entry[2].add(kind)
+        entry[2] += _bytes(kind, shape)
+        entry[3].add(kind)
     return {part: tuple(entry) for part, entry in counts.items()}
 
 

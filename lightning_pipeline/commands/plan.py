@@ -17,6 +17,7 @@ from lightning_pipeline.commands.config import defaults_from
 from lightning_pipeline.commands.inputs import first_batch, made_data, made_module
 from lightning_pipeline.commands.options import check_options, write_picture
 from lightning_pipeline.commands.progress import Progress
+from lightning_pipeline.commands.refusals import BriefParser
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
 from lightning_pipeline.run import PRECISIONS, Prospect
@@ -79,7 +80,7 @@ def _from_config(arguments: list[str]) -> dict[str, Any]:
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(
+    parser = BriefParser(
         prog="lightning-pipeline plan",
         description=_DESCRIPTION,
         formatter_class=_Help,

@@ -29,6 +29,8 @@ class Situation:
         batch_size: Samples in a batch; `None` where that is not known.
         schedule_share: Of the step's time; the rest is data, optimizer and hooks, which no change here makes
             shorter.
+        fixed_share: The part of a micro-batch's time that does not fall with its size; `None`: unknown, and
+            taken for nothing.
     """
 
     plan: Plan
@@ -41,6 +43,7 @@ class Situation:
     activation_bytes: tuple[float, ...]
     batch_size: int | None
     schedule_share: float = 1.0
+    fixed_share: float | None = None
 
 
 class _Change(NamedTuple):
@@ -55,8 +58,8 @@ def advise(situation: Situation) -> str | None:
 
     Tried are: one unit over one boundary; other numbers of micro-batches that divide the batch, at most
     twice as many; and other schedules that hold the same stages in no more memory. The times of a unit are
-    its share of the traced cost within the measured times of its stage; those of a micro-batch grow with
-    its size.
+    its share of the traced cost within the measured times of its stage; those of a micro-batch have a fixed
+    part, if one was measured, and grow with its size.
 
     Args:
         situation: As measured.
@@ -64,7 +67,7 @@ def advise(situation: Situation) -> str | None:
     Returns:
         A line for the user, `None` when nothing pays.
 
-    Example: `16 micro-batches instead of 8 would save 11 % and need 0.0 GiB more with 1F1B`
+    Example: `16 micro-batches instead of 8 would save 11 % and need no more memory with 1F1B`
     """
     best = max(_changes(situation), key=lambda change: change.saved, default=_Change(0.0, ""))
     return best.text if best.saved > WORTH else None
@@ -133,13 +136,19 @@ def _other_numbers(situation: Situation, now: Simulation) -> Iterator[_Change]:
         plan = _for_number(situation, number, size)
         if plan is None:
             continue
-        then = simulate(plan, _costs(situation, time=size, memory=size))
+        fixed = situation.fixed_share or 0.0
+        then = simulate(plan, _costs(situation, time=fixed + (1 - fixed) * size, memory=size))
         saved, grown = _saved(situation, now, then), (max(then.peak_memory) - max(now.peak_memory)) / _GIB
-        more = f"{max(grown, 0.0):.1f} GiB more" if grown > -0.05 else f"{-grown:.1f} GiB less"
+        more = (
+            "no more memory"
+            if abs(grown) < 0.05
+            else f"{abs(grown):.1f} GiB {'more' if grown > 0 else 'less'}"
+        )
+        unknown = "" if situation.fixed_share is not None else ", if a micro-batch's time falls with its size"
         yield _Change(
             saved,
             f"{number} micro-batches instead of {before} would save {saved:.0%} and need {more} with "
-            f"{name_of(situation.schedule)}",
+            f"{name_of(situation.schedule)}{unknown}",
         )
 
 

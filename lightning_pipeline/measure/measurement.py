@@ -72,11 +72,12 @@ class Measurement:
         """Idle share of all rank-time within the makespan."""
         return sum(self.idle) / (len(self.idle) * self.makespan) if self.makespan else 0.0
 
-    def values(self, names: Sequence[str]) -> dict[str, float]:
+    def values(self, names: Sequence[str], *, per_stage: bool = True) -> dict[str, float]:
         """What is logged, by key: means per step.
 
         Args:
             names: Of the ranks' stages.
+            per_stage: Whether to give the figures of each rank, too.
         """
         free = Prediction.of(self.plan, self.costs)
         found = {
@@ -87,6 +88,8 @@ class Measurement:
             "step_time_s": self.step / self.steps,
             "makespan_s": self.makespan / self.steps,
         }
+        if not per_stage:
+            return found
         kinds = self.kinds
         for name, mine, idle in zip(names, self.seconds, self.idle, strict=True):
             found[f"{name}/idle_s"] = idle / self.steps
@@ -104,11 +107,15 @@ class Prediction:
         bubble: Idle share of all rank-time within the makespan.
         bubble_equal_stages: The same, were every stage the mean of all.
         slowest: The stage whose actions on one micro-batch take longest.
+        makespan: Seconds of the schedule.
+        makespan_equal_stages: The same, were every stage the mean of all.
     """
 
     bubble: float
     bubble_equal_stages: float
     slowest: int
+    makespan: float
+    makespan_equal_stages: float
 
     @classmethod
     def of(cls, plan: Plan, costs: Seconds) -> "Prediction":
@@ -121,11 +128,9 @@ class Prediction:
         by_kind = stage_costs(plan, costs)
         equal = [[sum(times) / len(times)] * len(times) for times in by_kind]
         totals = [sum(times) for times in zip(*by_kind, strict=True)]
-        return cls(
-            simulate(plan, Costs(*by_kind)).bubble,
-            simulate(plan, Costs(*equal)).bubble,
-            totals.index(max(totals)),
-        )
+        as_they_are, alike = simulate(plan, Costs(*by_kind)), simulate(plan, Costs(*equal))
+        slowest = totals.index(max(totals))
+        return cls(as_they_are.bubble, alike.bubble, slowest, as_they_are.makespan, alike.makespan)
 
 
 def stage_costs(plan: Plan, costs: Seconds) -> tuple[list[float], list[float], list[float]]:

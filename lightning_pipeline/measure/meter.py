@@ -51,6 +51,7 @@ class Meter:
         self._unread: list[_Step] = []
         self._window_ends: list[float] = []
         self._sent_before = 0
+        self._by_size: dict[float, list[float]] = defaultdict(list)  # time of a micro-batch, by its samples
         self._forget()
 
     def _forget(self) -> None:
@@ -92,6 +93,7 @@ class Meter:
             self._rows.append(row(self.batches.read(step.marks), step.recording, offset))
             for action, _, started, ended in step.recording:
                 self._durations[action.stage, action.kind].append(ended - started)
+            self._note_size(step)
             if self._plan is None or step.plan.num_microbatches >= self._plan.num_microbatches:
                 self._plan = step.plan
             self._samples += step.samples
@@ -99,9 +101,30 @@ class Meter:
             self._sent += step.sent
             self.batch_size = max(self.batch_size, step.samples)
 
+    def _note_size(self, step: _Step) -> None:
+        if step.samples:
+            number = step.plan.num_microbatches
+            busy = sum(ended - started for _, _, started, ended in step.recording)
+            self._by_size[step.samples / number].append(busy / number)
+
+    @property
+    def fixed_share(self) -> float | None:
+        """The part of a micro-batch's time on this rank that does not fall with its size.
+
+        From the largest size and a smaller one, such as that of an epoch's last batch; `None` without one.
+        """
+        sizes = sorted(self._by_size)
+        if len(sizes) < 2:
+            return None
+        small, large = sizes[0], sizes[-1]
+        less, more = median(self._by_size[small]), median(self._by_size[large])
+        slope = (more - less) / (large - small)
+        return min(max(1.0 - slope * large / more, 0.0), 1.0) if more > 0 else None
+
     def drop(self) -> None:
         """Forget the steps since the last `collect`: they are not like those to come."""
         self._forget()
+        self._by_size.clear()
         self._window_ends = []
 
     def collect(self, *, last: bool = False) -> Measurement | None:

@@ -1,8 +1,13 @@
 """The table that closes `fit`: where the time of a pipeline went, and what would pay."""
 
+from collections import Counter
 from collections.abc import Sequence
+from itertools import chain
 from statistics import median
 
+import torch
+
+from lightning_pipeline.forecast import known_device, operations_text
 from lightning_pipeline.measure.advice import Situation, advise
 from lightning_pipeline.measure.measurement import Measurement, Prediction, stage_costs
 from lightning_pipeline.measure.memory import peak_bytes
@@ -36,12 +41,31 @@ class Report:
         held = run.gather_numbers([float(count), float(peak_bytes(run.root_device))])
         self._held = [(int(own[0][0]), max(peak for _, peak in own)) for own in zip(*held, strict=True)]
         self._last = gather_step(run, meter.last)
+        shares = run.gather_numbers([-1.0 if meter.fixed_share is None else meter.fixed_share])
+        known = [own[0] for ranks in shares for own in ranks if own[0] >= 0]
+        self._fixed = sum(known) / len(known) if known else None
 
     def __str__(self) -> str:
-        lines: list[str | None] = [headline(self._total), bubble_line(self._total), self._table()]
+        lines: list[str | None] = [headline(self._total), bubble_line(self._total)]
+        lines += [expected_line(self._total), self._work(), self._table()]
         if not self._run.is_one_device:
             lines.append(self._advice() if self._warm else _COLD)
         return "\n".join(filter(None, lines))
+
+    def _work(self) -> str | None:
+        """Operations a second of each device, and their share of its peak where that is known."""
+        run, total = self._run, self._total
+        if run.is_one_device:
+            return None
+        trace = run.partition.trace
+        work = [*(work for call in trace.calls for work in call.work), *chain(*trace.between.values())]
+        flops = sum(one.flops for one in work) * total.plan.num_microbatches
+        device = known_device(run.root_device)
+        kinds = Counter[torch.dtype]()
+        for one in work:
+            kinds[one.dtype] += int(one.flops)
+        peak = None if device is None else device.flops(kinds.most_common(1)[0][0])
+        return work_line(3 * flops * total.steps / total.step / total.plan.num_ranks, peak)
 
     def _table(self) -> str:
         total = self._total
@@ -71,6 +95,7 @@ class Report:
                 activation_bytes=held,
                 batch_size=self._meter.batch_size or None,
                 schedule_share=min(1.0, total.makespan / total.step),
+                fixed_share=self._fixed,
             )
         )  # fmt: skip
 
@@ -100,6 +125,28 @@ def bubble_line(total: Measurement) -> str:
         f"messages and the rest {rest:+.1%}"
     )
     return f"{text}; stage {free.slowest} is the slowest" if imbalance > _WORTH_SAYING else text
+
+
+def expected_line(total: Measurement) -> str | None:
+    """The schedule as measured beside what the simulator expects; nothing where there is one rank."""
+    if total.plan.num_ranks == 1:
+        return None
+    free = Prediction.of(total.plan, total.costs)
+    return (
+        f"Schedule {1e3 * total.makespan / total.steps:.2f} ms; expected {1e3 * free.makespan:.2f} ms of "
+        f"these stages with free messages, {1e3 * free.makespan_equal_stages:.2f} ms of equal ones"
+    )
+
+
+def work_line(flops_per_second: float, peak: float | None) -> str:
+    """What a device does of the model's operations: three forwards, what is computed again left out.
+
+    Args:
+        flops_per_second: Of one device.
+        peak: Of its data sheet.
+    """
+    mfu = "" if peak is None else f", {flops_per_second / peak:.1%} of its peak (MFU)"
+    return f"Each device does {operations_text(flops_per_second)}/s{mfu}"
 
 
 def hop_seconds(plan: Plan, steps: Sequence[RankStep]) -> float:

@@ -321,6 +321,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             "stages": placement.num_stages,
             "replicas": numbering.replicas,
             "schedule": repr(self._settings.schedule),
+            "units": pipeline.units_by_stage(),
         }
         return Holdings(
             tensors=held_states(module) if whole else own,

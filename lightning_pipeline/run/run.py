@@ -357,6 +357,14 @@ class Pipeline:
         """Whether this rank has the true state of a module that is neither parameter nor buffer."""
         return owned_by(self._cut.partition if self._is_split else None, self._stages)
 
+    def units_by_stage(self) -> list[list[str]]:
+        """Names of the units of each stage; none where the module is not split."""
+        if not self._is_split:
+            return []
+        cut = self._cut.partition
+        units = [unit.name for unit in cut.trace.units]
+        return [[units[number] for number in cut.units_of(stage)] for stage in range(cut.num_stages)]
+
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
         self.position.resume(stood)

@@ -106,8 +106,10 @@ def test_tables_come_when_asked_for_and_say_what_to_know(ranks: Ranks) -> None:
     assert " samples/s; of a step schedule " in lines[0]
     assert lines[1].startswith("Bubble ")
     assert ": schedule " in lines[1] and "imbalance " in lines[1]
-    assert lines[2].split()[:2] == ["stage", "parameters"]
-    assert [line.split()[0] for line in lines[4:6]] == ["stage_0", "stage_1"]
+    assert lines[2].startswith("Schedule ") and lines[2].endswith(" ms of equal ones")
+    assert lines[3].startswith("Each device does ") and lines[3].endswith("FLOP/s")
+    assert lines[4].split()[:2] == ["stage", "parameters"]
+    assert [line.split()[0] for line in lines[6:8]] == ["stage_0", "stage_1"]
 
 
 def fit_twice() -> list[float]:

@@ -1,7 +1,7 @@
 """Devices and the links between them: data sheets, what is assumed, what is measured."""
 
 from lightning_pipeline.forecast.machine.assumptions import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
-from lightning_pipeline.forecast.machine.devices import DEVICES, Device, device_named
+from lightning_pipeline.forecast.machine.devices import DEVICES, Device, device_named, known_device
 from lightning_pipeline.forecast.machine.link import measure_link
 
 __all__ = [
@@ -11,5 +11,6 @@ __all__ = [
     "Assumptions",
     "Device",
     "device_named",
+    "known_device",
     "measure_link",
 ]

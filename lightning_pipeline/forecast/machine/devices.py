@@ -110,3 +110,17 @@ def device_named(name: str) -> Device:
             "--tflops, --bandwidth, --memory and --link"
         )
     return found
+
+
+def known_device(device: torch.device) -> Device | None:
+    """The entry of a device that is here; `None` for a CPU and what is not listed.
+
+    Args:
+        device: Of this process.
+    """
+    if device.type != "cuda":
+        return None
+    words = torch.cuda.get_device_name(device).lower().split()
+    memory = torch.cuda.get_device_properties(device).total_memory
+    fitting = [known for known in DEVICES.values() if known.name.split("-")[0] in words]
+    return min(fitting, key=lambda known: abs(known.memory - memory), default=None)

@@ -119,3 +119,14 @@ def test_the_drain_of_a_step_reaches_into_the_next_measurement() -> None:
     assert measured is not None
     assert measured.seconds[0]["waiting_drain"] >= 0.05
     assert measured.seconds[0]["other"] < 0.02
+
+
+def test_two_sizes_of_micro_batches_tell_the_part_that_is_fixed() -> None:
+    run = Run(Stream())
+    meter = meter_of(run)
+    assert meter.fixed_share is None
+    for samples, milliseconds in ((8, 10.0), (8, 10.0), (4, 6.0), (4, 6.0)):  # 2 ms, and 1 ms a sample
+        run.batch_size = samples
+        run.step(meter, milliseconds)
+    meter.collect(last=True)
+    assert meter.fixed_share == pytest.approx(0.2, rel=0.01)

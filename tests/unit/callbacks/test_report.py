@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from lightning_pipeline.measure.measurement import Measurement
 from lightning_pipeline.measure.meter import tokens_of
-from lightning_pipeline.measure.report import hop_seconds
+from lightning_pipeline.measure.report import expected_line, hop_seconds, work_line
+from lightning_pipeline.measure.shares import CATEGORIES
 from lightning_pipeline.measure.steps import RankStep
 from lightning_pipeline.recording.timeline import Event
-from lightning_pipeline.schedules import Action, Plan
+from lightning_pipeline.schedules import Action, OneFOneB, Plan
 
 MS = 1_000_000
 
@@ -59,3 +61,20 @@ def test_a_step_in_which_nobody_waited_has_no_hops() -> None:
 )
 def test_tokens_are_integers_by_sample_and_position(batch: Any, tokens: int) -> None:
     assert tokens_of(batch) == tokens
+
+
+def test_the_table_says_what_was_expected_and_what_a_device_does() -> None:
+    plan = OneFOneB().plan(2, 2)
+    costs = {(stage, kind): time for stage, time in ((0, 0.01), (1, 0.03)) for kind in "FB"}
+    none = {name: 0.0 for name in CATEGORIES}
+    total = Measurement(plan, 10, [none, none], 3.0, 2.0, costs, 0, 0, [0.0, 0.0])
+    # F and B of stage 1 twice, 120 ms, and F and B of stage 0 before and after; with 20 ms each 6 actions
+    assert expected_line(total) == (
+        "Schedule 200.00 ms; expected 140.00 ms of these stages with free messages, 120.00 ms of equal ones"
+    )
+    assert work_line(2.5e12, None) == "Each device does 2.5 TFLOP/s"
+    assert work_line(2.5e12, 10e12) == "Each device does 2.5 TFLOP/s, 25.0% of its peak (MFU)"
+    assert set(total.values(["stage_0", "stage_1"], per_stage=False)) == {
+        "bubble_fraction", "bubble_fraction_simulated", "bubble_fraction_equal_stages", "slowest_stage",
+        "step_time_s", "makespan_s",
+    }  # fmt: skip

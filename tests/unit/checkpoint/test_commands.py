@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeline.__main__ import main
+from lightning_pipeline.checkpoint.folder.manifest import Manifest, write_manifest
 from tests.checkpoint_parts import save
 from tests.unit.checkpoint.test_hostile import Evil, seal
 
@@ -23,9 +24,28 @@ def test_inspect_prints_what_is_inside(folder: Path, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     assert printed.startswith("step 7, epoch 1, 3 files, 0.0 MiB\nsaved by: ")
     assert "from: ranks 1\n" in printed
-    assert "model: 2 tensors, 72 elements (float32)\n" in printed
-    assert "  layer0.bias: float32 [8]\n  layer0.weight: float32 [8, 8]\n" in printed
+    assert "model: 2 tensors, 72 elements, 288 B (float32)\n" in printed
+    assert "  layer0.bias: float32 [8], 32 B\n  layer0.weight: float32 [8, 8], 256 B\n" in printed
     assert "optimizer_0: 6 tensors" in printed
+
+
+def test_inspect_names_stages_and_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    topology = {"ranks": 2, "stages": 2, "schedule": "1F1B", "units": [["layer0"], ["layer1"]]}
+    tensors = {
+        "model.layer0.weight": ["bfloat16", 8, 8],
+        "model.layer1.bias": ["float32", 8],
+        "model.s": ["float32"],
+    }
+    (tmp_path / "a").mkdir()
+    write_manifest(tmp_path / "a", Manifest(3, 1, "off", {}, tensors=tensors, topology=topology))
+    main(["checkpoint", "inspect", str(tmp_path / "a")])
+    printed = capsys.readouterr().out
+    assert "from: ranks 2, schedule 1F1B, stages 2\n" in printed
+    assert (
+        "  layer0.weight: bfloat16 [8, 8], 128 B, stage 0\n  layer1.bias: float32 [8], 32 B, stage 1\n"
+        in printed
+    )
+    assert printed.endswith("  s: float32 [], 4 B\n")
 
 
 @pytest.mark.parametrize(("integrity", "checked"), [

@@ -282,3 +282,25 @@ def test_shapes_become_batches() -> None:
     for wrong in ("", "4;8", "4:save", None):
         with pytest.raises(ConfigurationError, match="is no shape"):
             made_up_batch(wrong)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--model", "gpt.GTP"], "--model: gpt.GTP: module 'gpt' has no attribute 'GTP'; did you mean GPT?"),
+        (
+            ["--model", "gpt.GPT", "--model.layer", "3"],
+            "Option 'layer' is not accepted; did you mean layers?",
+        ),
+        (
+            ["--model", "gpt.GPT", "--model.layers", "six"],
+            "--model.layers: gpt.GPT: Expected a int; Got value: six",
+        ),
+        (["--model", "gpt.GPT", "--stages", "two"], "--stages: Expected a int; Got value: two"),
+        (["--modle", "gpt.GPT"], "--modle gpt.GPT; did you mean --model?"),
+    ],
+)
+def test_typos_are_told_in_a_line_or_two(arguments: list[str], told: str) -> None:
+    said = refusal(*arguments, "--batch", "16,65:int64")
+    assert told in said
+    assert len(said.splitlines()) <= 2 and len(said) < 200
