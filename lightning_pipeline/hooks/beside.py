@@ -4,9 +4,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 
-from lightning_pipeline.model.tensors import are_the_users
+from lightning_pipeline.model.tensors import are_the_users, attributes_of, objects_below
 from lightning_pipeline.model.trace import ClassOwner, FoundOwner, Owner
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
@@ -25,9 +25,22 @@ def _objects(trainer: Trainer) -> Iterator[Owner]:
     data = getattr(trainer, "datamodule", None)
     if data is not None and are_the_users(type(data).__module__):
         yield Owner(vars(data), "datamodule.", _OF_LIGHTNING)
+        held = {name: value for name, value in vars(data).items() if name not in _OF_LIGHTNING}
+        yield from _below(held, "datamodule")
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by a connector
         if are_the_users(type(callback).__module__):
             yield Owner(vars(callback), f"callback {number} {type(callback).__name__}.")
+
+
+def _below(held: dict[str, Any], label: str) -> Iterator[Owner]:
+    """Plain objects of the user's among these, and below them."""
+    for name, value in held.items():
+        entries = attributes_of(value)
+        if entries is not None and not isinstance(value, Trainer | Callback):
+            yield Owner(entries, f"{label}.{name}.")
+            for number, inner in enumerate(objects_below([value])):
+                if inner is not value:
+                    yield Owner(vars(inner), f"{label}.{name} {number} {type(inner).__name__}.")
 
 
 def _optimizers(trainer: Trainer) -> Iterator[Owner]:
@@ -59,4 +72,6 @@ def _code_of(module: LightningModule) -> Iterator[Owner]:
         namespace = getattr(sys.modules.get(cls.__module__), "__dict__", None)
         if namespace is not None and cls.__module__ not in files:
             files.add(cls.__module__)
-            yield Owner(namespace, f"global {cls.__module__}.", [k for k in namespace if k.startswith("__")])
+            own = {name: value for name, value in namespace.items() if not name.startswith("__")}
+            yield Owner(namespace, f"global {cls.__module__}.", namespace.keys() - own.keys())
+            yield from _below(own, f"global {cls.__module__}")

@@ -1,6 +1,7 @@
 """What a step changes beside its module is after each batch what one device leaves, on every rank."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -17,6 +18,7 @@ Ranks = Callable[[int], Pool]
 CASES = pytest.mark.parametrize("num_microbatches", [1, 4])
 SEEN = {"batches": 0, "samples": 0}
 STEPS = 0
+STORE = SimpleNamespace(n=0, inner=SimpleNamespace(samples=0))
 
 
 class Data(pl.LightningDataModule):
@@ -24,7 +26,7 @@ class Data(pl.LightningDataModule):
 
     def __init__(self) -> None:
         super().__init__()
-        self.k, self.kept = 0, []
+        self.k, self.kept, self.store = 0, [], SimpleNamespace(n=0)
 
     def train_dataloader(self) -> Any:
         return loader(24)
@@ -56,6 +58,9 @@ class Reached(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         global STEPS
         STEPS += 1
+        STORE.n += 1
+        STORE.inner.samples += len(batch[0])
+        self.trainer.datamodule.store.n += 1  # type: ignore[attr-defined]
         SEEN["batches"] += 1
         SEEN["samples"] += len(batch[0])
         self.trainer.datamodule.k += 1  # type: ignore[attr-defined]
@@ -77,7 +82,7 @@ class Reached(Regression):
         self.states.append(
             (STEPS, *SEEN.values(), data.k, type(self).made, counter.n, scheduler.last_epoch, group["lr"])
         )
-        self.states.append((group["momentum"],))
+        self.states.append((group["momentum"], STORE.n, STORE.inner.samples, data.store.n))
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
@@ -88,6 +93,7 @@ class Reached(Regression):
 def reached(pipeline: dict[str, Any] | None) -> Any:
     global STEPS
     STEPS, Reached.made = 0, 0
+    STORE.n = STORE.inner.samples = 0
     SEEN.update(batches=0, samples=0)
     module, data = Reached(), Data()
     run = trainer(pipeline, callbacks=[Counts()])
