@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 
 from lightning_pipeline._lightning import is_overridden
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.construction import without_weights
 
 
 def made_module(make: Callable[[], LightningModule], name: str, *, weights: bool) -> LightningModule:
@@ -27,15 +27,14 @@ def made_module(make: Callable[[], LightningModule], name: str, *, weights: bool
     """
     if not weights:
         try:
-            with torch.device("meta"):
-                return make()
+            return without_weights(make)
         except Exception as error:
             failed = _reason(error)
     with _blamed(f"{name} cannot be built"):
         module = make()
     if not weights:
         warnings.warn(
-            f"{name} is built with its weights, for on the meta device, without them, it fails with {failed}",
+            f"{name} is built with its weights, for without them it fails with {failed}",
             stacklevel=2,
         )
     return module

@@ -30,6 +30,7 @@ from lightning_pipeline.forecast import (
     measure_link,
     search,
 )
+from lightning_pipeline.model.construction import without_weights
 from lightning_pipeline.run.step import Parts, Plans, split_arguments, trains_batch_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import Settings
@@ -232,21 +233,25 @@ def _configured(module: LightningModule, *, copied: bool) -> LightningModule:
     `setup` may want data and a Trainer; it is called only where the layers are not there without.
     """
     if is_overridden("configure_model", module):
-        module = copy.deepcopy(module)
-        _call_on_meta(module, "configure_model")
+        module = _after(module, "configure_model")
     elif copied:
         module = copy.deepcopy(module)
     if is_overridden("setup", module) and not list(module.parameters()):
-        module = copy.deepcopy(module)
-        _call_on_meta(module, "setup", "fit")
+        module = _after(module, "setup", "fit")
     claim_cpu(module)
     return module
 
 
-def _call_on_meta(module: LightningModule, hook: str, *arguments: str) -> None:
+def _after(module: LightningModule, hook: str, *arguments: str) -> LightningModule:
+    """A copy of which a hook was called that makes layers, without weights."""
+
+    def made() -> LightningModule:
+        called = copy.deepcopy(module)
+        getattr(called, hook)(*arguments)
+        return called
+
     try:
-        with torch.device("meta"):
-            getattr(module, hook)(*arguments)
+        return without_weights(made)
     except Exception as error:
         raise ConfigurationError(
             f"{hook} of {type(module).__name__} fails without a Trainer: {type(error).__name__}: {error}"

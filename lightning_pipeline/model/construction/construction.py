@@ -1,7 +1,8 @@
 """A module that was built without weights, and the weights that it is to have."""
 
-from collections.abc import Collection, Iterable
-from typing import Any
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,9 @@ from torch import Tensor, nn
 from lightning_pipeline.model.construction.places import named_states, replace, substituted
 from lightning_pipeline.model.construction.recorder import Recorder
 from lightning_pipeline.model.construction.tape import View
+from lightning_pipeline.model.tensors import random_state_kept
 
+_Module = TypeVar("_Module", bound=nn.Module)
 _SEEN_BY_GLUE = 1 << 24  # bytes of buffers that are made before the module is traced
 
 
@@ -89,6 +92,25 @@ class Construction:
             for name, held in vars(part).items():
                 if name not in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                     vars(part)[name] = substituted(held, valued)
+
+
+def without_weights(make: Callable[[], _Module]) -> _Module:
+    """Build a module whose weights nobody wants, on the meta device. Random states are as before.
+
+    There, torch's initialisers do nothing. Where that fails, since the code looks at values, it is called
+    once more and recorded.
+
+    Args:
+        make: Builds it, each time anew. Values that it looks at are drawn otherwise than on one device.
+    """
+    with random_state_kept(), suppress(Exception), torch.device("meta"):
+        return make()
+    recorder = Recorder(draws=False)
+    with random_state_kept():
+        with recorder.recording():
+            module = make()
+        Construction(module, recorder)
+    return module
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

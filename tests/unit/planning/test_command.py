@@ -2,6 +2,7 @@
 
 import csv
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning_pipeline.__main__ import main
 from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine import Assumptions
+from tests.checkpoint_parts import anonymous
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
 
 __all__ = ["in_examples"]  # a fixture of every test here
@@ -304,3 +306,33 @@ def test_typos_are_told_in_a_line_or_two(arguments: list[str], told: str) -> Non
     said = refusal(*arguments, "--batch", "16,65:int64")
     assert told in said
     assert len(said.splitlines()) <= 2 and len(said) < 200
+
+
+class Large(Whole):
+    """7 billion parameters, initialised by rejection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = None
+
+    def configure_model(self) -> None:
+        if self.layers is None:
+            rates = [0.1 * depth / 32 for depth in range(32)]
+            layers = [
+                nn.Sequential(nn.Linear(4096, 26624), nn.Linear(26624, 4096), nn.Dropout(r)) for r in rates
+            ]
+            for layer in layers:
+                nn.init.trunc_normal_(layer[0].weight)  # type: ignore[arg-type]
+            self.layers = nn.ModuleList(layers)
+
+
+def test_a_model_of_7_billion_parameters_is_planned_without_weights() -> None:
+    states, before = torch.get_rng_state(), anonymous()
+    begun = time.perf_counter()
+    found = PipelineStrategy(8, num_microbatches=8).plan(
+        Large(), {"x": torch.randn(8, 4096), "y": torch.zeros(8, dtype=torch.long)}
+    )
+    assert str(found).startswith("Large, 6,980,")
+    assert time.perf_counter() - begun < 20
+    assert anonymous() - before < 1 << 29
+    assert torch.equal(torch.get_rng_state(), states)
