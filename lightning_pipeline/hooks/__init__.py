@@ -3,18 +3,19 @@
 from lightning_pipeline.hooks.beside import owners_beside
 from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
-from lightning_pipeline.hooks.gradients import SetAside, zeroed_unseen
+from lightning_pipeline.hooks.gradients import GradientHooks, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
-from lightning_pipeline.hooks.precision import clip_to_norm, global_norm, join_scaler, with_global_norm
+from lightning_pipeline.hooks.precision import clip_by_norm, join_scaler, with_global_norm
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
 __all__ = [
     "AgreedGradients",
     "EpochEndHooks",
     "FiniteSteps",
+    "GradientHooks",
     "HookLogs",
     "LogRecorder",
     "OwnParts",
@@ -23,11 +24,10 @@ __all__ = [
     "SetAside",
     "SharedMetrics",
     "called_once",
-    "clip_to_norm",
+    "clip_by_norm",
     "exchange",
     "fill_copies",
     "first_not_finite",
-    "global_norm",
     "is_torchs",
     "join_scaler",
     "loss_of",

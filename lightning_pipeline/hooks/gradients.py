@@ -1,11 +1,15 @@
-"""Gradients made in `training_step` survive Lightning's closure, which zeroes them before backward."""
+"""A batch's gradients: what hooks see of them, and how they survive Lightning's zeroing before backward."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_pipeline import _lightning
+
+Hooks = dict[int, Callable[[Any], Any]]
 
 
 def zeroed_unseen(trainer: Trainer, batch_idx: int) -> bool:
@@ -84,3 +88,56 @@ class SetAside:
             else:
                 parameter.grad.add_(gradient)
         self._fresh = []
+
+
+class GradientHooks:
+    """Hooks of the user on gradients of parameters: called once a batch, with what the whole batch gives.
+
+    Autograd would call them for each micro-batch, with its part. What is no sum of parts (clipping, a norm, a
+    histogram, an optimizer that steps in the backward) would be something else then.
+
+    Args:
+        parameters: Those of the module that are here.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self._parameters = list(parameters)[::-1]  # about in the order of a backward
+        self._changing: list[tuple[Tensor, Hooks]] = []
+        self._after: list[tuple[Tensor, Hooks]] = []
+
+    @contextmanager
+    def put_off(self) -> Iterator[None]:
+        """Around the backwards of a batch. Hooks that the step itself registers are called in them."""
+        # Filled by `register_hook` and `register_post_accumulate_grad_hook`, read by autograd as they are.
+        changing = [(p, p._backward_hooks) for p in self._parameters if p._backward_hooks]
+        after: list[tuple[Any, Any]] = [
+            (p, hooks) for p in self._parameters if (hooks := p._post_accumulate_grad_hooks)
+        ]
+        self._changing = [(parameter, dict(hooks)) for parameter, hooks in changing]
+        self._after = [(parameter, dict(hooks)) for parameter, hooks in after]
+        kept = [(hooks, dict(hooks)) for _, hooks in (*changing, *after)]
+        for hooks, _ in kept:
+            hooks.clear()
+        try:
+            yield
+        finally:
+            for hooks, before in kept:
+                new = dict(hooks)
+                hooks.clear()
+                hooks.update({**before, **new})
+
+    def change(self) -> None:
+        """After the backwards, with the batch's gradients in `.grad`: what `register_hook` was given."""
+        called, self._changing = self._changing, []
+        for parameter, hooks in called:
+            for hook in hooks.values() if parameter.grad is not None else ():
+                changed = hook(parameter.grad)
+                if changed is not None:
+                    parameter.grad = changed
+
+    def after(self) -> None:
+        """With those of the batches before added: what `register_post_accumulate_grad_hook` was given."""
+        called, self._after = self._after, []
+        for parameter, hooks in called:
+            for hook in hooks.values() if parameter.grad is not None else ():
+                hook(parameter)

@@ -1,6 +1,6 @@
 """Precision across stages: which plugins work, and clipping by one norm over all of them."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks.optimizers import own_groups
+from lightning_pipeline.model.tensors import is_placeholder
 
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -172,3 +173,26 @@ def clip_to_norm(
     scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))
+
+
+def clip_by_norm(
+    parameters: Iterable[Tensor], max_norm: float, *, elsewhere: Collection[int],
+    groups: Sequence[dist.ProcessGroup], device: torch.device, error_if_nonfinite: bool,
+) -> Tensor:  # fmt: skip
+    """Clip gradients by their norm over all ranks.
+
+    Args:
+        parameters: Of the whole model, or this rank's.
+        max_norm: The largest norm allowed.
+        elsewhere: Identities of parameters here that another rank counts, such as tied ones.
+        groups: The ranks.
+        device: Where the sum travels.
+        error_if_nonfinite: Raise when the norm is inf or nan.
+
+    Returns:
+        The norm before, the same on every rank.
+    """
+    own = [(p, p.grad) for p in parameters if p.grad is not None and not is_placeholder(p)]
+    norm = global_norm([grad for p, grad in own if id(p) not in elsewhere], groups, device)
+    clip_to_norm([grad for _, grad in own], norm, max_norm, error_if_nonfinite=error_if_nonfinite)
+    return norm

@@ -6,7 +6,7 @@ from lightning_pipeline.ranks.cause import Cause, Where
 from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
 from lightning_pipeline.ranks.crash import write_crash
 from lightning_pipeline.ranks.failure import Failure, closed_peers
-from lightning_pipeline.ranks.gradients import average_gradients, sum_gradients
+from lightning_pipeline.ranks.gradients import average_gradients, sum_shared
 from lightning_pipeline.ranks.groups import Groups, Numbering
 from lightning_pipeline.ranks.lookout import Lookout, break_off
 from lightning_pipeline.ranks.mesh import fit_to_devices
@@ -32,6 +32,6 @@ __all__ = [
     "closed_peers",
     "fit_to_devices",
     "on_device",
-    "sum_gradients",
+    "sum_shared",
     "write_crash",
 ]

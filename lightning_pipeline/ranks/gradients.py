@@ -1,6 +1,6 @@
 """Gradients that several ranks share: averaged over replicas, summed over stages, once per step."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,21 @@ def sum_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | No
     """
     if group is not None and group.size() > 1:
         _reduce([p for p in parameters if p.requires_grad], group, divide_by=1)
+
+
+def sum_shared(
+    copies: Iterable[tuple[tuple[int, ...], Parameter | None]],
+    group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+) -> None:
+    """Sum the gradients of all parameters that several stages share.
+
+    Args:
+        copies: The stages of each, in the same order everywhere, and this rank's copy, if any.
+        group_of: The ranks that hold these stages; None where one rank holds them all.
+    """
+    every = list(copies)
+    for stages in sorted({stages for stages, _ in every}):
+        sum_gradients([own for of, own in every if of == stages and own is not None], group_of(stages))
 
 
 def _reduce(

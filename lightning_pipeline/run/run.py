@@ -16,26 +16,22 @@ from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import Checkpoints, options_of
-from lightning_pipeline.checkpoint.contents import (
-    Owns,
-    names_by_identity,
-    owned_by,
-)
+from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
     AgreedGradients,
     EpochEndHooks,
+    GradientHooks,
     HookLogs,
     LogRecorder,
     OwnParts,
     ReportChannel,
     SetAside,
     SharedMetrics,
-    clip_to_norm,
+    clip_by_norm,
     exchange,
-    global_norm,
     is_torchs,
     join_scaler,
     refuse_unserved,
@@ -44,7 +40,6 @@ from lightning_pipeline.hooks import (
 from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import (
     Board,
     Company,
@@ -52,7 +47,7 @@ from lightning_pipeline.ranks import (
     Groups,
     Outlet,
     average_gradients,
-    sum_gradients,
+    sum_shared,
 )
 from lightning_pipeline.run.headline import headline, too_small
 from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
@@ -266,6 +261,8 @@ class Pipeline:
             self.groups.replica, self._from_last, self._settings.loss_weighting,
         )  # fmt: skip
         self._runner.num_microbatches, self._runner.at_least = number, self._at_least
+        self._gradient_hooks = GradientHooks(self._parameters)
+        self._runner.around_backwards = self._around_backwards
         self.memory = watch_memory(
             self._trainer, self.split, self.executor, self._runner, self._plans, self._set_aside
         )
@@ -400,6 +397,17 @@ class Pipeline:
         self._set_aside.end()
         return outputs
 
+    @contextmanager
+    def _around_backwards(self) -> Iterator[None]:
+        """Around the plan of a training step: the user's hooks on gradients see those of the whole batch."""
+        with self._gradient_hooks.put_off():
+            yield
+        if self.split.shared:
+            with self.failure.watch("adding up gradients of shared parameters", self.groups.control):
+                copies = [(tuple(shared.stages), shared.parameter) for shared in self.split.shared]
+                sum_shared(copies, partial(self.groups.shared, placement=self._placement))
+        self._gradient_hooks.change()
+
     def evaluate(self, step: str, args: Sequence[Any]) -> Any:
         """Run a step of validation, test or predict."""
         batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
@@ -445,6 +453,7 @@ class Pipeline:
             stepping: Whether the optimizer steps on this batch.
         """
         self._set_aside.put_back()
+        self._gradient_hooks.after()
         self.split.note_gradients(True)
         self.meeting.changed()
         if stepping:
@@ -455,10 +464,6 @@ class Pipeline:
                 )  # fmt: skip
                 if self._finite is not None:
                     self._finite.of_all(told)
-                for stages in sorted({tuple(shared.stages) for shared in self.split.shared}):
-                    copies = [s.parameter for s in self.split.shared if tuple(s.stages) == stages]
-                    group = self.groups.shared(stages, self._placement)
-                    sum_gradients([copy for copy in copies if copy is not None], group)
 
     def not_finite(self) -> list[str]:
         """Gradients that are inf or nan before a step, in words, the same on every rank."""
@@ -466,14 +471,11 @@ class Pipeline:
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients by their norm over all stages; tied parameters count once."""
-        with_gradient = [p for p in parameters if p.grad is not None and not is_placeholder(p)]
-        gradients = [p.grad for p in with_gradient if p.grad is not None]
-        counted = [p.grad for p in with_gradient if p.grad is not None and id(p) not in self._not_counted]
-        with self.meeting.aside():
-            with self.failure.watch("clipping gradients", self.groups.pipeline):
-                norm = global_norm(counted, [self.groups.pipeline], self._device)
-            clip_to_norm(gradients, norm, max_norm, error_if_nonfinite=error_if_nonfinite)
-        return norm
+        with self.meeting.aside(), self.failure.watch("clipping gradients", self.groups.pipeline):
+            return clip_by_norm(
+                parameters, max_norm, elsewhere=self._not_counted, groups=[self.groups.pipeline],
+                device=self._device, error_if_nonfinite=error_if_nonfinite,
+            )  # fmt: skip
 
     # Collectives
 

@@ -1,6 +1,7 @@
 """One step of the user's module, run as a schedule: split the batch, run the plan, merge the results."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,6 +197,7 @@ class StepRunner:
         self.last_plan: Plan | None = None
         self.batch_size: int | None = None
         self.reordering: Reordering | None = None
+        self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def train(self, args: Sequence[Any], key: tuple[int, ...], accumulate: int) -> dict[str, Any] | None:
         """Run a training step, backward included.
@@ -249,7 +251,8 @@ class StepRunner:
             accumulate or 1,
         )
         training = accumulate is not None
-        result = self._run_plan(step, parts, args, weights, key, training=training)
+        with self.around_backwards() if training else nullcontext():
+            result = self._run_plan(step, parts, args, weights, key, training=training)
         if self.reordering is not None and training:
             self._reorder(self.reordering, len(parts.args))
         with self._executor.failure.watch(f"the end of {step}"):

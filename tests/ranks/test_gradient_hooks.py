@@ -1,0 +1,113 @@
+"""What hooks see of single gradients is that of the whole batch, as on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+
+class ClipsInHooks(Regression):
+    """Each gradient by its own norm: no sum of what micro-batches give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * (0.02 / gradient.norm()).clamp(max=1.0))
+
+
+class Watches(Regression):
+    """Counts calls, as `wandb.watch` does, from hooks set in the fit."""
+
+    def on_fit_start(self) -> None:
+        self.seen: dict[str, list[float]] = {}
+        self.handles = [
+            parameter.register_hook(lambda gradient, name=name: self.note(name, gradient))
+            for name, parameter in self.named_parameters()
+        ]
+
+    def note(self, name: str, gradient: Tensor) -> None:
+        self.seen.setdefault(name, []).append(
+            float(torch.histc(gradient, 4, -1.0, 1.0) @ torch.arange(4.0).double())
+        )
+
+    def on_fit_end(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+class StepsInTheBackward(Regression):
+    """An optimizer for each parameter, that steps when its gradient is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made = {parameter: torch.optim.Adam([parameter], 0.01) for parameter in self.net.parameters()}
+        for parameter in self.made:
+            parameter.register_post_accumulate_grad_hook(self.step)
+
+    def step(self, parameter: Tensor) -> None:
+        self.made[parameter].step()
+        self.made[parameter].zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+class Tied(ClipsInHooks):
+    """The first and the last layer have one weight."""
+
+    def __init__(self) -> None:
+        Regression.__init__(self)
+        self.net[6] = nn.Linear(8, TARGETS).double()
+        self.net[4].weight = self.net[2].weight
+        for parameter in self.parameters():
+            parameter.register_hook(lambda gradient: gradient * (0.02 / gradient.norm()).clamp(max=1.0))
+
+
+class LogsNorms(Regression):
+    """Lightning's function, and a histogram by hand."""
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.log_dict(grad_norm(self, 2))
+        self.log_dict(grad_norm(self.net[2], 1))
+        for name, parameter in self.named_parameters():
+            counts = torch.histc(parameter.grad, 4, -0.1, 0.1)
+            self.log(f"histogram/{name}", float(counts[0] + 2 * counts[1]))
+
+
+KINDS = [ClipsInHooks, StepsInTheBackward, Tied, LogsNorms]
+
+
+def fitted(kind: type[Regression], stages: int | None, accumulate: int = 1) -> Any:
+    strategy = {"stages": stages, "num_microbatches": 4, "step_timeout": 20} if stages else None
+    module, run = kind(), trainer(strategy, accumulate_grad_batches=accumulate)
+    run.fit(module, loader(24))
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logs), getattr(module, "seen", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "stages", "accumulate"), [(k, 2 + n % 2, 1 + n // 2) for n, k in enumerate(KINDS)]
+)
+def test_a_gradient_in_a_hook_is_that_of_one_device(
+    ranks: Ranks, kind: type[Regression], stages: int, accumulate: int
+) -> None:
+    expected, _ = fitted(kind, None, accumulate)
+    for found, _ in ranks(stages)(fitted, kind, stages, accumulate):
+        assert_same(found, expected)
+
+
+def test_a_hook_is_called_where_the_parameter_is_once_a_batch(ranks: Ranks) -> None:
+    _, expected = fitted(Watches, None)
+    seen: dict[str, list[float]] = {}
+    for _, own in ranks(3)(fitted, Watches, 3):
+        assert own and len(own) < len(expected)
+        seen.update(own)
+    assert seen == {name: pytest.approx(values) for name, values in expected.items()}
