@@ -9,6 +9,7 @@ what it was before, for construction, `save_weights`, `load_weights`, a checkpoi
 """
 
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from jsonargparse import auto_cli
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from tests.pool import Pool
+from tests.ranks.staged_memory import measure, table
 from tests.unit.construction.built import TORCH, Make, hugging_face
 from tests.unit.construction.test_construction import parts
 
@@ -53,5 +56,19 @@ def architectures() -> None:
     sys.exit(failed > 0)
 
 
+def memory(layers: int = 16, width: int = 5000, stages: int = 4) -> None:
+    """Measure the phases of a run, and print a line for each, in MiB by rank.
+
+    Args:
+        layers: Square ones of float32.
+        width: Of each.
+        stages: Ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        found = Pool(stages)(measure, folder, stages, layers, width, timeout=600, group=False)
+    print(f"a model of {layers * width * width * 4 / 2**20:,.0f} MiB on {stages} stages")
+    print(table(found))
+
+
 if __name__ == "__main__":
-    auto_cli([architectures], as_positional=False)
+    auto_cli([architectures, memory], as_positional=False)

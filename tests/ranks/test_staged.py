@@ -1,9 +1,9 @@
 """A module built in `configure_model` over stages has the weights of one device, and no rank builds it whole."""
 
 import re
-import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_pipeline.weights import open_weights
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+from tests.ranks.staged_memory import measure, under_a_limit
 from tests.unit.construction.built import hugging_face
-from tests.unit.construction.test_construction import anonymous
 
 Ranks = Callable[[int], Pool]
 
@@ -222,47 +223,31 @@ def test_hugging_face_models_train_as_on_one_device(ranks: Ranks, name: str, sta
         torch.testing.assert_close(together[key], value, rtol=1e-9, atol=1e-11, msg=key)
 
 
-class Wide(Late):
-    """96 MiB in six layers."""
-
-    def layers(self) -> nn.Module:
-        ends = nn.Linear(6, 2048), nn.Linear(2048, 3)
-        return nn.Sequential(ends[0], *[nn.Linear(2048, 2048) for _ in range(6)], ends[1])
-
-    def loss(self, batch: Any) -> Tensor:
-        return nn.functional.mse_loss(self.net(batch[0].float()), batch[1].float())
-
-
-def peak_of_construction() -> tuple[float, float, float]:
-    """MiB: how far anonymous memory rose until the fit began, what this rank holds, and the largest tensor."""
-    module, peak, ended = Wide(), [0], threading.Event()
-    before = anonymous()
-
-    def watch() -> None:
-        while not ended.wait(0.002):
-            peak[0] = max(peak[0], anonymous())
-
-    held: list[int] = []
-
-    class Stops(pl.Callback):
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            ended.set()
-            peak[0] = max(peak[0], anonymous())
-            from lightning_pipeline.run.setup import held_states
-
-            held.extend(tensor.nbytes for tensor in held_states(pl_module).values())
-            trainer.should_stop = True
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    run = trainer({"stages": 4, "num_microbatches": 1}, max_steps=0)
-    run.callbacks.append(Stops())  # type: ignore[attr-defined]
-    run.fit(module, loader(), loader(seed=4))
-    thread.join()
-    return (peak[0] - before) / 2**20, sum(held) / 2**20, max(held) / 2**20
+def test_no_phase_takes_more_than_a_share_and_a_tensor(ranks: Ranks, tmp_path: Path) -> None:
+    for rises, share, largest in ranks(4)(measure, str(tmp_path), 4, 8, 1448, group=False):
+        assert rises.keys() == {
+            "construction",
+            "save_weights",
+            "load safetensors",
+            "save checkpoint",
+            "load checkpoint",
+        }
+        assert (
+            rises["construction"] < (share + largest) * 1.15 + 12 * 2**20
+        )  # of the interpreter and the trace
+        assert all(
+            rise < largest * 1.15 + 12 * 2**20 for name, rise in rises.items() if name != "construction"
+        )
 
 
-def test_a_rank_builds_its_share_and_one_tensor(ranks: Ranks) -> None:
-    for rise, own, largest in ranks(4)(peak_of_construction):
-        assert own < 40
-        assert rise < (own + largest) * 1.15 + 12  # of the interpreter and the trace
+def test_a_run_goes_where_the_whole_module_does_not(ranks: Ranks, tmp_path: Path) -> None:
+    layers, width = 8, 2896
+    found = ranks(4)(under_a_limit, str(tmp_path), 4, layers, width, 240 * 2**20, group=False)
+    together: dict[str, float] = {}
+    for rank in found:
+        assert "Unable to allocate 256. MiB" in rank["refusal"]
+        assert rank["steps"] == 2
+        together.update(rank["sums"])
+    assert len(together) == layers
+    loaded = open_weights(tmp_path / "weights").tensors
+    assert {name: float(one.read().double().sum()) for name, one in loaded.items()} == together
