@@ -117,9 +117,13 @@ def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:
         finished = outcome.ok and outcome.value[0] == "finished"
         if outcome.rank in gone or outcome.rank in hit_ranks or finished:
             continue
-        if not any(f"(global rank {rank})" in outcome.output for rank in hit_ranks):
+        if not any(_names(outcome.output, rank) for rank in hit_ranks):
             return f"rank {outcome.rank} does not name rank {hit_ranks}"
     return ""
+
+
+def _names(output: str, rank: int) -> bool:
+    return re.search(rf"\bglobal rank {rank}\b", output) is not None
 
 
 def _how(outcome: Outcome) -> str:
@@ -210,7 +214,7 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
     moments = [float(moment) for moment in re.findall(r"fault at ([\d.]+)", output)]
     if not wrong and not moments:
         wrong = MISSED if process.returncode == 0 else "failed without a fault"
-    elif not wrong and case["fault"] != "terminate" and f"(global rank {case['rank']})" not in output:
+    elif not wrong and case["fault"] != "terminate" and not _names(output, case["rank"]):
         wrong = f"nobody names rank {case['rank']}"
     if not wrong:
         wrong = goes_on(case, folder, pools[size], expected[size])
