@@ -97,9 +97,10 @@ def send_later(number: int, seconds: float) -> None:
 
 def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:
     """What is wrong with how the ranks ended; empty when nothing is."""
-    if not any("fault at" in outcome.output for outcome in outcomes):
-        return MISSED if all(outcome.ok for outcome in outcomes) else "failed without a fault"
     hit_ranks = case.get("ranks", [case["rank"]])
+    if not any("fault at" in outcome.output for outcome in outcomes):
+        others = [outcome for outcome in outcomes if outcome.rank not in hit_ranks]
+        return MISSED if all(outcome.ok for outcome in others) else "failed without a fault"
     fault, gone = case["fault"], {one.rank for one in outcomes if (one.exit_code or 0) < 0}
     asked = fault in ("terminate", "SIGTERM", "SIGINT") and not gone
     for outcome in outcomes:
