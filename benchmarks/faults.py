@@ -6,7 +6,7 @@ A fault is a kind, a rank and a moment in a run of 2 to 4 ranks, with the store 
 Lightning's launcher, or outside, as under torchrun; `--launched` ones run under those two themselves. A
 signal comes at a random moment to a random rank, or to all. A run passes when every rank that was not hit
 ends in time (step_timeout + 2 s after a stopped rank, or one whose data ended in a hook; 3 s after anything
-else) and names the rank, and when
+else; `init_timeout` while torch makes the default group) and names the rank, and when
 `resume="auto"` goes on from what it left to the weights of a run that met no fault, bit by bit.
 """
 
@@ -103,24 +103,36 @@ def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:
         return MISSED if all(outcome.ok for outcome in others) else "failed without a fault"
     fault, gone = case["fault"], {one.rank for one in outcomes if (one.exit_code or 0) < 0}
     asked = fault in ("terminate", "SIGTERM", "SIGINT") and not gone
-    for outcome in outcomes:
-        if outcome.rank in hit_ranks and fault == "stop":
-            continue
-        if outcome.hung:
-            return f"rank {outcome.rank} hangs"
-        took = after_fault(outcome, outcomes)
-        if outcome.rank not in hit_ranks and took > (BOUND if fault in LATE else SOON):
-            return f"rank {outcome.rank} took {took:.1f} s"
+    late = [line for outcome in outcomes if (line := _late(outcome, outcomes, fault, hit_ranks))]
+    if late:
+        return late[0]
     if asked:
         ends = Counter(_how(outcome) for outcome in outcomes)
         return "" if len(ends) == 1 else f"the ranks end differently: {dict(ends)}"
     for outcome in outcomes:
         finished = outcome.ok and outcome.value[0] == "finished"
-        if outcome.rank in gone or outcome.rank in hit_ranks or finished:
+        if outcome.rank in gone or outcome.rank in hit_ranks or finished or _joins(outcome):
             continue
         if not any(_names(outcome.output, rank) for rank in hit_ranks):
             return f"rank {outcome.rank} does not name rank {hit_ranks}"
     return ""
+
+
+def _late(outcome: Outcome, outcomes: list[Outcome], fault: str, hit_ranks: list[int]) -> str:
+    """Whether a rank took too long to end, in words."""
+    if outcome.rank in hit_ranks and fault == "stop":
+        return ""
+    if outcome.hung:
+        return f"rank {outcome.rank} hangs"
+    took = after_fault(outcome, outcomes)
+    if outcome.rank in hit_ranks or _joins(outcome) or took <= (BOUND if fault in LATE else SOON):
+        return ""
+    return f"rank {outcome.rank} took {took:.1f} s"
+
+
+def _joins(outcome: Outcome) -> bool:
+    """Whether torch was making the default group, which takes until `init_timeout` and names nobody."""
+    return "init_process_group" in outcome.output
 
 
 def _names(output: str, rank: int) -> bool:
@@ -159,7 +171,7 @@ def one_case(case: dict[str, Any], pools: dict[int, Pool], expected: dict[int, A
     """Run a case, and go on after it."""
     size, folder, began = case["size"], tempfile.mkdtemp(prefix="fault-"), time.monotonic()
     outcomes = pools[size].outcomes(
-        hit, case, folder, timeout=20, group=False, rank0_store=case["rank0_store"], dies=True,
+        hit, case, folder, timeout=26, group=False, rank0_store=case["rank0_store"], dies=True,
         without=[case["rank"]] if case["fault"] == "stop" else [],
     )  # fmt: skip
     wrong = judge(case, outcomes)
@@ -205,12 +217,11 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
     with log.open("w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=90)  # torchrun gives a stopped rank 30 s to end
         except subprocess.TimeoutExpired:
             wrong = "hangs"
     ended = time.monotonic()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # a stopped rank, which nobody else ends
+    end_all(folder)  # a stopped rank, which nobody else ends
     output = log.read_text()
     moments = [float(moment) for moment in re.findall(r"fault at ([\d.]+)", output)]
     if not wrong and not moments:
@@ -229,6 +240,14 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
         "seconds": round(ended - max(moments), 2) if moments else 0.0,
         "all": round(time.monotonic() - began, 1), "wrong": wrong,
     }  # fmt: skip
+
+
+def end_all(folder: str) -> None:
+    """End every process that was started for a folder."""
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended by itself
+            if folder.encode() in file.read_bytes():
+                os.kill(int(file.parent.name), signal.SIGKILL)
 
 
 def main() -> None:
