@@ -69,7 +69,8 @@ def hit(case: dict[str, Any], folder: str) -> tuple[str, dict[str, Tensor]]:
     VISITS.clear()
     module = Random(case["fault"], case["point"], case["rank"], case["visit"])
     saver = ModelCheckpoint(f"{folder}/saved", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
-    strategy = PipelineStrategy(case["size"], num_microbatches=4, resume="auto", **SETTINGS)
+    settings = {**SETTINGS, "init_timeout": case.get("init_timeout", SETTINGS["init_timeout"])}
+    strategy = PipelineStrategy(case["size"], num_microbatches=4, resume="auto", **settings)
     trainer = pl.Trainer(
         accelerator="cpu", devices=case["size"], strategy=strategy, logger=False, callbacks=[saver],
         max_steps=8, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
@@ -274,6 +275,7 @@ def main() -> None:
     cases += [(one_case, draw_signal(draw)) for _ in range(options.signals)]
     launched = [draw_fault(draw) for _ in range(options.launched)]
     for case in launched:
+        case["init_timeout"] = 60  # each process imports torch
         if case["fault"] == "stop" and case["rank0_store"]:
             case["rank"] = max(1, case["rank"])  # a stopped rank 0 is Lightning's launcher itself
     cases += [(one_launched, case) for case in launched]
