@@ -86,7 +86,7 @@ class GlueRun:
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a unit."""
         if self.inside:
-            return self._program.originals[unit](*args, **kwargs)
+            return self._within(unit, args, kwargs)
         ours = _get_current_function_mode() is self.functions
         if ours:  # out of the way, where no mode of the user's is above it
             _pop_mode()
@@ -98,6 +98,25 @@ class GlueRun:
         if self._put_off:
             self._call_hooks(unit)
         return output
+
+    def _within(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A unit called by another is part of that, but where a gradient taken there runs a region again.
+
+        Checkpointing puts the random state back, which tells.
+        """
+        forward = self._program.originals[unit]
+        if not self._seeds.at_mark():
+            return forward(*args, **kwargs)
+        if self.draws:
+            raise self._refuse(
+                "a unit takes gradients inside a region of activation checkpointing, which runs again then, "
+                "and code between units draws random numbers: call that unit outside the region"
+            )
+        entered = self._seeds.enter(unit)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._seeds.leave(entered, [], again=unit in self._program.repeated)
 
     def _call_hooks(self, unit: int) -> None:
         """Forward hooks inside a unit, which run as what they are: code between units."""

@@ -130,6 +130,10 @@ class MicrobatchSeeds:
         """Where torch's generator of the CPU stands: what a recomputation starts from."""
         return self._count(0) or _state(self._all[0])
 
+    def at_mark(self) -> bool:
+        """Whether torch's generator of the CPU stands where code between units draws."""
+        return self._count(0) is not None
+
     # ---- draws between units
 
     def drawing(self, generator: torch.Generator | None = None) -> list[tuple[int, int]]:

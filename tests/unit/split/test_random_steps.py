@@ -12,7 +12,7 @@ from tests.unit.split.programs import STATEMENTS, Program, outcome_of, random_pr
 
 # 1016: a reentrant region whose input needs no gradient is not trained. 53, 70, 93, 97: a unit in such a region
 # asks whether gradients are recorded. 243: after it the mode changes. 371: an attribute is set after it is read.
-@pytest.mark.parametrize("seed", [*range(50), 53, 70, 93, 97, 243, 371, 1016])
+@pytest.mark.parametrize("seed", [*range(50), 53, 70, 93, 97, 243, 310, 371, 1016])
 def test_a_random_step_equals_its_reference_or_is_refused(seed: int) -> None:
     outcome_of(random_program(seed))
 
@@ -26,6 +26,11 @@ def test_a_unit_that_computes_otherwise_without_gradients_is_refused_in_a_reentr
         assert "computes other values without gradients than with them" in outcome_of(random_program(seed))
     assert "such as after self.eval() at the end" in outcome_of(random_program(243))
     assert [outcome_of(random_program(seed)) for seed in (53, 70, 371)] == ["equal"] * 3
+
+
+def test_gradients_taken_in_a_region_that_draws_between_units_are_refused() -> None:
+    """They run the region again, inside the unit."""
+    assert "a unit takes gradients inside a region of activation ch" in outcome_of(random_program(310))
 
 
 class Asks(Block):
