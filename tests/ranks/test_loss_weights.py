@@ -102,3 +102,17 @@ class Negative(Hooked):
 def test_a_weight_that_is_none_is_refused(ranks: Any) -> None:
     outcome = ranks(2).outcomes(run, {"stages": 2, "num_microbatches": 4}, Negative, group=False)[0]
     assert ConfigurationError.__name__ in str(outcome) and "microbatch_weight" in str(outcome)
+
+
+class Measured(Regression):
+    """Updates a metric whose code calls loss functions."""
+
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.error.update(self.net(batch[0]), batch[1])
+        self.log("val_error", self.error)
+
+
+def test_what_a_metric_calls_is_none_of_the_steps_functions(recwarn: pytest.WarningsRecorder) -> None:
+    many = {"stages": 1, "stages_per_rank": 2, "schedule": "LoopedBFS", "num_microbatches": 2}
+    assert_same(fit(many, Measured), fit(None, Measured))
+    assert [str(one.message) for one in recwarn if "calls other functions" in str(one.message)] == []

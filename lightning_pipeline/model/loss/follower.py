@@ -124,11 +124,6 @@ class Follower:
         self._wholes = found
         self._plain = not any(whole.ragged for whole in self._wholes)
 
-    @property
-    def follows(self) -> bool:
-        """Whether the functions of this batch's micro-batches are to be seen."""
-        return bool(self._wholes)
-
     def microbatch(self, microbatch: int) -> "Shares | Path":
         """A micro-batch comes: who sees its functions."""
         self._compare_path()

@@ -385,8 +385,7 @@ class SplitModel:
 
         follower.warn_of_losses(step.trace.losses_inside, tensors)
         follower.begin(fractions, tensors, rehearse)
-        if follower.follows:
-            self._open.enter_context(self.told.metrics_unfollowed())
+        self._open.enter_context(self.told.metrics_unfollowed())
 
     def _rehearse(self, batch: MicrobatchArguments, number: int, observer: Observer, draws: Draws) -> None:
         """Run the step once without units, and leave nothing behind.
