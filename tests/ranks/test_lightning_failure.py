@@ -77,7 +77,7 @@ class Steers(Regression):
 
 
 def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
-    options: dict[str, Any] = {"pruning": {"callbacks": [pl.callbacks.StochasticWeightAveraging(0.1)]}}
+    options: dict[str, Any] = {"pruning": {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}}
     kinds = {"lbfgs": Closures, "manual": Manual, "steers": Steers}
     run = trainer(pipeline, **options.get(kind, {}))
     run.fit(kinds.get(kind, Regression)(), loader())
@@ -89,7 +89,7 @@ def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
         ("lbfgs", {"stages": 2}, "ConfigurationError: LBFGS"),
         ("manual", {"stages": 2}, "ConfigurationError: Manual cannot run .*automatic_optimization=False"),
         ("steers", {"stages": 2}, "(Split|Placeholder)Error.*test_lightning_failure.py"),
-        ("pruning", {"stages": 2}, "ConfigurationError.*StochasticWeightAveraging"),
+        ("pruning", {"stages": 2}, "ConfigurationError.*ModelPruning"),
         ("plain", {"stages": 2, "partition": ["net.9"]}, "PartitionError: .*net.9"),
         ("plain", {"stages": 2, "partition": ["net.0"]}, "PartitionError: .*out of order"),
         ("plain", {"stages": 2, "units": ["net"]}, "PartitionError: 2 stages .* 1 unit"),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
@@ -24,12 +25,17 @@ class Counts(Regression):
         return torch.optim.Adam(self.parameters(), lr=1e-3)
 
     def on_train_end(self) -> None:
-        tensors = [*self.parameters(), *self.buffers()]
+        assert [name for name, _ in self.named_parameters()] == list(weights(Regression()))
+        own = {name: p for name, p in self.named_parameters() if not is_placeholder(p)}
+        self.names = list(own)
+        tensors = [*own.values(), *(b for b in self.buffers() if not is_placeholder(b))]
         self.held = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
-        self.names = [name for name, _ in self.named_parameters()]
         state = self.trainer.optimizers[0].state
         self.state = sum(
-            v.numel() * v.element_size() for held in state.values() for v in held.values() if v.dim()
+            v.numel() * v.element_size()
+            for held in state.values()
+            for v in held.values()
+            if v.dim() and not is_placeholder(v)
         )
 
 
