@@ -1,9 +1,8 @@
 """How to use a number of devices: stages, replicas, micro-batches and schedule together."""
 
-import csv
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from lightning_pipeline.errors import ConfigurationError
@@ -11,7 +10,7 @@ from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
 from lightning_pipeline.forecast.rates import rates
 from lightning_pipeline.forecast.rivals import Rivals
-from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text
+from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text, write_csv
 from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.model.cut import size_text, text_table
 from lightning_pipeline.schedules import OneFOneB
@@ -82,10 +81,7 @@ class Search:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row, with a head."""
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(SearchRow))
-            writer.writerows(astuple(row) for row in self.rows)
+        write_csv(path, SearchRow, self.rows)
 
     def to_dict(self, tokens: float | None = None) -> dict[str, Any]:
         """Plain data, for JSON.

@@ -1,14 +1,13 @@
 """A table over numbers of ranks and of micro-batches, and schedules."""
 
-import csv
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text
+from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text, write_csv
 from lightning_pipeline.forecast.workload import Workload
 from lightning_pipeline.model.cut import size_text, text_table
 
@@ -56,10 +55,7 @@ class Sweep:
 
     def to_csv(self, path: str | os.PathLike[str]) -> None:
         """Write every row, with a head."""
-        with open(path, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(field.name for field in fields(SweepRow))
-            writer.writerows(astuple(row) for row in self.rows)
+        write_csv(path, SweepRow, self.rows)
 
     def __str__(self) -> str:
         return self.text()

@@ -1,6 +1,10 @@
 """How the planner writes numbers, and what it takes for granted."""
 
+import csv
+import os
 from collections.abc import Sequence
+from dataclasses import astuple, fields
+from typing import Any
 
 from lightning_pipeline.forecast.machine import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
 from lightning_pipeline.forecast.memory import DEFAULT_COPIES
@@ -109,3 +113,17 @@ def _optimizer_text(assumptions: Assumptions, own_optimizer: bool) -> str:
     return (
         f"the optimizer keeps {DEFAULT_COPIES if copies is None else copies:g} numbers per trained parameter"
     )
+
+
+def write_csv(path: str | os.PathLike[str], kind: type[Any], rows: Sequence[Any]) -> None:
+    """Write a table with a head.
+
+    Args:
+        path: Of the file.
+        kind: A dataclass, whose fields are the columns.
+        rows: Its instances.
+    """
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(field.name for field in fields(kind))
+        writer.writerows(astuple(row) for row in rows)

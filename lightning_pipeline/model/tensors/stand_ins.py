@@ -1,6 +1,6 @@
 """What stands in for weights while a step is traced: they are on another device than the step, or on none."""
 
-from collections.abc import Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -79,7 +79,7 @@ class StandIns:
     def _is_away(self, tensor: Tensor) -> bool:
         return tensor.device.type != self._device.type and not is_placeholder(tensor)
 
-    def _replace(self, held: MutableMapping[str, Any], is_away: Any) -> None:
+    def _replace(self, held: MutableMapping[str, Any], is_away: Callable[[Tensor], bool]) -> None:
         for name, tensor in held.items():
             if isinstance(tensor, Tensor) and (tensor.is_meta or is_away(tensor)):
                 held[name] = self._stand_in(tensor)
