@@ -32,6 +32,16 @@ def _keep_late_imports_out_of_collections() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _leave_the_environment_alone() -> Iterator[None]:
+    """Put the environment back: a run that spawns or forks its ranks leaves MASTER_PORT behind for the next."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Pool]]:
     """Pools by size: `run = ranks(2)`, then `run(function, *args)` gives what each rank returned."""
