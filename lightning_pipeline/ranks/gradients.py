@@ -18,7 +18,8 @@ def average_gradients(
     """Average gradients over the data-parallel replicas.
 
     A gradient that no replica has stays None; one that some have counts as zero on the others, so all
-    replicas take the same step.
+    replicas take the same step. Each is divided before they are added up, as DDP does: the average of finite
+    numbers is finite, though their sum may not be.
 
     Args:
         parameters: This rank's, in the same order on all replicas. Those that need no gradient are skipped.
@@ -70,14 +71,14 @@ def _reduce(
         return []
     present = torch.tensor([*(p.grad is not None for p in parameters), *numbers], dtype=torch.int64)
     works = [_start(present.to(_device_of(parameters, group)), group)]
-    pieces = [(piece, _flat(piece)) for piece in _pieces(parameters)]
+    pieces = [(piece, _flat(piece, divide_by)) for piece in _pieces(parameters)]
     works += [_start(flat, group) for _, flat in pieces]
     for work, _ in works:
         work.wait()
     told = works[0][1].tolist()
     somewhere = dict(zip(parameters, told, strict=False))
     for piece, flat in pieces:
-        _hand_back(piece, flat.div_(divide_by) if divide_by > 1 else flat, somewhere)
+        _hand_back(piece, flat, somewhere)
     return [int(number) for number in told[len(parameters) :]]
 
 
@@ -109,9 +110,10 @@ def _pieces(parameters: Sequence[Parameter]) -> Iterator[list[Parameter]]:
         yield piece
 
 
-def _flat(piece: Sequence[Parameter]) -> Tensor:
+def _flat(piece: Sequence[Parameter], divide_by: int) -> Tensor:
     with torch.no_grad():
-        return torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).reshape(-1) for p in piece])
+        flat = torch.cat([(p.new_zeros(p.shape) if p.grad is None else p.grad).reshape(-1) for p in piece])
+        return flat.div_(divide_by) if divide_by > 1 else flat
 
 
 def _hand_back(piece: Sequence[Parameter], flat: Tensor, somewhere: dict[Parameter, int]) -> None:

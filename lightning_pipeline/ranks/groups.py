@@ -1,6 +1,5 @@
 """Which global rank holds what, and the process groups between them."""
 
-import math
 import os
 import secrets
 import time
@@ -277,17 +276,7 @@ class Groups:
         if self.aborted:
             return False
         self.aborted = True
-        everyone = range(self.numbering.world_size)
-        wait = Wait("the end of the run", tuple(everyone), None)
-        if self.notes.add("closed", 1) == len(everyone):
-            self.notes.put("all_closed", "1")
-        deadline = time.monotonic() + self.step_timeout.total_seconds()
-        with self.waits.inside(wait):
-            while not self.notes.get("all_closed") and time.monotonic() < deadline:
-                if self.notes.is_gone or self.notes.get(CAUSE):
-                    break
-                time.sleep(0.002)
-        came = self.notes.is_gone or bool(self.notes.get("all_closed"))
+        came = self._all_come("closed", "the end of the run", host_stays=goes_on)
         self._drop()
         if not (came and goes_on):
             self.lookout.stop()
@@ -296,27 +285,39 @@ class Groups:
     def leave(self) -> bool:
         """Wait, after `close`, until every rank has come to the end of the user's last hook, or one failed.
 
-        A rank that is alive in a hook may take as long as it likes: nothing depends on it any more.
-
         Returns:
             Whether all have come.
         """
-        size, nap = self.numbering.world_size, 0.001
-        wait = Wait("the end of the last hooks", tuple(range(size)), None, patience=math.inf, looks=True)
-        if self.notes.add("left", 1) == size:
-            self.notes.put("all_left", "1")
-        with self.waits.inside(wait):
-            while not (found := self.notes.get_all(["all_left", CAUSE])) and not wait.is_over:
-                time.sleep(nap)
-                nap = min(2 * nap, _LONGEST_NAP)
-        if found.get("all_left") and self.host == self.global_rank and self.notes.add("gone", 1) < size:
+        size = self.numbering.world_size
+        came = self._all_come("left", "the end of the last hooks", host_stays=True)
+        if came and self.host == self.global_rank and self.notes.add("gone", 1) < size:
             deadline = time.monotonic() + _LINGER_SECONDS  # others may still have to read that
             while self.notes.add("gone", 0) < size and time.monotonic() < deadline:
                 time.sleep(0.001)
-        elif found.get("all_left"):
+        elif came:
             self.notes.add("gone", 1)
         self.lookout.stop()
-        return bool(found.get("all_left"))
+        return came
+
+    def _all_come(self, place: str, what: str, *, host_stays: bool) -> bool:
+        """Wait until every rank has come to a place, one failed, or the lookout says that one will not come.
+
+        Args:
+            place: A word for the notes.
+            what: For messages.
+            host_stays: Whether the host of the store stays until all have come; else it may have left since.
+        """
+        size, nap, everyone = self.numbering.world_size, 0.001, f"all_{place}"
+        wait = Wait(what, tuple(range(size)), None, looks=True)
+        if self.notes.add(place, 1) == size:
+            self.notes.put(everyone, "1")
+        with self.waits.inside(wait):
+            while not (found := self.notes.get_all([everyone, CAUSE])) and not wait.is_over:
+                if self.notes.is_gone and not host_stays:
+                    return True
+                time.sleep(nap)
+                nap = min(2 * nap, _LONGEST_NAP)
+        return everyone in found
 
     def _drop(self) -> None:
         for link in self.links.values():

@@ -216,20 +216,17 @@ def terminated(point: str, folder: str) -> str:
     return "finished"
 
 
-def sleeping(folder: str, hook_timeout: float) -> None:
-    fit(
-        Faulty("sleep", "on_train_batch_end", 1),
-        folder,
-        2,
-        strategy={"step_timeout": 2, "hook_timeout": hook_timeout},
-    )
+def sleeping(hook: str, folder: str, hook_timeout: float) -> None:
+    strategy = {"step_timeout": 2, "hook_timeout": hook_timeout}
+    fit(Faulty("sleep", hook, 1), folder, 2, strategy=strategy, max_epochs=1)
 
 
 @pytest.mark.quiet
-def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path) -> None:
-    outcomes = outcomes_of(ranks, sleeping, str(tmp_path), 3.5, without=[1])
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_fit_end"])
+def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path, hook: str) -> None:
+    outcomes = outcomes_of(ranks, sleeping, hook, str(tmp_path), 3.5, without=[1])
     first = outcomes[0]
-    assert first.exit_code == 1
-    assert "is alive and busy with on_train_batch_end" in first.output
-    assert re.search(r"\(global rank 1\) is stuck in on_train_batch_end", first.output)
+    assert first.exit_code == 1, first
+    assert f"is alive and busy with {hook}" in first.output
+    assert re.search(rf"\(global rank 1\) is stuck in {hook}", first.output)
     assert 3.5 < after_fault(first, outcomes) < 3.5 + 2

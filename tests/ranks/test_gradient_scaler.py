@@ -1,5 +1,6 @@
 """`precision="16-mixed"`: all stages scale alike, and skip a step where any of them overflows."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,14 +21,15 @@ Ranks = Callable[[int], Pool]
 class Half(Regression):
     """The gradients of one stage overflow in one batch: its first layer's, or its last one's."""
 
-    def __init__(self, overflows: int | None = None) -> None:
+    def __init__(self, overflows: int | None = None, gradient: float = float("inf")) -> None:
         super().__init__()
         self.float()
+        self.gradient = gradient
         if overflows is not None:
             self.net[overflows].weight.register_hook(self.overflowing)
 
     def overflowing(self, gradient: Tensor) -> Tensor:
-        return gradient * (float("inf") if self.trainer.global_step == 2 else 1.0)
+        return torch.full_like(gradient, self.gradient) if self.trainer.global_step == 2 else gradient
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         out = self.net(batch[0].float())
@@ -99,6 +101,29 @@ def test_the_scale_is_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
     for (whole, scales), (later, seen) in ranks(2)(resumed, str(tmp_path)):
         assert seen == scales[5:]
         torch.testing.assert_close(later, whole, rtol=0, atol=0)
+
+
+def fit_replicas(gradient: float, only: str) -> Any:
+    """Both replicas see the same batches; on ranks that `only` leaves out the gradient is 0."""
+    here = not only or os.environ["RANK"] in only
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4))
+    module, scales = Half(0, gradient if here else 0.0), Scales()
+    pipeline = {"stages": 2, "num_microbatches": 1, "data_parallel_size": 2}
+    run = trainer(pipeline, plugins=[plugin], callbacks=[scales], use_distributed_sampler=False, max_steps=3)
+    run.fit(module, loader(samples=40))
+    return weights(module), scales.seen
+
+
+@pytest.mark.parametrize(
+    ("gradient", "only", "skips"), [(3e38, "", False), (float("inf"), "", True), (float("inf"), "3", True)]
+)
+def test_replicas_scale_and_skip_alike(ranks: Ranks, gradient: float, only: str, skips: bool) -> None:
+    results = ranks(4)(fit_replicas, gradient, only)
+    for found, seen in results:
+        assert (min(seen) < seen[0]) == skips
+        assert seen == results[0][1]
+        torch.testing.assert_close(found, results[0][0], rtol=0, atol=0)
+        assert all(bool(torch.isfinite(value).all()) for value in found.values())
 
 
 class Own(torch.amp.GradScaler):

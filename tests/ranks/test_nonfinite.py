@@ -22,16 +22,16 @@ POISONED = (0, 1)  # epoch and batch
 class Poisoned(Regression):
     """In one batch the gradient of one parameter is nan; Adam, and a schedule by steps."""
 
-    def __init__(self, name: str, only: str = "") -> None:
+    def __init__(self, name: str, only: str = "", factor: float = float("nan")) -> None:
         super().__init__()
         self.armed = False
-        self.only = only
+        self.only, self.factor = only, factor
         self.rates: list[float] = []
         self.get_parameter(name).register_hook(self.poison)
 
     def poison(self, gradient: Tensor) -> Tensor:
         here = self.only in ("", os.environ.get("RANK", ""))
-        return gradient * float("nan") if ARMED and here else gradient
+        return torch.ones_like(gradient) * self.factor if ARMED and here else gradient
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         ARMED.clear()
@@ -110,6 +110,22 @@ def test_a_step_that_one_replica_cannot_take_is_left_out_by_all(ranks: Ranks) ->
         assert all(bool(torch.isfinite(value).all()) for value in one.values())
         assert (rates, skipped) == (other_rates, also)
         assert skipped == 1
+
+
+def averaging(pipeline: dict[str, Any] | None) -> Any:
+    """Finite on every replica, and beyond the largest number in the sum over them."""
+    module = Poisoned(FIRST, factor=torch.finfo(torch.float64).max)
+    return fitted(pipeline, module, 64 if pipeline else 32, max_epochs=1)[:3]
+
+
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_gradients_whose_sum_over_replicas_overflows_are_averaged(ranks: Ranks, policy: str) -> None:
+    pipeline = {"stages": 2, "num_microbatches": 2, "data_parallel_size": 2, "on_nonfinite": policy}
+    expected = averaging(None)[0]
+    for found, _, skipped in ranks(4)(averaging, pipeline):
+        assert skipped == 0
+        assert all(bool(torch.isfinite(value).all()) for value in found.values())
+        assert found[FIRST].shape == expected[FIRST].shape
 
 
 def raising(stages: int) -> tuple[str, list[Tensor]]:

@@ -62,6 +62,22 @@ def test_a_gradient_that_nobody_has_stays_none_and_one_that_some_have_counts_as_
     assert ranks(2)(average_ragged) == [expected, expected]
 
 
+def average_large() -> list[Any]:
+    groups = Groups(get_schedule("1F1B").plan(1, 1), replicas=2)
+    parameters = [Parameter(torch.zeros(2)), Parameter(torch.zeros(2).half())]
+    parameters[0].grad = torch.tensor([3e38, -3e38])
+    parameters[1].grad = torch.tensor([6e4, 1.0]).half()
+    average_gradients(parameters, groups.data_parallel)
+    groups.close()
+    return [p.grad for p in parameters]
+
+
+def test_the_average_of_finite_gradients_is_finite_though_their_sum_is_not(ranks: Ranks) -> None:
+    for found in ranks(2)(average_large):
+        assert torch.equal(found[0], torch.tensor([3e38, -3e38]))
+        assert torch.equal(found[1], torch.tensor([6e4, 1.0]).half())
+
+
 def sum_shared() -> list[Any]:
     plan = get_schedule("1F1B").plan(3, 3)
     groups = Groups(plan)
