@@ -106,7 +106,9 @@ def test_the_scale_is_in_checkpoints(ranks: Ranks, tmp_path: Path) -> None:
 def fit_replicas(gradient: float, only: str) -> Any:
     """Both replicas see the same batches; on ranks that `only` leaves out the gradient is 0."""
     here = not only or os.environ["RANK"] in only
-    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4))
+    plugin = MixedPrecision(
+        "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**12, growth_interval=4)
+    )
     module, scales = Half(0, gradient if here else 0.0), Scales()
     pipeline = {"stages": 2, "num_microbatches": 1, "data_parallel_size": 2}
     run = trainer(pipeline, plugins=[plugin], callbacks=[scales], use_distributed_sampler=False, max_steps=3)
