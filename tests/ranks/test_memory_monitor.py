@@ -9,6 +9,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipeline.callbacks import StageMemoryMonitor
@@ -93,21 +94,26 @@ def fit_uncounted(pipeline: dict[str, Any]) -> dict[str, Tensor]:
     return weights(module)
 
 
-# Plans do not foresee yet what "auto" keeps on the last stage to follow a loss: a few tensors of its size.
-SAMPLES = {"loss_weighting": "samples"}
-
-
-def fit_gpt(schedule: str, options: dict[str, Any]) -> dict[str, float]:
+def fit_gpt(schedule: str, options: dict[str, Any], masked: bool = False) -> dict[str, float]:
     sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     from gpt import GPT
 
+    class Masked(GPT):
+        """Its loss is divided by the tokens that count, of which micro-batches have more or fewer."""
+
+        def training_step(self, tokens: Tensor, batch_idx: int) -> Tensor:
+            targets = tokens[:, 1:].flatten()
+            losses = F.cross_entropy(self(tokens[:, :-1]).flatten(0, 1), targets, reduction="none")
+            counts = (targets % 3 > 0).float()
+            return (losses * counts).sum() / counts.sum()
+
     notes = Notes()
     run = trainer(
-        {"stages": 2, "schedule": schedule, "num_microbatches": 4, **SAMPLES, **options},
+        {"stages": 2, "schedule": schedule, "num_microbatches": 4, **options},
         callbacks=[StageMemoryMonitor(), notes], max_epochs=1, max_steps=2,
     )  # fmt: skip
     data = torch.randint(0, 256, (32, 65))
-    run.fit(GPT(layers=6), torch.utils.data.DataLoader(data, 16))
+    run.fit((Masked if masked else GPT)(layers=6), torch.utils.data.DataLoader(data, 16))
     return notes.logged
 
 
@@ -116,9 +122,18 @@ def fit_gpt(schedule: str, options: dict[str, Any]) -> dict[str, float]:
     [("GPipe", {}), ("1F1B", {}), ("ZBH1", {}), ("Interleaved1F1B", {"stages_per_rank": 2}), ("ZBV", {})],
 )
 def test_the_demo_holds_what_was_foreseen(ranks: Ranks, schedule: str, options: dict[str, Any]) -> None:
-    logged = ranks(2)(fit_gpt, schedule, options)[0]
+    check_foreseen(ranks(2)(fit_gpt, schedule, options)[0], 2 if schedule in ("GPipe", "1F1B", "ZBH1") else 6)
+
+
+@pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
+def test_a_loss_that_is_followed_leaves_no_micro_batch_behind(ranks: Ranks, schedule: str) -> None:
+    check_foreseen(ranks(2)(fit_gpt, schedule, {}, True)[0], 2)
+
+
+def check_foreseen(logged: dict[str, float], places: int) -> None:
+    """What was held is what was planned, in so many places: stages, and ranks with several."""
     names = {name.removesuffix("/activations_gib") for name in logged if name.endswith("/activations_gib")}
-    assert len(names) == (2 if schedule in ("GPipe", "1F1B", "ZBH1") else 6)  # stages, and ranks with several
+    assert len(names) == places
     for name in names:
         planned = logged[f"{name}/activations_planned_gib"]
         assert logged[f"{name}/activations_gib"] == pytest.approx(planned, rel=0.002), name
@@ -148,7 +163,7 @@ class Layers(pl.LightningModule):
 def fit_llama(checkpointed: bool) -> tuple[dict[str, float], list[float]]:
     from lightning_pipeline import PipelineStrategy
 
-    pipeline = {"stages": 2, "num_microbatches": 4, **SAMPLES}
+    pipeline = {"stages": 2, "num_microbatches": 4}
     data = torch.randint(0, 64, (16, 32))
     module, notes = Layers(checkpointed), Notes()
     plan = PipelineStrategy(**pipeline, schedule="1F1B").plan(module, data)  # type: ignore[arg-type]
@@ -185,7 +200,7 @@ class Counted(pl.Callback):
 def fit_counting(every: int | None) -> int:
     counted = Counted()
     callbacks = [StageMemoryMonitor(every), counted]
-    trainer({"stages": 2, "num_microbatches": 2, **SAMPLES}, callbacks=callbacks, max_epochs=19).fit(
+    trainer({"stages": 2, "num_microbatches": 2}, callbacks=callbacks, max_epochs=19).fit(
         Regression(), loader()
     )
     return len(counted.counts)
@@ -213,7 +228,7 @@ def fit_briefly(options: dict[str, Any]) -> str:
     logger.addHandler(kept)
     try:
         monitor = StageMemoryMonitor(every_n_steps=2)
-        trainer({"stages": 2, "num_microbatches": 2, **SAMPLES}, callbacks=[monitor], **options).fit(
+        trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options).fit(
             Regression(), loader(), loader(seed=4)
         )
     finally:

@@ -134,6 +134,12 @@ class Follower:
         self._path = Path()
         return self._path
 
+    def left(self) -> None:
+        """The step of the micro-batch is over: only its way is kept, none of its values."""
+        if self._shares is not None:
+            self._shares.forget()
+            self._shares = None
+
     def _compare_path(self) -> None:
         """Whether a micro-batch that was not looked at went a way that is known to be plain."""
         path, self._path = self._path, None

@@ -164,6 +164,10 @@ class Shares:
         found = self._known.get(id(value))
         return None if found is None else found[1]
 
+    def forget(self) -> None:
+        """Let go of every value: its memory is the backward's to free."""
+        self._known.clear()
+
     def is_mean(self, share: Share) -> bool:
         """Whether it is nothing but the value by the number of samples."""
         if share.lost:

@@ -193,6 +193,8 @@ class StageProgram:
             self.state.after(counts=self.counts)
         if self.is_last:
             self._finish(microbatch, step, done)
+            if step.follower is not None:
+                step.follower.left()
         elif step.weights is not None and done.outgoing is not None:
             roots = [_edge(tensor) for tensor in done.outgoing.tensors]
             self._saved[microbatch] = _Saved(done.leaves, roots, done.again)
