@@ -210,7 +210,7 @@ class BubbleMonitor(Callback):
 
     def _detach(self) -> None:
         if self._meter is not None:
-            self._meter.batches.detach()
+            self._meter.detach()
             self._meter = None
 
     @property

@@ -4,6 +4,8 @@ import json
 import math
 import shutil
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,24 @@ from lightning_pipeline.measure import (
     trace,
 )
 from lightning_pipeline.model.cut import stage_activations
+from lightning_pipeline.recording import Mark, Message, Recording
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.schedules.drawing import Picture, has_plot, require_plot
 
 _ANY_WIDTH = 10_000  # characters; a page scrolls
 _TENTH = 9  # counted from 0: caches are warm then, and a short fit gets there
+
+
+@dataclass
+class _Taken:
+    """A recorded step, before its times are read."""
+
+    number: int
+    plan: Plan
+    recording: Recording
+    messages: list[Message]
+    marks: list[Mark]
+    reduced: Mark | None
 
 
 class PipelineTimeline(Callback):
@@ -44,7 +59,8 @@ class PipelineTimeline(Callback):
 
     Steps are training batches, counted from 0 over all epochs; with `accumulate_grad_batches=1` that is
     `trainer.global_step` when the batch begins. Of data-parallel replicas the first is recorded. Under
-    `fast_dev_run` files are written only if `dirpath` is given. On a GPU, a recorded step is waited for.
+    `fast_dev_run` files are written only if `dirpath` is given. On a GPU, a recorded step is read
+    and written at the end of the next one.
 
     Attributes:
         files: What this rank has written.
@@ -83,6 +99,8 @@ class PipelineTimeline(Callback):
         self._missing: set[int] = set()
         self._recorded = 0
         self._clock: BatchClock | None = None
+        self._taken: _Taken | None = None
+        self._unwatch: Callable[[], None] = lambda: None
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -109,6 +127,7 @@ class PipelineTimeline(Callback):
         self._watching.ready()
         if self._recording is not None:
             run.record_messages(True)
+            self._unwatch = run.timeline.watch()
 
     def _wants(self, number: int) -> bool:
         if self.steps is None and self.every_n_steps is None:
@@ -146,6 +165,8 @@ class PipelineTimeline(Callback):
         self._detach()
 
     def _detach(self) -> None:
+        self._unwatch()
+        self._taken = None
         if self._clock is not None:
             self._clock.detach()
             self._clock = None
@@ -160,19 +181,36 @@ class PipelineTimeline(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         marks = self._watching.end()
+        self._finish(trainer)
         if self._recording is None:
             return
         number, self._recording = self._recording, None
         self._recorded += 1
-        run, begin = run_of(trainer, self), time.monotonic()
-        inside = run.messages.seconds_inside if run.messages is not None else 0.0
-        steps, plan = gather_step(run, around=self._watching.spans(marks)), run.last_plan
+        run, log = run_of(trainer, self), run_of(trainer, self).messages
+        assert run.last_plan is not None, "a step that ended had a plan"
+        messages = [] if log is None else log.messages
+        self.seconds_recording += 0.0 if log is None else log.seconds_inside
+        self._taken = _Taken(
+            number, run.last_plan, run.timeline.last, messages, marks, self._watching.reduced
+        )
         run.record_messages(False)
+        self._unwatch()
+        if run.timeline.stream is None:
+            self._finish(trainer)
+
+    def _finish(self, trainer: Trainer) -> None:
+        """Gather and show the step that was recorded; on a device at the end of the step after it."""
+        if self._taken is None:
+            return
+        taken, self._taken, begin = self._taken, None, time.monotonic()
+        run = run_of(trainer, self)
+        around = self._watching.spans(taken.marks, taken.reduced)
+        steps = gather_step(run, taken.recording, around, taken.messages)
         recorded = time.monotonic()
-        self.seconds_recording += recorded - begin + inside
+        self.seconds_recording += recorded - begin
         if trainer.is_global_zero:
-            assert plan is not None, "a step that ended had a plan"
-            self._show(trainer, Comparison(plan, steps, number, name_of(run.schedule)), steps, number)
+            comparison = Comparison(taken.plan, steps, taken.number, name_of(run.schedule))
+            self._show(trainer, comparison, steps, taken.number)
             self.seconds_writing += time.monotonic() - recorded
 
     def _show(self, trainer: Trainer, comparison: Comparison, steps: list[RankStep], number: int) -> None:
@@ -205,6 +243,7 @@ class PipelineTimeline(Callback):
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._finish(trainer)
         ended = f"it ended after step {trainer.fit_loop.total_batch_idx}"
         if self._missing:
             rank_zero_warn(

@@ -78,9 +78,14 @@ class BatchClock:
         self._fetch = self._ready = self._closing = self._stepped = self._reduced = None
         return marks
 
-    def spans(self, marks: list[Mark]) -> list[tuple[str, int, int]]:
-        """What lay around the schedule of the batch that ended last: data, reduction and optimizer."""
-        around, reduced = self.read(marks), self.reduced
+    def spans(self, marks: list[Mark], reduced: Mark | None) -> list[tuple[str, int, int]]:
+        """What lay around the schedule of a batch: data, reduction and optimizer.
+
+        Args:
+            marks: From `end`.
+            reduced: `reduced` after that.
+        """
+        around = self.read(marks)
         done = around.closing if reduced is None else self._timeline.read([reduced])[0]
         found = [
             ("data", around.fetch, around.ready),

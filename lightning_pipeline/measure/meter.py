@@ -43,6 +43,7 @@ class Meter:
         if not run.clock_offsets:
             run.align_clocks()
         run.timeline.anchor()
+        self._unwatch = run.timeline.watch()
         self.last: Recording | None = None
         """Of the last training step."""
         self.batch_size = 0
@@ -64,6 +65,11 @@ class Meter:
     def steps(self) -> int:
         """Steps that were read since the last `collect`; the same on all ranks."""
         return len(self._rows)
+
+    def detach(self) -> None:
+        """Watch no longer."""
+        self.batches.detach()
+        self._unwatch()
 
     def begin_batch(self) -> None:
         """A batch is on the device."""

@@ -35,6 +35,7 @@ def gather_step(
     run: PipelineRun,
     recording: Recording | None = None,
     around: Sequence[tuple[str, int, int]] = (),
+    messages: Sequence[Message] | None = None,
 ) -> list[RankStep]:
     """One step of every rank of this replica, by pipeline rank; all its ranks must call.
 
@@ -45,12 +46,14 @@ def gather_step(
         run: The strategy, as `run_of` gives it.
         recording: Of the step on this rank, the same step on all of them. Default: of the last run.
         around: What this rank did around the schedule, by this rank's clock.
+        messages: Of that step on this rank. Default: those of the last run, if that is the step.
     """
     if not run.clock_offsets:
         run.align_clocks()
     recording = recording or run.timeline.last
     log = run.messages if recording is run.timeline.last else None
-    messages = log.messages if log is not None else []
+    if messages is None:
+        messages = log.messages if log is not None else []
     gathered = run.gather_from_pipeline(
         (
             run.stages_here,

@@ -52,6 +52,7 @@ class StreamClock:
     ) -> None:
         self._make = make_event or (lambda: torch.cuda.Event(enable_timing=True))
         self._synchronize = synchronize or torch.cuda.synchronize
+        self._free: list[StreamEvent] = []
         self.anchor()
 
     def anchor(self) -> None:
@@ -67,9 +68,13 @@ class StreamClock:
 
     def mark(self) -> Mark:
         """This point of the stream, which the device reaches when all work before is done."""
-        event = self._make()
+        event = self._free.pop() if self._free else self._make()
         event.record()
         return event, self._anchor, self._anchored
+
+    def reuse(self, marks: Sequence[Mark]) -> None:
+        """Take back the events of marks that nobody else has, and that were read."""
+        self._free += [event for event, *_ in marks]
 
     def reached(self, mark: Mark) -> bool:
         """Whether the device has come to a mark."""

@@ -1,6 +1,6 @@
 """What did happen: when each action of the last run asked for its input, started, and ended."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from typing_extensions import override
@@ -75,10 +75,15 @@ class Recording:
         """Replace the times at which the host gave the work out by those at which the device did it."""
         if self.stream is None or not self.marks or not self.bounds[1]:
             return
-        first, *times, last = self.stream.read(self.marks)
-        self.marks = []
+        first, *times, last = self._read_marks(self.stream)
         self.asked, self.started, self.ended = times[::3], times[1::3], times[2::3]
         self.bounds = [first, last]
+
+    def _read_marks(self, stream: StreamClock) -> list[int]:
+        times = stream.read(self.marks)
+        stream.reuse(self.marks)
+        self.marks = []
+        return times
 
 
 class OpenRecording(Recording):
@@ -135,7 +140,7 @@ class OpenRecording(Recording):
     def _settle(self) -> None:
         if self.stream is None or not self.marks or self.is_open:
             return
-        times, self.marks = self.stream.read(self.marks), []
+        times = self._read_marks(self.stream)
         self.asked, self.started, self.ended = times[::3], times[1::3], times[2::3]
         self.bounds = [times[0], times[-1]]
 
@@ -143,7 +148,8 @@ class OpenRecording(Recording):
 class Timeline:
     """Records the actions of one run after the other; about a microsecond per action on the host.
 
-    Iterating gives an `Event` per action of the last run that has ended, in order.
+    Iterating gives an `Event` per action of the last run that has ended, in order. On a device events are
+    recorded only while somebody watches: without, times are those at which the host gave the work out.
 
     Args:
         stream: The clock of the device that works, `None` where the host works itself.
@@ -153,17 +159,33 @@ class Timeline:
         self.last = Recording(-1, ())
         """The newest run; a new object for each."""
         self.stream = stream
+        self._watchers: list[object] = []
+
+    def watch(self) -> Callable[[], None]:
+        """From the next run on the times are the device's. Gives what ends that."""
+        one = object()
+        self._watchers.append(one)
+        return lambda: self._watchers.remove(one) if one in self._watchers else None
+
+    @property
+    def _watched(self) -> StreamClock | None:
+        return self.stream if self._watchers else None
+
+    @property
+    def tells_work(self) -> bool:
+        """Whether the last run's times are those of who worked."""
+        return self.stream is None or self.last.stream is not None
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a new recording."""
-        self.last = Recording(self.last.number + 1, actions, self.stream)
-        self.last.bounds[0] = clock()
-        if self.stream is not None:
-            self.last.marks.append(self.stream.mark())
+        run = self.last = Recording(self.last.number + 1, actions, self._watched)
+        run.bounds[0] = clock()
+        if run.stream is not None:
+            run.marks.append(run.stream.mark())
 
     def begin_open(self) -> OpenRecording:
         """Start a new recording of actions that are not known beforehand."""
-        recording = OpenRecording(self.last.number + 1, self.stream)
+        recording = OpenRecording(self.last.number + 1, self._watched)
         self.last = recording
         return recording
 
@@ -191,17 +213,22 @@ class Timeline:
 
     def finish(self) -> None:
         """All messages of the run are delivered."""
-        if self.stream is not None:
-            self.last.marks.append(self.stream.mark())
-        self.last.bounds[1] = clock()
+        run = self.last
+        if run.stream is not None:
+            run.marks.append(run.stream.mark())
+        run.bounds[1] = clock()
 
     def mark(self) -> Mark:
-        """This moment, on the clock of the device where there is one; `read` says when it was."""
-        return clock() if self.stream is None else self.stream.mark()
+        """This moment, on the clock of the device where somebody watches one; `read` says when it was."""
+        return clock() if self._watched is None else self._watched.mark()
 
     def read(self, marks: Sequence[Mark]) -> list[int]:
         """Times of marks in nanoseconds of the host's clock. Waits for the device."""
-        return list(marks) if self.stream is None else self.stream.read(marks)
+        of_device = [mark for mark in marks if not isinstance(mark, int)]
+        if self.stream is None or not of_device:
+            return list(marks)
+        times = iter(self.stream.read(of_device))
+        return [mark if isinstance(mark, int) else next(times) for mark in marks]
 
     def anchor(self) -> None:
         """Tie the times of the device to the host's anew; waits for the device."""

@@ -2,10 +2,11 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from statistics import median
 
 from lightning_pipeline.model.cut import Partition, stage_activations
-from lightning_pipeline.recording import Timeline
+from lightning_pipeline.recording import Recording, Timeline
 from lightning_pipeline.schedules import Auto, Costs, Plan
 
 WARM_UP_STEPS = 2  # the first ones pay for caches and allocations
@@ -35,6 +36,8 @@ class Reordering:
         self._activation = _activations(partition)
         self._seen: dict[tuple[int, str], list[float]] = defaultdict(list)
         self._steps = 0
+        self._recordings: list[Recording] = []
+        self._unwatch: Callable[[], None] | None = None
 
     def after(self, plan: Plan, timeline: Timeline) -> Plan | None:
         """Take note of a training step.
@@ -47,12 +50,17 @@ class Reordering:
             The plan to run from the next step on, the same on all ranks; `None` while there is none yet.
         """
         self._steps += 1
+        if self._unwatch is None:
+            self._unwatch = timeline.watch()
         if self._steps <= WARM_UP_STEPS or self._steps > WARM_UP_STEPS + MEASURED_STEPS:
             return None
-        for event in timeline:
-            self._seen[event.action.stage, event.action.kind].append((event.ended - event.started) / 1e9)
+        self._recordings.append(timeline.last)
         if self._steps < WARM_UP_STEPS + MEASURED_STEPS:
             return None
+        self._unwatch()
+        for event in chain.from_iterable(self._recordings):  # a device is waited for here alone
+            self._seen[event.action.stage, event.action.kind].append((event.ended - event.started) / 1e9)
+        self._recordings.clear()
         own = {key: median(times) for key, times in self._seen.items()}
         self._seen.clear()
         merged: Seconds = {}

@@ -561,7 +561,8 @@ class Pipeline:
         if self._failed:
             self._undo_last()
         if self.last_plan is not None and not self._failed and self._placement.num_ranks > 1:
-            text = too_small(self.executor.timeline.last)
+            timeline = self.executor.timeline
+            text = too_small(timeline.last) if timeline.tells_work else None
             if text is not None:
                 rank_zero_info(text)
         if self._is_split:

@@ -15,6 +15,7 @@ def test_actions_last_as_long_as_the_device_works_not_the_host() -> None:
     for _ in range(3):
         matrix @ matrix
     timeline = Timeline(StreamClock())
+    timeline.watch()
     timeline.begin([Action(0, "F", 0), Action(0, "B", 0)])
     begin = time.monotonic_ns()
     for position, products in enumerate((20, 60)):

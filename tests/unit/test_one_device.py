@@ -9,6 +9,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BatchSizeFinder,
+    Callback,
     EMAWeightAveraging,
     ModelCheckpoint,
     ModelPruning,
@@ -21,7 +22,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, PipelineTimeline, StageMemoryMonitor
+from lightning_pipeline.recording.clock import StreamClock
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
+from tests.unit.runtime.test_clock import Stream
 
 ONE = {"stages": 1}
 
@@ -281,6 +284,31 @@ def test_the_monitors_tell_what_one_device_does(make: Callable[[], Any], tmp_pat
     assert metrics["pipeline/stage_0/parameters"] == sum(p.numel() for p in module.parameters())
     assert metrics["pipeline/stage_0/activations_gib"] > 0
     assert {file.suffix for file in tmp_path.iterdir()} == {".json", ".svg"}
+
+
+class OnStream(Callback):
+    """As if the module were on a device that works later than the host asks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.stream, self.folder = Stream(), folder
+        self.written: list[int] = []
+
+    def on_train_start(self, run: Any, module: Any) -> None:
+        run.strategy.timeline.stream = StreamClock(self.stream.event, self.stream.synchronize)
+
+    def on_train_batch_start(self, run: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        self.written.append(len(list(self.folder.iterdir())))
+        self.stream.work(5.0)
+
+
+def test_on_a_device_a_recorded_step_is_written_in_the_next_one_and_the_last_at_the_end(
+    tmp_path: Path,
+) -> None:
+    watch = OnStream(tmp_path)
+    timeline = PipelineTimeline(steps=[1, 3], dirpath=tmp_path)
+    trainer(ONE, callbacks=[watch, timeline], max_epochs=1).fit(Regression(), loader(samples=32))
+    assert watch.written == [0, 0, 0, 2]
+    assert len(timeline.files) == 4
 
 
 def test_one_device_starts_no_group_and_no_process() -> None:

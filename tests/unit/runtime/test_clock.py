@@ -63,12 +63,13 @@ class Stream:
 
     def __init__(self) -> None:
         self.free_at = 0.0
-        self.waited = 0
+        self.waited = self.made = 0
 
     def work(self, milliseconds: float) -> None:
         self.free_at = max(self.free_at, clock.now() / 1e6) + milliseconds
 
     def event(self) -> "StreamEvent":
+        self.made += 1
         return StreamEvent(self)
 
     def synchronize(self) -> None:
@@ -99,6 +100,7 @@ ACTIONS = [Action(0, "F", 0), Action(0, "B", 0)]
 def test_a_stream_s_times_are_when_the_device_worked_not_when_the_host_asked() -> None:
     stream = Stream()
     timeline = Timeline(StreamClock(stream.event, stream.synchronize))
+    timeline.watch()
     waited = stream.waited
     begin = clock.now()
     timeline.begin(ACTIONS)
@@ -117,6 +119,55 @@ def test_a_stream_s_times_are_when_the_device_worked_not_when_the_host_asked() -
     assert events[1].asked == events[0].ended
     assert timeline.finished >= events[1].ended
     assert timeline.last.settled
+
+
+def run_once(timeline: Timeline) -> None:
+    timeline.begin(ACTIONS)
+    for position in range(2):
+        timeline.ask(position)
+        timeline.start()
+        timeline.end()
+    timeline.finish()
+
+
+def test_events_are_recorded_only_while_somebody_watches() -> None:
+    stream = Stream()
+    timeline = Timeline(StreamClock(stream.event, stream.synchronize))
+    anchor = stream.made
+    run_once(timeline)
+    assert (stream.made, timeline.tells_work, len(list(timeline))) == (anchor, False, 2)
+    ends = [timeline.watch(), timeline.watch()]
+    ends[0]()
+    ends[0]()
+    run_once(timeline)
+    assert (stream.made, timeline.tells_work) == (anchor + 8, True)
+    ends[1]()
+    run_once(timeline)
+    assert (stream.made, timeline.tells_work) == (anchor + 8, False)
+
+
+def test_events_that_were_read_are_recorded_again() -> None:
+    stream = Stream()
+    timeline = Timeline(StreamClock(stream.event, stream.synchronize))
+    timeline.watch()
+    before = timeline.last
+    for _ in range(5):  # each step is read one later, as monitors do
+        run_once(timeline)
+        assert len(list(before)) in (0, 2)
+        before = timeline.last
+    assert stream.made == 1 + 2 * 8
+
+
+def test_a_mark_that_nobody_watches_is_the_host_s() -> None:
+    stream = Stream()
+    timeline = Timeline(StreamClock(stream.event, stream.synchronize))
+    before = timeline.mark()
+    end = timeline.watch()
+    stream.work(30.0)
+    during = timeline.mark()
+    end()
+    first, second, third = timeline.read([before, during, timeline.mark()])
+    assert first < third < second
 
 
 def test_marks_before_a_new_anchor_keep_theirs() -> None:
