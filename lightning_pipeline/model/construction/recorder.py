@@ -165,11 +165,12 @@ class Recorder(FakeTensorMode):
 
     # Values
 
-    def make(self, memories: Collection[int]) -> dict[int, torch.UntypedStorage]:
+    def make(self, memories: Collection[int], *, asked: bool = False) -> dict[int, torch.UntypedStorage]:
         """Memories with the values that they have now.
 
         Args:
             memories: Their numbers on the tape.
+            asked: Whether the constructor asks.
 
         Raises:
             SplitError: A value that was taken from outside is not what it was.
@@ -180,14 +181,14 @@ class Recorder(FakeTensorMode):
                     f"a tensor of shape {tuple(tensor.shape)} that the constructor copied values from was "
                     "changed afterwards: let it as it is until the run has begun, or copy from a clone of it"
                 )
-        return self.tape.make(memories)
+        return self.tape.make(memories, asked=asked)
 
     def value(self, tensor: Tensor) -> Tensor:
         """The tensor with its values, as they are now."""
         if not self.owns(tensor):
             return tensor
         view = self.tape.view(tensor)
-        return view.of(self.make([view.memory])[view.memory])
+        return view.of(self.make([view.memory], asked=True)[view.memory])
 
     def _valued(self, value: Any) -> Any:
         return tree_map_only(Tensor, self.value, value)

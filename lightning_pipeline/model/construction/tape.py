@@ -85,8 +85,31 @@ class Entry:
     state: Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """An entry to run, or memories that are put in place of running it.
+
+    Attributes:
+        index: Of the entry.
+        entry: What is run.
+        known: Memories as they were after it when a value was last asked for; empty where it is run.
+    """
+
+    index: int
+    entry: Entry
+    known: frozenset[int] = frozenset()
+
+    @property
+    def touches(self) -> frozenset[int]:
+        """Memories that have to be there."""
+        return self.known or self.entry.reads | self.entry.writes
+
+
 class Tape:
     """The operations of a constructor, in order.
+
+    A constructor that asks for values often asks in a loop, each time for what follows from the last (rejection
+    sampling does). What a question used is therefore kept until the next, as far as it is no more than two tensors.
 
     Attributes:
         entries: What was recorded.
@@ -98,6 +121,7 @@ class Tape:
         self.sizes: list[int] = []
         self._numbers: dict[int, int] = {}
         self._held: list[torch.UntypedStorage] = []  # so that no address is used again
+        self._recent: dict[int, tuple[int, torch.UntypedStorage]] = {}  # by memory; after which entry
 
     def view(self, tensor: Tensor) -> View:
         """Describe a tensor without values; a memory that was not seen before gets a number."""
@@ -127,38 +151,65 @@ class Tape:
         """Record an operation."""
         self.entries.append(entry)
 
-    def make(self, wanted: Iterable[int]) -> dict[int, torch.UntypedStorage]:
+    def make(self, wanted: Iterable[int], *, asked: bool = False) -> dict[int, torch.UntypedStorage]:
         """Run what some memories depend on, and nothing else; random numbers are those of the constructor.
 
         Args:
             wanted: Numbers of memories.
+            asked: Whether the constructor asks, and may ask for what follows from it.
 
         Returns:
             The memories as the constructor left them.
         """
         kept = set(wanted)
+        if not asked:
+            self._recent.clear()
         chosen = self._needed_for(kept)
         ends: dict[int, list[int]] = {}
-        for number, index in {n: i for i, e in enumerate(chosen) for n in e.reads | e.writes}.items():
+        for number, index in {n: i for i, step in enumerate(chosen) for n in step.touches}.items():
             if number not in kept:
                 ends.setdefault(index, []).append(number)
         made: dict[int, torch.UntypedStorage] = {}
+        written: dict[int, int] = {}
         with torch.no_grad(), torch.inference_mode(False):
-            for index, entry in enumerate(chosen):
-                self._run(entry, made)
+            for index, step in enumerate(chosen):
+                if step.known:
+                    made.update({number: self._recent.pop(number)[1] for number in step.known})
+                else:
+                    self._run(step.entry, made)
+                written.update(dict.fromkeys(step.known or step.entry.writes, step.index))
                 for number in ends.get(index, ()):
-                    del made[number]
+                    storage = made.pop(number)
+                    if asked and number in written:
+                        self._keep(number, written[number], storage)
         return {number: self._memory(number, made) for number in kept}
 
-    def _needed_for(self, wanted: set[int]) -> list[Entry]:
-        needed, chosen = set(wanted), []
-        for entry in reversed(self.entries):
-            if entry.writes & needed:
-                chosen.append(entry)
+    def _keep(self, number: int, after: int, storage: torch.UntypedStorage) -> None:
+        """Keep a memory until the next question; of many the last ones."""
+        self._recent.pop(number, None)
+        self._recent[number] = after, storage
+        sizes = {one: self.sizes[one] for one in self._recent}
+        while sum(sizes.values()) > 2 * max(sizes.values()):
+            oldest = next(iter(sizes))
+            del sizes[oldest], self._recent[oldest]
+
+    def _needed_for(self, wanted: set[int]) -> list[_Step]:
+        needed, chosen = set(wanted), list[_Step]()
+        for index in range(len(self.entries) - 1, -1, -1):
+            entry = self.entries[index]
+            found = entry.writes & needed
+            if found and all(self._is_known(number, index) and number not in wanted for number in found):
+                chosen.append(_Step(index, entry, found))
+                needed -= found
+            elif found:
+                chosen.append(_Step(index, entry))
                 needed |= entry.reads
                 if entry.fills is not None and entry.fills not in _others(entry):
                     needed.discard(entry.fills)
         return chosen[::-1]
+
+    def _is_known(self, number: int, index: int) -> bool:
+        return number in self._recent and self._recent[number][0] == index
 
     def _memory(self, number: int, made: dict[int, torch.UntypedStorage]) -> torch.UntypedStorage:
         """One that is not there yet holds nothing in particular, as after `torch.empty`."""

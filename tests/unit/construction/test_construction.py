@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.construction import Construction, Recorder, named_states
@@ -167,6 +168,61 @@ def test_typed_in_values_stay_when_they_are_asked_for() -> None:
     module, _ = build(make)
     assert module.asked == [2, 3]
     assert module.scale.tolist() == [2, 3]
+
+
+class Draws(TorchDispatchMode):
+    """Counts normal numbers that are drawn into memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.normal_.default and type(args[0]) is Tensor
+        return func(*args, **(kwargs or {}))
+
+
+def test_questions_in_a_loop_do_not_draw_all_again() -> None:
+    """Rejection sampling asks after each round of draws whether another is needed."""
+
+    def make() -> nn.Module:
+        net = nn.Linear(256, 256, bias=False)
+        nn.init.trunc_normal_(net.weight, std=1.0, a=-1.0, b=1.0)
+        return net
+
+    torch.manual_seed(3)
+    with Draws() as once:
+        expected = make()
+    torch.manual_seed(3)
+    recorder = Recorder()
+    with Draws() as asked, recorder.recording():
+        module = make()
+    Construction(module, recorder).make()
+    assert torch.equal(module.weight, expected.weight)  # type: ignore[arg-type]
+    assert once.count > 5
+    assert asked.count < 3 * once.count  # drawn and dropped, and drawn for the question; not all rounds for each
+
+
+def test_values_that_were_asked_for_may_be_changed_and_asked_for_again() -> None:
+    def make() -> nn.Module:
+        net = nn.Linear(32, 32)
+        first = net.weight.detach().abs()
+        total = first.sum()
+        assert total > 0
+        first.mul_(2)
+        assert (first.sum() / total).item() == 2
+        second = first + 1
+        first.fill_(0.5)
+        assert second.min() >= 1
+        assert first.max() == 0.5
+        net.weight.data.copy_(second / second.max())
+        assert net.weight.max() == 1
+        return net
+
+    torch.manual_seed(3)
+    expected = make()
+    torch.manual_seed(3)
+    module, construction = build(make)
+    construction.make()
+    assert torch.equal(module.weight, expected.weight)  # type: ignore[arg-type]
 
 
 def test_pretrained_folders_are_read_in_parts(tmp_path: Path) -> None:
