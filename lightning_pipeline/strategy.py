@@ -300,6 +300,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         built = self._staging.adopt(self.lightning_module)
+        if built is not None:
+            built.given = self.values_from_elsewhere(self.lightning_module)
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         compare_modules(self.lightning_module, self._running.world)
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask

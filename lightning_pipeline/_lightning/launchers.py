@@ -1,6 +1,7 @@
 """What starts the processes of a run, and calls the Trainer in each."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -71,8 +72,30 @@ def make_launcher(strategy: Any, start_method: str | None, num_processes: int, n
 
 
 def _run_and_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    result = function(*args, **kwargs)
     trainer = getattr(function, "__self__", None)
-    if isinstance(trainer, Trainer):
-        trainer.strategy.leave()  # type: ignore[attr-defined]  # of ours
+    if not isinstance(trainer, Trainer):
+        return function(*args, **kwargs)
+    strategy: Any = trainer.strategy
+    with _telling_checkpoint(trainer, strategy.expect_checkpoint):
+        result = function(*args, **kwargs)
+    strategy.leave()
     return result
+
+
+@contextmanager
+def _telling_checkpoint(trainer: Trainer, tell: Callable[[Any], None]) -> Iterator[None]:
+    """Tell of the checkpoint that is about to be loaded, which a strategy learns after its setup. Since 1.6."""
+    connector: Any = trainer._checkpoint_connector
+    original = connector._select_ckpt_path
+
+    def select(*args: Any, **kwargs: Any) -> Any:
+        path = original(*args, **kwargs)
+        tell(path)
+        return path
+
+    connector._select_ckpt_path = select
+    try:
+        yield
+    finally:
+        vars(connector).pop("_select_ckpt_path", None)
+        tell(None)

@@ -46,7 +46,7 @@ from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.settings import Settings
-from lightning_pipeline.weights import holds_weights_only, load_weights, save_weights
+from lightning_pipeline.weights import fillers, holds_weights_only, load_weights, save_weights
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -74,6 +74,7 @@ class CheckpointHooks(Answers, PlainStrategy):
 
     def __init__(self) -> None:
         self._unlink: list[Callable[[], None]] = []
+        self._expected: Any = None
         super().__init__()
 
     def note_names(self, trainer: Trainer) -> None:
@@ -88,6 +89,28 @@ class CheckpointHooks(Answers, PlainStrategy):
                 local_path(callback.dirpath or "")
                 self._unlink.append(_lightning.link_through(callback, self._link_checkpoint))
                 self._unlink.append(_lightning.count_as_existing(callback, self._is_coming))
+
+    def expect_checkpoint(self, path: Any) -> None:
+        """The Trainer is about to load a checkpoint, once the module is set up.
+
+        Args:
+            path: As the user gave it; None where there is none.
+        """
+        self._expected = path
+
+    def values_from_elsewhere(self, module: LightningModule) -> Mapping[str, Callable[[Tensor], object]]:
+        """What fills weights that this rank need not make: the first replica's, or a checkpoint's.
+
+        Args:
+            module: Built without weights.
+        """
+        states = held_states(module)
+        if self.replica_index:  # `start_equal` gives all of these the values of the first
+            return dict.fromkeys(states, lambda tensor: None)
+        if self._expected is None or "://" in os.fspath(self._expected):
+            return {}
+        shapes = {name: tensor.shape for name, tensor in states.items()}
+        return fillers(local_path(self._expected), shapes, trust=self._settings.trust_checkpoint)
 
     def leave_callbacks(self) -> None:
         """The run ends: its callbacks may be used in another."""

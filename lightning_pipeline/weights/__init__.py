@@ -4,7 +4,7 @@ from lightning_pipeline.weights.absent import fetch_absent
 from lightning_pipeline.weights.after_fit import gather_weights, receives_all
 from lightning_pipeline.weights.convert import Format, convert, plan_conversion, unfinished, written_bytes
 from lightning_pipeline.weights.files import holds_weights_only, open_weights, prefix_for
-from lightning_pipeline.weights.load import load_weights
+from lightning_pipeline.weights.load import fillers, load_weights
 from lightning_pipeline.weights.save import save_weights
 from lightning_pipeline.weights.staged import Staging
 
@@ -13,6 +13,7 @@ __all__ = [
     "Staging",
     "convert",
     "fetch_absent",
+    "fillers",
     "gather_weights",
     "holds_weights_only",
     "load_weights",

@@ -1,6 +1,7 @@
 """Fills what a rank holds from files of weights, each rank its own names."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,34 @@ from torch import Tensor
 from lightning_pipeline.checkpoint import Ranks
 from lightning_pipeline.checkpoint.contents import Misfits, compare
 from lightning_pipeline.checkpoint.folder import MANIFEST, read_manifest, verify_file
+from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.weights.files import Weights, open_weights, prefix_for
+
+
+def fillers(
+    path: Path, shapes: Mapping[str, torch.Size], *, trust: bool
+) -> dict[str, Callable[[Tensor], None]]:
+    """What reads the tensors of a module that is to be loaded and has no values yet, straight into place.
+
+    Args:
+        path: What will be loaded; where it cannot be, nothing is read, and the load will tell.
+        shapes: Of all parameters and buffers, by name.
+        trust: Whether objects of any class may be unpickled.
+
+    Returns:
+        By name, fills a tensor. Stored ones of another shape are not among them.
+    """
+    try:
+        found = open_weights(path, trust=trust)
+    except CheckpointError:  # told where it is loaded
+        return {}
+    found = found.renamed(prefix_for([*found.tensors, *found.ties], shapes))
+    stored = found.under("model")
+
+    def fill(name: str, tensor: Tensor) -> None:
+        tensor.copy_(stored[name].read())
+
+    return {name: partial(fill, name) for name, one in stored.items() if shapes.get(name) == one.size}
 
 
 def load_weights(

@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from lightning_pipeline.weights import open_weights
@@ -111,15 +112,112 @@ def compare(expected: dict[str, Any], found: list[dict[str, Any]]) -> None:
         torch.testing.assert_close(value, expected["held"][name], rtol=1e-10, atol=1e-12, msg=name)
 
 
-def test_each_replica_has_the_same_weights(ranks: Ranks) -> None:
+class Draws(TorchDispatchMode):
+    """Counts numbers that are drawn into memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags and type(args[0]) in (Tensor, nn.Parameter):
+            self.count += args[0].numel()
+        return func(*args, **(kwargs or {}))
+
+
+class Watched(pl.Callback):
+    """From `setup` to `on_fit_start`: what is drawn, and then what is held and kept by the optimizer."""
+
+    def __init__(self) -> None:
+        self.draws = Draws()
+        self.held: dict[str, Tensor] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.draws.__enter__()
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        from lightning_pipeline.run.setup import held_states
+
+        self.draws.__exit__(None, None, None)
+        self.held = {name: value.detach().clone() for name, value in held_states(pl_module).items()}
+        self.kept = [dict(optimizer.state) for optimizer in trainer.optimizers]
+
+
+class Normed(Late):
+    """With a mask that is in no checkpoint."""
+
+    def layers(self) -> nn.Module:
+        net = super().layers()
+        net.register_buffer("mask", torch.empty(64).uniform_(), persistent=False)
+        return net
+
+
+def fit_watched(
+    kind: type[Late], pipeline: dict[str, Any] | None, path: Path | None = None
+) -> dict[str, Any]:
+    pl.seed_everything(5, verbose=False)
+    module, watched = kind(), Watched()
+    run = trainer(pipeline, max_epochs=2 if path and path.suffix == ".ckpt" else 1)
+    run.callbacks.insert(0, watched)  # type: ignore[attr-defined]
+    run.fit(module, loader(), loader(seed=4), ckpt_path=path)
+    held = {name: value for name, value in weights(module).items() if not value.is_meta}
+    return {"drawn": watched.draws.count, "made": watched.held, "kept": watched.kept, "held": held}
+
+
+def test_the_first_replica_makes_the_weights_of_all(ranks: Ranks) -> None:
     pipeline = {"stages": 2, "num_microbatches": 1, "data_parallel_size": 2}
-    found = ranks(4)(fit_late, Late, pipeline)
-    assert all(rank["built"] == 1 and not rank["whole"] for rank in found)
-    expected = fit_late(Late, None)["made"]
+    found = ranks(4)(fit_watched, Normed, pipeline)
+    expected = fit_watched(Normed, None)
+    once = expected["drawn"]
+    drawn = sorted(rank["drawn"] for rank in found)
+    assert drawn[:2] == [once + 64] * 2  # as one device; what is in no checkpoint is made by each rank
+    assert once + 64 < drawn[2] <= drawn[3] < 2 * once + 64
     for rank in found:
-        assert {name: torch.equal(v, expected[name]) for name, v in rank["made"].items()} == dict.fromkeys(
-            rank["made"], True
+        assert {name: torch.equal(v, expected["made"][name]) for name, v in rank["made"].items()} == (
+            dict.fromkeys(rank["made"], True)
         )
+
+
+def test_optimizers_keep_nothing_before_the_first_step(ranks: Ranks) -> None:
+    for rank in ranks(2)(fit_watched, Adaptive, {"stages": 2, "num_microbatches": 1}):
+        assert rank["kept"] == [{}]
+
+
+class Adaptive(Late):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "folder", "file"])
+def test_weights_of_a_checkpoint_are_read_and_not_made(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    """And `on_fit_start` sees them, as on one device."""
+    path = tmp_path / {"safetensors": "one.safetensors", "folder": "a.ckpt", "file": "b.ckpt"}[kind]
+    saved: dict[str, Tensor] = {}
+    for one in ranks(2)(save_late, str(path), kind):
+        saved.update(one)
+    expected, once = saved, fit_watched(Normed, None)["drawn"]
+    found = ranks(2)(fit_watched, Normed, {"stages": 2, "num_microbatches": 1}, path)
+    for rank in found:
+        assert 0 < len(rank["made"]) < len(expected)
+        assert {name: torch.equal(v, expected[name]) for name, v in rank["made"].items()} == (
+            dict.fromkeys(rank["made"], True)
+        )
+        assert rank["drawn"] == once + 64
+
+
+def save_late(path: str, kind: str) -> dict[str, Tensor]:
+    pl.seed_everything(11, verbose=False)
+    options = {"save_distributed_checkpoint": False} if kind == "file" else {}
+    module, run = Normed(), trainer({"stages": 2, "num_microbatches": 1, **options}, max_epochs=1)
+    run.fit(module, loader(), loader(seed=4))
+    if kind == "safetensors":
+        run.strategy.save_weights(Path(path).parent / "weights")  # type: ignore[attr-defined]
+        if run.global_rank == 0:
+            from lightning_pipeline.weights import convert, plan_conversion
+
+            convert(plan_conversion(Path(path).parent / "weights", Path(path)))
+        run.strategy.barrier()
+    else:
+        run.save_checkpoint(path)
+    return {name: value for name, value in weights(module).items() if not value.is_meta}
 
 
 class Numpy(Late):

@@ -1,6 +1,6 @@
 """A module that was built without weights, and the weights that it is to have."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from typing import Any, TypeVar
 
@@ -24,11 +24,15 @@ class Construction:
     Args:
         module: Built while the recorder was recording.
         recorder: What recorded it.
+
+    Attributes:
+        given: By name, fills a tensor that has memory and no values yet, in place of making it.
     """
 
     def __init__(self, module: nn.Module, recorder: Recorder) -> None:
         self._recorder = recorder
         self._module = module
+        self.given: Mapping[str, Callable[[Tensor], object]] = {}
         absent = {name: tensor for name, tensor in named_states(module) if recorder.owns(tensor)}
         self._views: dict[str, View] = {name: recorder.tape.view(tensor) for name, tensor in absent.items()}
         replace(module, {id(tensor): _on_meta(tensor) for tensor in absent.values()})
@@ -44,20 +48,34 @@ class Construction:
         return sum(self._recorder.tape.sizes[number] for number in {v.memory for v in self._views.values()})
 
     def make(self, names: Collection[str] | None = None) -> None:
-        """Give tensors the values that the constructor gives them on one device.
+        """Give tensors the values that the constructor gives them on one device, or those that are `given`.
 
         Args:
-            names: In the module. Default: all. Those that are there already stay.
+            names: In the module. Default: all, as the constructor makes them. What is there already stays.
         """
         wanted = {name: view for name, view in self._views.items() if names is None or name in names}
         states = dict(named_states(self._module))
-        storages = self._recorder.make({view.memory for view in wanted.values()})
+        storages = {} if names is None else self._filled(wanted)
+        storages |= self._recorder.make({view.memory for view in wanted.values()} - storages.keys())
         by: dict[int, Tensor] = {}
         for name, view in wanted.items():
             if states[name].is_meta:
                 by.setdefault(id(states[name]), view.of(storages[view.memory]).to(states[name].dtype))
             del self._views[name]
         replace(self._module, by)
+
+    def _filled(self, wanted: Mapping[str, View]) -> dict[int, torch.UntypedStorage]:
+        """Memories of which all is given; tied weights are filled once."""
+        sizes = self._recorder.tape.sizes
+        asked = {view.memory for name, view in wanted.items() if name not in self.given}
+        filled: dict[int, torch.UntypedStorage] = {}
+        for name, view in wanted.items():
+            whole = view.span * view.dtype.itemsize == sizes[view.memory]
+            if whole and view.memory not in asked | filled.keys():
+                filled[view.memory] = torch.empty(sizes[view.memory], dtype=torch.uint8).untyped_storage()
+                with torch.no_grad():
+                    self.given[name](view.of(filled[view.memory]))
+        return filled
 
     def _small_buffers(self) -> set[str]:
         """Buffers, the smallest first, as long as they are few bytes together."""

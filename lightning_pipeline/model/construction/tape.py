@@ -108,8 +108,8 @@ class _Step:
 class Tape:
     """The operations of a constructor, in order.
 
-    A constructor that asks for values often asks in a loop, each time for what follows from the last (rejection
-    sampling does). What a question used is therefore kept until the next, as far as it is no more than two tensors.
+    A constructor that asks for values often asks in a loop, each time for what follows from the last, as
+    rejection sampling does. What a question used is kept until the next, up to two tensors.
 
     Attributes:
         entries: What was recorded.

@@ -198,7 +198,9 @@ def test_questions_in_a_loop_do_not_draw_all_again() -> None:
     Construction(module, recorder).make()
     assert torch.equal(module.weight, expected.weight)  # type: ignore[arg-type]
     assert once.count > 5
-    assert asked.count < 3 * once.count  # drawn and dropped, and drawn for the question; not all rounds for each
+    assert (
+        asked.count < 3 * once.count
+    )  # drawn and dropped, and drawn for the question; not all rounds for each
 
 
 def test_values_that_were_asked_for_may_be_changed_and_asked_for_again() -> None:
