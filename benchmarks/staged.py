@@ -1,15 +1,17 @@
 """Build modules in parts, and compare with one device; or measure the memory of ranks that do so.
 
     python benchmarks/staged.py architectures
+    python benchmarks/staged.py training
     python benchmarks/staged.py memory --layers 16 --width 5000 --stages 4
 
 `architectures`: for each module of `tests/unit/construction/built.py`, on 2 and 4 stages, in two data types:
-whether own weights and generators equal one device's. `memory`: how far a rank's anonymous memory rises over
-what it was before, for construction, `save_weights`, `load_weights`, a checkpoint, and its resume.
+whether own weights and generators equal one device's. `training`: whether three steps do. `memory`: how far a rank's anonymous memory rises over what it was before, for construction, `save_weights`,
+`load_weights`, a checkpoint, and its resume.
 """
 
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -19,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.pool import Pool
 from tests.ranks.staged_memory import measure, table
+from tests.ranks.staged_training import USES, train
+from tests.ranks.staged_training import differences as trained_otherwise
 from tests.unit.construction.built import TORCH, Make, hugging_face
 from tests.unit.construction.test_construction import parts
 
@@ -56,6 +60,28 @@ def architectures() -> None:
     sys.exit(failed > 0)
 
 
+def training(stages: int = 2, only: str = "") -> None:
+    """Train each for three steps over stages and on one device, and print a line for each.
+
+    Args:
+        stages: Ranks.
+        only: The name of one module. Default: all.
+    """
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    failed, pool = 0, Pool(stages)
+    for name in [only] if only else [*USES, *hugging_face()]:
+        expected, _ = train(name, None)
+        outcomes = pool.outcomes(train, name, {"stages": stages, "num_microbatches": 1}, timeout=120)
+        errors = [str(one.error or one.report) for one in outcomes if not one.ok]
+        told = errors[0] if errors else trained_otherwise(expected, [one.value for one in outcomes])
+        failed += bool(told)
+        print(f"{name:14} {stages} stages: {told or 'equal'}", flush=True)
+    pool.close()
+    print(f"{failed} not equal")
+    sys.exit(failed > 0)
+
+
 def memory(layers: int = 16, width: int = 5000, stages: int = 4) -> None:
     """Measure the phases of a run, and print a line for each, in MiB by rank.
 
@@ -71,4 +97,4 @@ def memory(layers: int = 16, width: int = 5000, stages: int = 4) -> None:
 
 
 if __name__ == "__main__":
-    auto_cli([architectures, memory], as_positional=False)
+    auto_cli([architectures, training, memory], as_positional=False)

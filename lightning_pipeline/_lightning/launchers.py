@@ -84,7 +84,7 @@ def _run_and_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
 
 @contextmanager
 def _telling_checkpoint(trainer: Trainer, tell: Callable[[Any], None]) -> Iterator[None]:
-    """Tell of the checkpoint that is about to be loaded, which a strategy learns after its setup. Since 1.6."""
+    """Tell of the checkpoint that will be loaded, which a strategy learns after its setup. Since 1.6."""
     connector: Any = trainer._checkpoint_connector
     original = connector._select_ckpt_path
 

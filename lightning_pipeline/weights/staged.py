@@ -9,8 +9,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipeline.model.construction import Construction, Recorder, sizes_of
+from lightning_pipeline.model.construction import Construction, Recorder, is_whole, sizes_of
 from lightning_pipeline.model.tensors import ModuleState
+
+_LARGE = 1 << 30  # bytes of a module from which on each process had better build its part
 
 
 class Staging:
@@ -58,9 +60,14 @@ class Staging:
             module: Of a run that begins.
         """
         recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return None
-        return Construction(module, recorder) or None
+        built = None if recorder is None else Construction(module, recorder)
+        if not built and is_whole(module) and (size := sizes_of(module.parameters())) >= _LARGE:
+            rank_zero_warn(
+                f"every process built the whole {type(module).__name__}, {size / 2**30:.1f} GiB each, before "
+                "it keeps its stages: build it in configure_model or under trainer.init_module(), and each "
+                "process builds its own part"
+            )
+        return built or None
 
     @staticmethod
     def _warn(module: LightningModule, why: str) -> None:

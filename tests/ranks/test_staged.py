@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader
 
 from lightning_pipeline.weights import open_weights
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
 from tests.ranks.staged_memory import measure, under_a_limit
-from tests.unit.construction.built import hugging_face
+from tests.ranks.staged_training import differences, train
 
 Ranks = Callable[[int], Pool]
 
@@ -262,6 +261,29 @@ def fit_warned(kind: type[Late]) -> Any:
     return found, [str(one.message) for one in caught]
 
 
+class Large(Regression):
+    """With a gigabyte that nothing touches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rest = nn.Parameter(torch.empty(1 << 28), requires_grad=False)
+
+
+def fit_large(kind: type[Regression]) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer({"stages": 2, "num_microbatches": 1, "gather_weights": "none"}, max_epochs=1).fit(
+            kind(), loader()
+        )
+    return [str(one.message) for one in caught]
+
+
+def test_a_large_module_that_every_process_built_is_told_with_its_size(ranks: Ranks) -> None:
+    found = ranks(2)(fit_large, Large)
+    assert any("every process built the whole Large, 1.0 GiB each" in one for one in found[0])
+    assert not any("every process built" in one for one in [*found[1], *ranks(2)(fit_large, Regression)[0]])
+
+
 def fit_in_context(pipeline: dict[str, Any] | None) -> Any:
     pl.seed_everything(5, verbose=False)
     run = trainer(pipeline, max_epochs=1)
@@ -282,43 +304,11 @@ def test_modules_of_init_module_are_built_in_parts(ranks: Ranks) -> None:
         torch.testing.assert_close(together[name], value, rtol=1e-10, atol=1e-12, msg=name)
 
 
-class Tokens(pl.LightningModule):
-    """A Hugging Face model, built late."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name, self.model = name, None
-
-    def configure_model(self) -> None:
-        if self.model is None:
-            self.model = hugging_face()[self.name]().double()
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch, labels=batch).loss
-        self.log("loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-
-def train_tokens(name: str, pipeline: dict[str, Any] | None) -> dict[str, Tensor]:
-    pl.seed_everything(5, verbose=False)
-    data = DataLoader(torch.randint(2, 90, (6, 5), generator=torch.Generator().manual_seed(1)), batch_size=2)  # type: ignore[arg-type]
-    module, run = Tokens(name), trainer(pipeline, max_epochs=1)
-    run.fit(module, data)
-    assert run.global_step == 3
-    return {name: value for name, value in weights(module).items() if not value.is_meta}
-
-
-@pytest.mark.parametrize(("name", "stages"), [("gpt2", 2), ("llama", 2), ("t5", 4)])
-def test_hugging_face_models_train_as_on_one_device(ranks: Ranks, name: str, stages: int) -> None:
-    expected = train_tokens(name, None)
-    found = ranks(stages)(train_tokens, name, {"stages": stages, "num_microbatches": 1})
-    together = {key: value for held in found for key, value in held.items()}
-    assert together.keys() == expected.keys()
-    for key, value in expected.items():
-        torch.testing.assert_close(together[key], value, rtol=1e-9, atol=1e-11, msg=key)
+@pytest.mark.parametrize(("name", "stages"), [("t5", 4), ("mixtral", 2), ("mamba", 2), ("norms", 4)])
+def test_modules_train_as_on_one_device(ranks: Ranks, name: str, stages: int) -> None:
+    """The others: `benchmarks/staged.py training`."""
+    found = ranks(stages)(train, name, {"stages": stages, "num_microbatches": 1})
+    assert differences(train(name, None)[0], found) == ""
 
 
 def test_no_phase_takes_more_than_a_share_and_a_tensor(ranks: Ranks, tmp_path: Path) -> None:

@@ -93,17 +93,7 @@ def hugging_face() -> dict[str, Make]:
         d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
         encoder_ffn_dim=32, decoder_ffn_dim=32, vocab_size=100, pad_token_id=1, decoder_start_token_id=1,
     )  # fmt: skip
-    gpt2 = hf.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=2,
-        vocab_size=100,
-        bos_token_id=1,
-        eos_token_id=1,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-    )
+    gpt2 = hf.GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=100, bos_token_id=1, eos_token_id=1)
     vision = {key: value for key, value in size.items() if key != "vocab_size"}
     return {
         "gpt2": lambda: hf.GPT2LMHeadModel(gpt2),
