@@ -5,8 +5,9 @@
     python benchmarks/staged.py memory --layers 16 --width 5000 --stages 4
 
 `architectures`: for each module of `tests/unit/construction/built.py`, on 2 and 4 stages, in two data types:
-whether own weights and generators equal one device's. `training`: whether three steps do. `memory`: how far a rank's anonymous memory rises over what it was before, for construction, `save_weights`,
-`load_weights`, a checkpoint, and its resume.
+whether own weights and generators equal one device's. `training`: whether three steps do. `memory`: how far a
+rank's anonymous memory rises over what it was before, for construction, `save_weights`, `load_weights`, a
+checkpoint, and its resume.
 """
 
 import sys
