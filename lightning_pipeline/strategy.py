@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -34,6 +34,7 @@ from lightning_pipeline.run import (
     compare_modules,
     compare_optimizers,
     compare_runs,
+    join,
     pipelined,
 )
 from lightning_pipeline.schedules import Schedule
@@ -62,8 +63,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             "host": through host memory, over gloo. "auto": the first where collectives use NCCL, else the
             second.
         process_group_backend: For collectives, and between devices. Default: Lightning's choice.
-        init_timeout: Longest wait for a rank while groups are made, and in Lightning's barriers. Seconds or
-            timedelta.
+        init_timeout: Longest wait for a rank to come to the start of a run, and while groups are made.
+            Seconds or timedelta.
         step_timeout: Longest wait for a rank that is stopped or cut off, or for ranks that wait for each
             other. Seconds or timedelta.
         hook_timeout: Longest wait for a rank that is alive inside your own code, such as an upload in a hook.
@@ -275,16 +276,16 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         placement, numbering = self._layout()
         self.set_world_ranks()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
-        _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
         assert self.lightning_module is not None, "a run has a module"
         trainer = self.lightning_module.trainer
-        compare_runs(trainer, self._settings)
-        if dist.get_world_size() != numbering.world_size:
-            raise ConfigurationError(
-                f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
-                f"{numbering.world_size}: start as many processes"
-            )
-        self._pipeline = Pipeline(self._settings, placement, backend, self.root_device)
+        with closing(join(self.cluster_environment, backend, self._settings)) as roll:
+            roll.within("comparing the settings", lambda: compare_runs(trainer, self._settings))
+            if dist.get_world_size() != numbering.world_size:
+                raise ConfigurationError(
+                    f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
+                    f"{numbering.world_size}: start as many processes"
+                )
+            self._pipeline = Pipeline(self._settings, placement, backend, self.root_device, roll.within)
         by_rank = list(zip(*numbering.pipelines(), strict=True))
         self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
         assert self.lightning_module is not None

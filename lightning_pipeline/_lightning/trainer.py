@@ -54,6 +54,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 # Which arguments a step takes. Since 2.0.
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.distributed import Store
 
 STEPS = {
     TrainerFn.FITTING: "training_step",
@@ -133,9 +134,9 @@ def is_interrupted(trainer: Trainer | None) -> bool:
     return trainer is not None and trainer.state.status == TrainerStatus.INTERRUPTED
 
 
-def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta) -> None:
-    """Join the default process group unless this process is in it already. Since 1.9."""
-    _init_dist_connection(environment, backend, timeout=timeout)
+def join_group(environment: ClusterEnvironment, backend: str, timeout: timedelta, store: Store) -> None:
+    """Join the default process group, by a store, unless this process is in it already. Since 1.9."""
+    _init_dist_connection(environment, backend, timeout=timeout, store=store)
 
 
 def backend_of(device: torch.device) -> str:

@@ -7,10 +7,11 @@ from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
 from lightning_pipeline.ranks.crash import write_crash
 from lightning_pipeline.ranks.failure import Failure, closed_peers
 from lightning_pipeline.ranks.gradients import average_gradients, sum_shared
-from lightning_pipeline.ranks.groups import Groups, Numbering
+from lightning_pipeline.ranks.groups import Groups, Numbering, Within
 from lightning_pipeline.ranks.lookout import Lookout, break_off
 from lightning_pipeline.ranks.mesh import fit_to_devices
 from lightning_pipeline.ranks.notes import CAUSE, Notes
+from lightning_pipeline.ranks.roll_call import RollCall, reach_store
 
 __all__ = [
     "CAUSE",
@@ -26,12 +27,15 @@ __all__ = [
     "Numbering",
     "Offset",
     "Outlet",
+    "RollCall",
     "Where",
+    "Within",
     "average_gradients",
     "break_off",
     "closed_peers",
     "fit_to_devices",
     "on_device",
+    "reach_store",
     "sum_shared",
     "write_crash",
 ]

@@ -3,24 +3,28 @@
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
 
+from lightning_pipeline.ranks.aside import Aside
 from lightning_pipeline.ranks.lookout import Lookout, break_off
 from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.wire import Edge, Link, Wait, Waits
 
 _SPARE = timedelta(seconds=60)
 _LONGEST_NAP = 0.05  # seconds between two looks at the notes
+_MAKING = "making groups"
 _LINGER_SECONDS = 2.0
 T = TypeVar("T")
+Within = Callable[[str, Callable[[], Any]], Any]
 
 
 class Placement(Protocol):
@@ -128,6 +132,7 @@ class Groups:
         edge_backend: Of the communicators that move tensors between neighbours, from device to device. None:
             there are none; tensors go through host memory, with their headers.
         device: Where those tensors live.
+        within: Does what all ranks do together before somebody watches over waits.
 
     Attributes:
         edges: By the neighbour's pipeline rank; empty without `edge_backend`.
@@ -151,6 +156,7 @@ class Groups:
         hook_timeout: timedelta = timedelta(seconds=1800),
         edge_backend: str | None = None,
         device: torch.device | None = None,
+        within: Within | None = None,
     ) -> None:
         self.numbering = Numbering.of(placement, replicas=replicas)
         self.global_rank = dist.get_rank()
@@ -161,6 +167,7 @@ class Groups:
         self.aborted = False
         self._made: list[dist.ProcessGroup] = []
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        self.within: Within = within or (lambda what, work: work())
         everyone = [list(range(self.numbering.world_size))]
         self.control = _required(self._make(everyone, "control", "gloo", init_timeout))
         self._backend = backend
@@ -186,6 +193,9 @@ class Groups:
         self.edges: dict[int, Edge] = {}
         if edge_backend is not None:
             self._make_edges(placement, edge_backend, device or torch.device("cpu"))
+        for group in self._made:
+            self._be_patient(group)
+        self.within = self._watched
 
     def _make(
         self, rank_lists: Iterable[Sequence[int]], name: str, backend: str, timeout: timedelta
@@ -193,13 +203,30 @@ class Groups:
         """Make a group for each list, on all ranks in the same order; returns the one this rank is in."""
         own = None
         for ranks in rank_lists:
-            group = dist.new_group(sorted(ranks), timeout=timeout, backend=backend, group_desc=f"lp_{name}")
+            make = partial(
+                dist.new_group, sorted(ranks), timeout=timeout, backend=backend, group_desc=f"lp_{name}"
+            )
+            group = self.within(_MAKING, make)
             if self.global_rank in ranks:
                 own = group
                 self._made.append(group)
-                if backend == "gloo":
-                    _set_pg_timeout(max(self.hook_timeout, timeout) + _SPARE, group)  # the lookout is sooner
         return own
+
+    def _be_patient(self, group: dist.ProcessGroup) -> None:
+        """From now on the lookout is sooner than the group itself."""
+        if dist.get_backend(group) == "gloo":
+            _set_pg_timeout(max(self.hook_timeout, self.init_timeout) + _SPARE, group)
+
+    def _watched(self, what: str, work: Callable[[], T]) -> T:
+        """Do what all ranks do together, over the store: the lookout watches, and who is lost is named."""
+        aside, wait = Aside(work), Wait(what, tuple(range(self.numbering.world_size)), None, looks=True)
+        with self.waits.inside(wait) as counted:
+            while aside.is_alive() and not counted.is_over:
+                aside.join(_LONGEST_NAP)
+        if aside.is_alive():
+            raise RuntimeError(f"{what} has come to nothing")
+        result: T = aside.result()
+        return result
 
     def _make_links(self, placement: Placement, init_timeout: timedelta) -> dict[int, Link]:
         links = {}
@@ -230,7 +257,7 @@ class Groups:
     def _own_store(self) -> Store:
         """A part of the default group's store that no earlier pipeline of this process has written to."""
         token = torch.tensor([secrets.randbits(62)])  # not torch's generator: that is the user's
-        dist.broadcast(token, src=0, group=self.control)
+        self.within(_MAKING, lambda: dist.broadcast(token, src=0, group=self.control))
         store = _required(dist.group.WORLD).get_group_store()
         return PrefixStore(f"lightning_pipeline/{int(token)}", store)
 
@@ -240,7 +267,10 @@ class Groups:
             ranks = self._ranks_of(stages, placement)
             if len(ranks) > 1 and ranks not in self._shared:
                 lists = [[pipeline[rank] for rank in ranks] for pipeline in self.numbering.pipelines()]
-                self._shared[ranks] = self._make(lists, f"shared_{ranks}", self._backend, self.init_timeout)
+                made = self._make(lists, f"shared_{ranks}", self._backend, self.init_timeout)
+                self._shared[ranks] = made
+                if made is not None:
+                    self._be_patient(made)
 
     def shared(self, stages: Sequence[int], placement: Placement) -> dist.ProcessGroup | None:
         """The group over the ranks that hold these stages; None where one rank holds them all."""

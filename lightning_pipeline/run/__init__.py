@@ -6,7 +6,7 @@ from lightning_pipeline.run.forecasting import PRECISIONS, Prospect
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.run import Pipeline
-from lightning_pipeline.run.start import begin
+from lightning_pipeline.run.start import begin, join
 
 __all__ = [
     "PRECISIONS",
@@ -19,5 +19,6 @@ __all__ = [
     "compare_modules",
     "compare_optimizers",
     "compare_runs",
+    "join",
     "pipelined",
 ]

@@ -23,6 +23,7 @@ from lightning_pipeline.checkpoint.folder import MODEL, OURS, local_path
 from lightning_pipeline.hooks import FiniteSteps, first_not_finite
 from lightning_pipeline.run.answers import Places
 from lightning_pipeline.run.one_device import OneDevice
+from lightning_pipeline.run.start import join
 from lightning_pipeline.weights import holds_weights_only, open_weights, prefix_for
 
 
@@ -99,7 +100,7 @@ class PlainStrategy(Places, ParallelStrategy):
             reset_seed()
             self.set_world_ranks()
             backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
-            _lightning.join_group(self.cluster_environment, backend, self._settings.init_timeout)
+            join(self.cluster_environment, backend, self._settings).close()
         if self._settings.async_save and self._checkpoint_io is None:
             self._checkpoint_io = AsyncCheckpointIO()
         self._is_set_up = False

@@ -46,6 +46,7 @@ from lightning_pipeline.ranks import (
     Failure,
     Groups,
     Outlet,
+    Within,
     average_gradients,
     sum_shared,
 )
@@ -83,6 +84,7 @@ class Pipeline:
         placement: Which pipeline rank holds which stage.
         backend: Of the collectives.
         device: Of this rank.
+        within: Does what all ranks do together before somebody watches over waits.
     """
 
     executor: Executor
@@ -91,14 +93,15 @@ class Pipeline:
     _runner: StepRunner
     _cut: Cut
 
-    def __init__(self, settings: Settings, placement: Plan, backend: str, device: torch.device) -> None:
+    def __init__(
+        self, settings: Settings, placement: Plan, backend: str, device: torch.device, within: Within
+    ) -> None:
         self._settings, self._placement, self._device = settings, placement, device
-        numbering_replicas = dist.get_world_size() // placement.num_ranks
         self.groups = Groups(
-            placement, replicas=numbering_replicas, backend=backend,
+            placement, replicas=dist.get_world_size() // placement.num_ranks, backend=backend,
             init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
             hook_timeout=settings.hook_timeout,
-            edge_backend=settings.edge_backend(device, backend), device=device,
+            edge_backend=settings.edge_backend(device, backend), device=device, within=within,
         )  # fmt: skip
         groups = self.groups
         self.failure = Failure(groups, asked=SIGTERMException)
@@ -112,8 +115,9 @@ class Pipeline:
         self.feed = Feed(
             groups.replica, self._ranks, self._gather_for("comparing batches"), self._from_last, settings.data
         )
-        self.checkpoints = Checkpoints(
-            options_of(settings, placement.num_stages), groups.numbering, groups.store, groups.lookout
+        options = options_of(settings, placement.num_stages)
+        self.checkpoints: Checkpoints = within(
+            "making groups", lambda: Checkpoints(options, groups.numbering, groups.store, groups.lookout)
         )
         self._set_aside = SetAside()
         self._undo: list[Any] = []

@@ -1,0 +1,81 @@
+"""A rank that does not come to the start of a run, or is lost while torch makes the default group, is named."""
+
+import os
+from pathlib import Path
+
+import pytest
+from lightning.pytorch import Trainer
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+
+from lightning_pipeline import PipelineStrategy
+from tests.faults.cases import FAULTS, SOON, Ranks, after_fault, say_when
+from tests.pool import Outcome
+from tests.ranks.lightning_cases import Regression, loader
+
+pytestmark = pytest.mark.quiet  # times are compared with a clock
+
+INIT, SILENT = 3.0, 2.0  # init_timeout and step_timeout
+
+
+class Lost(TorchElasticEnvironment):
+    """Meets its fault where the store is asked for first, to come to it, or again, to make torch's group."""
+
+    def __init__(self, fault: str, at: int) -> None:
+        self.fault, self.at, self.asked = fault, at, 0
+        super().__init__()
+
+    @property
+    def main_port(self) -> int:
+        self.asked += 1
+        if self.asked == self.at:
+            say_when()
+            FAULTS[self.fault]()
+        return super().main_port
+
+
+def started(fault: str, at: int, rank: int, folder: str) -> None:
+    environment = Lost(fault, at) if os.environ["RANK"] == str(rank) else TorchElasticEnvironment()
+    strategy = PipelineStrategy(3, num_microbatches=3, init_timeout=INIT, step_timeout=SILENT)
+    trainer = Trainer(
+        accelerator="cpu", devices=3, strategy=strategy, plugins=[environment], logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, max_epochs=1, default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(Regression(), loader())
+
+
+def named(outcomes: list[Outcome], rank: int, bound: float) -> None:
+    for outcome in outcomes:
+        if outcome.rank != rank:
+            assert outcome.exit_code == 1, outcome
+            assert after_fault(outcome, outcomes) < bound, outcome
+            assert f"global rank {rank}" in outcome.output.split("could not start:")[-1], outcome.output
+            assert "StageTimeoutError" in outcome.output or "is gone" in outcome.output
+
+
+def outcomes(ranks: Ranks, folder: Path, fault: str, at: int, rank: int) -> list[Outcome]:
+    return ranks(3).outcomes(
+        started, fault, at, rank, str(folder), timeout=20, group=False, rank0_store=True, dies=True,
+        without=[rank],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("kill", 0), ("kill", 1), ("stop", 2)])
+def test_a_rank_that_never_comes_is_named_after_init_timeout(
+    ranks: Ranks, tmp_path: Path, fault: str, rank: int
+) -> None:
+    named(outcomes(ranks, tmp_path, fault, 1, rank), rank, INIT + 2)
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("kill", 1), ("kill", 0), ("stop", 0), ("stop", 2)])
+def test_a_rank_that_is_lost_while_torch_makes_the_group_is_named(
+    ranks: Ranks, tmp_path: Path, fault: str, rank: int
+) -> None:
+    named(outcomes(ranks, tmp_path, fault, 2, rank), rank, SILENT + 2)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_there_is_told_by_all(ranks: Ranks, tmp_path: Path, rank: int) -> None:
+    for outcome in (found := outcomes(ranks, tmp_path, "fail", 2, rank)):
+        assert outcome.exit_code == 1, outcome
+        assert after_fault(outcome, found) < SOON
+        assert "boom-17" in outcome.output
