@@ -1,6 +1,7 @@
 """Who is where, what ranks do together, and what happens when one fails."""
 
 from lightning_pipeline.ranks.alignment import Clocks, Offset
+from lightning_pipeline.ranks.alike import all_end_alike
 from lightning_pipeline.ranks.board import Board, on_device
 from lightning_pipeline.ranks.cause import Cause, Where
 from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
@@ -30,6 +31,7 @@ __all__ = [
     "RollCall",
     "Where",
     "Within",
+    "all_end_alike",
     "average_gradients",
     "break_off",
     "closed_peers",

@@ -51,6 +51,8 @@ class Company:
         self.group = group if group is not None and group.size() > 1 else None
         self.ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
         self._failure, self.rank = failure, rank
+        self.exchanges = 0
+        """How many there were: as many on every rank, where all are at the same point."""
 
     def close(self) -> None:
         """Let go of the group: a connection closes only when nobody refers to its group any more."""
@@ -71,6 +73,7 @@ class Company:
         self._failure.go_on(what)
         used = self.group if group is None else group
         assert used is not None, "a company that was left does nothing together"
+        self.exchanges += 1
         with self._failure.watch(what, used), _disable_current_modes():  # a module may be under construction
             yield used
 

@@ -142,6 +142,10 @@ class Failure:
             return
         self.tell(where, error)
 
+    def write_down(self, error: BaseException) -> None:
+        """Report what every rank raises by itself, so that nobody is told."""
+        error.add_note(self.report(self._own(error, _OUTSIDE, None)))
+
     def go_on(self, activity: str) -> None:
         """Raise what this rank or the run has ended with, if it has.
 

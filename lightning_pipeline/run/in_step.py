@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,14 +14,17 @@ from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import random_states, set_random_states
-from lightning_pipeline.errors import BatchMismatchError
-from lightning_pipeline.ranks import Company, Outlet
+from lightning_pipeline.errors import BatchMismatchError, CheckpointError
+from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, all_end_alike
 
 
 class Ranks(Protocol):
     """What is asked of the other ranks."""
 
     world: Company
+    replica: Company
+    groups: Groups
+    failure: Failure
 
     def any_of(self, *flags: bool) -> list[bool]:
         """For each flag whether any rank of the world raised it."""
@@ -86,14 +90,14 @@ class KeepTogether(Callback):
         saves: Of the run.
 
     Attributes:
-        ending: Whether all ranks are about to end because of a SIGTERM.
+        ending: Whether all ranks are about to end at one point: by a SIGTERM, or an exception of all.
     """
 
     def __init__(self, ranks: Ranks, outlet: Outlet, epoch_starts: Callable[[], None], saves: Saves) -> None:
         self._ranks, self._outlet, self._epoch_starts, self._saves = ranks, outlet, epoch_starts, saves
         self._told_to_end = self._told_to_requeue = False
         self._requeue: Callable[[], None] | None = None
-        self.ending = False
+        self.ending = self._saves_on_exception = False
 
     def watch_signals(self, trainer: Trainer) -> Callable[[], None]:
         """From now on end the run, or save it for a new job, at one batch of all ranks.
@@ -103,6 +107,10 @@ class KeepTogether(Callback):
         Returns:
             Undoes it.
         """
+        self._saves_on_exception = any(
+            getattr(one, "save_on_exception", isinstance(one, OnExceptionCheckpoint))
+            for one in trainer.checkpoint_callbacks
+        )
         undo = [
             self._watch_sigterm(trainer),
             self._watch_requeue(trainer),
@@ -135,6 +143,27 @@ class KeepTogether(Callback):
                 _lightning.set_received_sigterm(trainer)
 
         return _lightning.on_sigterm(trainer, told)
+
+    def all_raise(self, exception: BaseException) -> bool:
+        """Whether all ranks raise this between the same two exchanges, and a callback would save that moment.
+
+        They all answer then: they save, and end together. Without such a callback nobody is asked.
+        """
+        ranks, groups = self._ranks, self._ranks.groups
+        saves = self._saves_on_exception and not isinstance(exception, CheckpointError)
+        if (
+            not (saves and isinstance(exception, Exception))
+            or groups.aborted
+            or ranks.failure.cause is not None
+        ):
+            return False
+        counts = (ranks.world.exchanges, ranks.replica.exchanges)
+        place = f"{type(exception).__name__} after {counts} exchanges in {groups.lookout.doing()}"
+        size = groups.numbering.world_size
+        self.ending = all_end_alike(groups.notes, groups.global_rank, size, place)
+        if self.ending:
+            ranks.failure.write_down(exception)
+        return self.ending
 
     def equal_random_states(self) -> None:
         """Give all stages of a replica the same random states, where they differ."""

@@ -116,9 +116,8 @@ class Pipeline:
             groups.replica, self._ranks, self._gather_for("comparing batches"), self._from_last, settings.data
         )
         options = options_of(settings, placement.num_stages)
-        self.checkpoints: Checkpoints = within(
-            "making groups", lambda: Checkpoints(options, groups.numbering, groups.store, groups.lookout)
-        )
+        checkpoints = partial(Checkpoints, options, groups.numbering, groups.store, groups.lookout)
+        self.checkpoints: Checkpoints = within("making groups", checkpoints)
         self._set_aside = SetAside()
         self._undo: list[Any] = []
         self._at_last: list[Any] = []
@@ -525,7 +524,7 @@ class Pipeline:
 
     @property
     def ends_together(self) -> bool:
-        """Whether a SIGTERM ends all ranks at this batch: they still answer each other."""
+        """Whether all ranks end at this point, by a SIGTERM or an exception of all: they still answer."""
         return self._together is not None and self._together.ending
 
     def fail(self, exception: BaseException) -> None:
@@ -534,7 +533,8 @@ class Pipeline:
         Args:
             exception: Gets a note when another rank failed first.
         """
-        if self.ends_together or self._failed:
+        together = self._together if self._is_split else None
+        if self.ends_together or self._failed or (together is not None and together.all_raise(exception)):
             return
         self._failed = True
         alike = isinstance(exception, ConfigurationError | SplitError) and not self._is_split
@@ -562,7 +562,7 @@ class Pipeline:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        if self._failed:
+        if self._failed or self.ends_together:
             self._undo_last()
         if self.last_plan is not None and not self._failed and self._placement.num_ranks > 1:
             timeline = self.executor.timeline
@@ -572,14 +572,14 @@ class Pipeline:
         if self._is_split:
             self._make_whole()
         if not self._failed:
-            all_came = self.groups.close(goes_on=True)
+            all_came = self.groups.close(goes_on=not self.ends_together)
             self.checkpoints.close(failed=False)
             if not all_came:
                 self.failure.missed("the end of the run")
 
     def leave(self) -> None:
         """After `close` and the user's last hooks, which may fail on one rank: wait for the others."""
-        if self._failed:
+        if self._failed or self.ends_together:
             return
         all_came = self.groups.leave()
         self._undo_last()

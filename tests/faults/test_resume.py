@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -142,3 +143,60 @@ def test_a_job_that_is_started_again_goes_on_where_it_was(ranks: Ranks, tmp_path
     for (seen, weights), (all_seen, expected) in zip(again, straight, strict=True):
         assert seen == all_seen[4:]
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+class AllRaise(Notes):
+    """Every rank raises after the same batch, rank 1 a little later; or in another batch."""
+
+    def __init__(self, alike: bool) -> None:
+        super().__init__()
+        self.alike = alike
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        rank = self.trainer.global_rank
+        if self.trainer.global_step == 6 + (rank == 1 and not self.alike):
+            time.sleep(0.1 * rank)
+            raise ValueError("the loss is too high")
+
+
+def ended_alike(folder: str, alike: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    pl.seed_everything(5, verbose=False)
+    run = part_of_a_run(folder, None)
+    with pytest.raises(ValueError, match="the loss is too high"):
+        run.fit(module := AllRaise(alike), loader(32, shuffle=True))
+    return module.seen, {}
+
+
+def part_of_a_run(folder: str, stop: int | None) -> pl.Trainer:
+    saver = ModelCheckpoint(f"{folder}/saved", save_on_exception=True, every_n_epochs=100)
+    return pl.Trainer(
+        accelerator="cpu", devices=2, strategy=PipelineStrategy(stages=2, num_microbatches=2, step_timeout=4),
+        max_steps=stop or 10, logger=False, callbacks=[saver], default_root_dir=folder,
+    )  # fmt: skip
+
+
+def goes_on(folder: str, resume: bool) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    pl.seed_everything(5, verbose=False)
+    path = str(next(Path(folder, "saved").iterdir())) if resume else None
+    module = Notes()
+    part_of_a_run(folder, 10).fit(module, loader(32, shuffle=True), ckpt_path=path)
+    return module.seen, {n: p.detach().clone() for n, p in module.named_parameters()}
+
+
+def test_an_exception_of_all_ranks_is_saved_and_resumed_exactly(ranks: Ranks, tmp_path: Path) -> None:
+    first = ranks(2)(ended_alike, str(tmp_path), True, group=False)
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["epoch=1-step=6.ckpt"]
+    assert len(list(tmp_path.glob("crash/rank*-*.txt"))) == 2
+    again = ranks(2)(goes_on, str(tmp_path), True, group=False)
+    straight = ranks(2)(goes_on, str(tmp_path / "straight"), False, group=False)
+    for (begun, _), (seen, weights), (all_seen, expected) in zip(first, again, straight, strict=True):
+        assert begun + seen == all_seen
+        assert all(torch.equal(weights[name], expected[name]) for name in expected)
+
+
+def test_an_exception_of_one_rank_is_not_saved(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = ranks(2).outcomes(ended_alike, str(tmp_path), False, timeout=20, group=False, dies=True)
+    assert not (tmp_path / "saved").exists()
+    assert [outcome.exit_code for outcome in outcomes] == [None, 1]
+    assert "because pipeline rank 1 (global rank 0) failed" in outcomes[1].output
+    assert "the loss is too high" in outcomes[1].output
