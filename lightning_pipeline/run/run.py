@@ -97,13 +97,12 @@ class Pipeline:
         self, settings: Settings, placement: Plan, backend: str, device: torch.device, within: Within
     ) -> None:
         self._settings, self._placement, self._device = settings, placement, device
-        self.groups = Groups(
+        self.groups = groups = Groups(
             placement, replicas=dist.get_world_size() // placement.num_ranks, backend=backend,
             init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
             hook_timeout=settings.hook_timeout,
             edge_backend=settings.edge_backend(device, backend), device=device, within=within,
         )  # fmt: skip
-        groups = self.groups
         self.failure = Failure(groups, asked=SIGTERMException)
         self.world = Company(groups.control, self.failure, groups.global_rank)
         self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
