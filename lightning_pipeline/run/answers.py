@@ -14,6 +14,7 @@ from lightning_pipeline.measure import MemoryMeter, StageMeasures
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
+from lightning_pipeline.run.forecasting import Prospect
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.schedules import Plan, Schedule
@@ -112,8 +113,19 @@ class Answers(Places):
         trainer = getattr(self.lightning_module, "_trainer", None)
         return not dist.is_initialized() or _lightning.is_interrupted(trainer)
 
-    def describe(self) -> StageTable:
-        """The stages: units, parameters, share of cost, messages, and why the cuts are where they are."""
+    def describe(self, module: LightningModule | None = None, batch: Any = None) -> StageTable:
+        """The stages: units, parameters, share of cost, messages, and why the cuts are where they are.
+
+        Args:
+            module: Of a run that is not begun; `configure_model` is run on a copy, without weights. Default:
+                that of the run.
+            batch: For `module`: of one replica, as a dataloader gives it.
+
+        Raises:
+            ConfigurationError: There is no run with data, and no module was given.
+        """
+        if module is not None:
+            return Prospect(module, batch).table(self._settings)
         if self._run.table is None:
             raise ConfigurationError("this run has no data, so the module was not split")
         return self._run.table

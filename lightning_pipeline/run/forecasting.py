@@ -31,6 +31,7 @@ from lightning_pipeline.forecast import (
     search,
 )
 from lightning_pipeline.model.construction import without_weights
+from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.run.step import Parts, Plans, split_arguments, trains_batch_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import Settings
@@ -176,6 +177,23 @@ class Prospect:
 
         return search(workload_of, devices, samples, assumptions, progress=progress)
 
+    def table(self, settings: Settings) -> StageTable:
+        """The stages that a run would have.
+
+        Args:
+            settings: Of the strategy.
+
+        Raises:
+            ConfigurationError: `stages="auto"`.
+            PartitionError: There are fewer units than stages.
+            SplitError: The step cannot be cut.
+        """
+        stages, number = _ranks_of(settings), settings.num_microbatches
+        if number == "auto":
+            number = self.choose_number(settings.schedule, stages)
+        num_stages = Plans(settings.schedule, stages).plan(number, forward_only=False).num_stages
+        return self.workload(self.parts(number), settings).partition(num_stages).table()
+
     def _optimizers(self) -> Any:
         """What `configure_optimizers` returns, with a Trainer that will not be started."""
         before = self.module._trainer
@@ -195,12 +213,7 @@ class Prospect:
             assumptions: About the machine. Default: `self.assumptions`.
             own: The schedule to show; its micro-batches count for `num_microbatches="auto"`.
         """
-        stages, number = settings.stages, settings.num_microbatches
-        if stages == "auto":
-            raise ConfigurationError(
-                "stages='auto' takes all devices of a Trainer, and there is none to plan for: say how many, "
-                "such as PipelineStrategy(stages=4)"
-            )
+        stages, number = _ranks_of(settings), settings.num_microbatches
         if number == "auto":
             number = self.choose_number(own or settings.schedule, stages)
         parts = self.parts(number)
@@ -218,6 +231,16 @@ class Prospect:
             own=own,
             notes=notes,
         )
+
+
+def _ranks_of(settings: Settings) -> int:
+    """How many ranks a pipeline is to have."""
+    if settings.stages == "auto":
+        raise ConfigurationError(
+            "stages='auto' takes all devices of a Trainer, and there is none to plan for: say how many, "
+            "such as PipelineStrategy(stages=4)"
+        )
+    return settings.stages
 
 
 def _prepared(module: LightningModule, batch: Any) -> Any:

@@ -137,6 +137,11 @@ def broken(folder: Path, how: str) -> Path:
         part.unlink()
     elif how == "short shard":
         part.write_bytes(part.read_bytes()[:-8])
+    elif how == "unreadable index":
+        (path / "model.safetensors.index.json").write_bytes(b"\x00{")
+    elif how == "nothing":
+        for file in path.iterdir():
+            file.unlink()
     elif how == "lacking shard":
         save_file({"other": torch.ones(1)}, part)
     else:
@@ -154,6 +159,8 @@ def broken(folder: Path, how: str) -> Path:
 @pytest.mark.parametrize(("how", "text"), [
     ("missing shard", r"lists part-1.safetensors, which is not there"),
     ("short shard", r"part-1.safetensors cannot be read, as when it was cut short"),
+    ("unreadable index", r"model.safetensors.index.json is no index of shards"),
+    ("nothing", r"holds no weights: neither a checkpoint's manifest.json, nor model.safetensors"),
     ("lacking shard", r"part-1.safetensors lacks net.*, which model.safetensors.index.json lists"),
     ("misfits", r"missing: net.4.bias; unexpected: net.9.weight; wrong shape: net.0.weight \(\(2, 2\) stored, \(8, 6\) here\)"),
 ])  # fmt: skip

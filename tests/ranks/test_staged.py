@@ -1,5 +1,6 @@
 """A module built in `configure_model` over stages has the weights of one device, and no rank builds it whole."""
 
+import os
 import re
 import warnings
 from collections.abc import Callable
@@ -252,6 +253,32 @@ def test_what_needs_all_weights_is_built_whole_and_said_so(ranks: Ranks, kind: t
             assert torch.equal(value, expected["made"][name]), name
         for name, value in rank["held"].items():
             torch.testing.assert_close(value, expected["held"][name], rtol=1e-10, atol=1e-12, msg=name)
+
+
+class Fickle(Late):
+    """Draws another number of values each time, and on each rank."""
+
+    def layers(self) -> nn.Module:
+        torch.rand(int.from_bytes(os.urandom(1)))
+        return super().layers()
+
+
+class FickleNumpy(Numpy, Fickle):
+    """Which has to be built once more, with weights."""
+
+
+@pytest.mark.parametrize("kind", [Fickle, FickleNumpy])
+def test_constructors_that_draw_otherwise_each_time_are_built_and_trained(
+    ranks: Ranks, kind: type[Late]
+) -> None:
+    expected = fit_late(Late, None)["made"]
+    for rank in ranks(2)(fit_late, kind, {"stages": 2, "num_microbatches": 1}):
+        assert rank["whole"] == (kind is FickleNumpy)
+        for name, value in rank["made"].items():
+            bound = expected[name].shape[-1] ** -0.5 if expected[name].dim() > 1 else 10
+            assert value.shape == expected[name].shape
+            assert 0 < value.abs().max() <= bound
+        assert all(value.isfinite().all() for value in rank["held"].values())
 
 
 def fit_warned(kind: type[Late]) -> Any:

@@ -333,6 +333,9 @@ def test_a_model_of_7_billion_parameters_is_planned_without_weights() -> None:
     begun = time.process_time()
     found = PipelineStrategy(8, num_microbatches=8).plan(module, batch)
     assert str(found).startswith("Large, 6,980,")
+    table = PipelineStrategy(8).describe(module, batch)
+    assert [len(row.units) for row in table.rows] == [4] * 8
+    assert sum(row.num_parameters for row in table.rows) == 6_980_304_896
     assert time.process_time() - begun < 20
     assert anonymous() - before < 1 << 29
     assert torch.equal(torch.get_rng_state(), states)
