@@ -285,7 +285,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
                     f"this process is in a group of {dist.get_world_size()} ranks, but the strategy needs "
                     f"{numbering.world_size}: start as many processes"
                 )
-            self._pipeline = Pipeline(self._settings, placement, backend, self.root_device, roll.within)
+            self._pipeline = Pipeline(
+                self._settings, placement, backend, self.root_device, trainer, roll.within
+            )
         by_rank = list(zip(*numbering.pipelines(), strict=True))
         self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
         assert self.lightning_module is not None
@@ -308,7 +310,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
         self.note_hyper_parameters(self.lightning_module)
         with self.optimizers_on_demand(self.lightning_module), self._telling():
-            self._running.split_module(trainer, self.precision_plugin, built)
+            self._running.split_module(self.precision_plugin, built)
         self.note_names(trainer)
         self._print_stages()
         self.model_to_device()
@@ -320,15 +322,15 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             self._running.at_end(self.watch_steps(trainer))
 
     def _print_stages(self) -> None:
-        table = str(self._running.table or "")
+        table = str(self._running.stages.table or "")
         if table not in ("", self._printed):
-            rank_zero_info(f"{table}\n{self._running.says}")
+            rank_zero_info(f"{table}\n{self._running.stages.says}")
             self._printed = table
 
     @pipelined
     @override
     def model_to_device(self) -> None:
-        self._running.to_device(self.root_device)
+        self._running.stages.to_device(self.root_device)
 
     @pipelined
     @override
@@ -336,9 +338,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self._reset_optimizers_and_schedulers()
         running = self._running
         assert trainer.lightning_module is not None
-        with running.in_hook():
+        with running.stages.in_hook():
             optimizers, schedulers = _lightning.init_optimizers(trainer.lightning_module)
-        running.adopt(optimizers)
+        running.stages.adopt(optimizers)
         self.optimizers, self.lr_scheduler_configs = optimizers, schedulers
         compare_optimizers(self.optimizers, self.lr_scheduler_configs, running.world)
 
@@ -393,13 +395,15 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
 
     # Steps
 
-    @pipelined
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_device:
+            return super().training_step(*args, **kwargs)
+        batch = self._running.training_batch([*args, *kwargs.values()], stepping=not self._accumulating)
         with self._telling():
-            outputs = self._running.train([*args, *kwargs.values()], stepping=not self._accumulating)
+            outputs = batch.train()
         if outputs is None:
-            self._running.put_gradients_back(stepping=not self._accumulating)
+            self._running.split.put_gradients_back(stepping=not self._accumulating)
             return _lightning.NO_LOSS
         return outputs
 
@@ -407,19 +411,19 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
-            return self._running.evaluate("validation_step", [*args, *kwargs.values()])
+            return self._running.evaluated_batch("validation_step", [*args, *kwargs.values()]).evaluate()
 
     @pipelined
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
-            return self._running.evaluate("test_step", [*args, *kwargs.values()])
+            return self._running.evaluated_batch("test_step", [*args, *kwargs.values()]).evaluate()
 
     @pipelined
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self._telling():
-            return self._running.evaluate("predict_step", [*args, *kwargs.values()])
+            return self._running.evaluated_batch("predict_step", [*args, *kwargs.values()]).evaluate()
 
     @pipelined
     @contextmanager
@@ -440,7 +444,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         assert module is not None
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._running.put_gradients_back(stepping=not self._accumulating)
+        self._running.split.put_gradients_back(stepping=not self._accumulating)
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss
@@ -450,13 +454,13 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.stepping(optimizer):
+        with self._running.split.stepping(optimizer):
             return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
 
     @pipelined
     @override
     def not_finite(self, optimizer: Optimizer) -> list[str]:
-        return self._running.not_finite()
+        return self._running.split.gradients.not_finite()
 
     # Collectives
 
@@ -519,7 +523,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         """Decide over all ranks of the world."""
         if self._alone:
             return decision
-        return not self._running.any_of(not decision)[0] if all else self._running.any_of(decision)[0]
+        any_of = self._running.members.any_of
+        return not any_of(not decision)[0] if all else any_of(decision)[0]
 
     # The end
 

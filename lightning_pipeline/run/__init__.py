@@ -1,11 +1,11 @@
 """One run of a Trainer: from setup to teardown, and one batch in it."""
 
 from lightning_pipeline.run.checkpoints import CheckpointHooks
-from lightning_pipeline.run.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.forecasting import PRECISIONS, Prospect
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.setup import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.start import begin, join
 
 __all__ = [

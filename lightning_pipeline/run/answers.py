@@ -17,6 +17,8 @@ from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.run.forecasting import Prospect
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.stages import Stages
+from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
 
@@ -122,13 +124,11 @@ class Answers(Places):
             batch: For `module`: of one replica, as a dataloader gives it.
 
         Raises:
-            ConfigurationError: There is no run with data, and no module was given.
+            ConfigurationError: There is no run with data, or it is not split yet, and no module was given.
         """
         if module is not None:
             return Prospect(module, batch).table(self._settings)
-        if self._run.table is None:
-            raise ConfigurationError("this run has no data, so the module was not split")
-        return self._run.table
+        return self._split.table
 
     @property
     def timeline(self) -> Timeline:
@@ -148,7 +148,7 @@ class Answers(Places):
     @property
     def memory(self) -> MemoryMeter:
         """Measures the memory of this rank."""
-        return self._run.memory
+        return self._split.memory
 
     @property
     def clock_offsets(self) -> list[Offset]:
@@ -188,16 +188,17 @@ class Answers(Places):
     @property
     def last_plan(self) -> Plan | None:
         """The plan of the last training step, `None` before the first."""
-        return self._run.last_plan
+        return self._stages.last_plan
 
     @property
     def batch_size(self) -> int | None:
         """Samples in the last training batch of this replica; `None` where the batch does not tell."""
-        return self._run.batch_size
+        return self._stages.batch_size
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
-        return self._run.gather(value)
+        run = self._run
+        return run.gather(value) if isinstance(run, OneDevice) else run.members.gather(value)
 
     @staticmethod
     def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
@@ -240,7 +241,7 @@ class Answers(Places):
         Returns:
             The norm before clipping, the same on every rank.
         """
-        return self._run.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
+        return self._split.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
 
     @property
     def _run(self) -> Pipeline | OneDevice:
@@ -253,8 +254,18 @@ class Answers(Places):
     def _measures(self) -> StageMeasures | OneDevice:
         if self._one_device is not None:
             return self._one_device
-        running = self._running
-        return StageMeasures(running.split, running.executor, running.groups)
+        split = self._running.split
+        return StageMeasures(split.split, split.executor, self._running.groups)
+
+    @property
+    def _stages(self) -> Stages | Whole | OneDevice:
+        run = self._run
+        return run if isinstance(run, OneDevice) else run.stages
+
+    @property
+    def _split(self) -> Stages | OneDevice:
+        run = self._run
+        return run if isinstance(run, OneDevice) else run.split
 
     @property
     def _running(self) -> Pipeline:

@@ -57,7 +57,7 @@ def no_hook(method: Method) -> Method:
     @wraps(method)
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
         pipeline: Pipeline | None = strategy._pipeline
-        with nullcontext() if pipeline is None else pipeline.aside():
+        with nullcontext() if pipeline is None else pipeline.stages.aside():
             return method(strategy, *args, **kwargs)
 
     return cast(Method, run)
@@ -83,7 +83,8 @@ class CheckpointHooks(Answers, PlainStrategy):
         Args:
             trainer: Of this run.
         """
-        self._names, self._written = self._running.names(), self._running.written_names()
+        stages = self._running.stages
+        self._names, self._written = stages.names(), stages.written_names()
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 local_path(callback.dirpath or "")
@@ -191,7 +192,8 @@ class CheckpointHooks(Answers, PlainStrategy):
         assert module is not None, "a run has a module"
         if self._pipeline is None:
             return module.state_dict()
-        own = {**self._pipeline.own_state(), **extra_states(module, self._pipeline.owns())}
+        stages = self._pipeline.stages
+        own = {**stages.own_state(), **extra_states(module, stages.owns())}
         return as_told(module, own, held_states(module))
 
     @pipelined
@@ -259,7 +261,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             save_weights, told, prefix=prefix, max_shard_bytes=max_shard_bytes, overwrite=overwrite
         )
         if self._pipeline is not None:
-            own = self._pipeline.own_state() if self.replica_index == 0 else {}
+            own = self._pipeline.stages.own_state() if self.replica_index == 0 else {}
             write(own, self._pipeline.checkpoints.ranks)
             return
         placement, numbering = self._layout()
@@ -312,7 +314,7 @@ class CheckpointHooks(Answers, PlainStrategy):
 
     @property
     def _is_split(self) -> bool:
-        return self._pipeline is not None and self._pipeline.table is not None
+        return self._pipeline is not None and self._pipeline.stages.table is not None
 
     def finish_saving(self) -> None:
         """Before a run ends: wait for what late hooks, an evaluation or a SIGTERM began to save.
@@ -338,13 +340,13 @@ class CheckpointHooks(Answers, PlainStrategy):
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
         placement, numbering = self._layout()
-        own = pipeline.own_state()
+        own = pipeline.stages.own_state()
         topology = {
             "ranks": placement.num_ranks,
             "stages": placement.num_stages,
             "replicas": numbering.replicas,
             "schedule": repr(self._settings.schedule),
-            "units": pipeline.units_by_stage(),
+            "units": pipeline.stages.units_by_stage(),
         }
         return Holdings(
             tensors=held_states(module) if whole else own,

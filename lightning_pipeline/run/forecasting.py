@@ -32,7 +32,7 @@ from lightning_pipeline.forecast import (
 )
 from lightning_pipeline.model.construction import without_weights
 from lightning_pipeline.model.cut import StageTable
-from lightning_pipeline.run.step import Parts, Plans, split_arguments, trains_batch_norm
+from lightning_pipeline.run.batch import Parts, Plans, split_arguments, trains_batch_norm
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import Settings
 

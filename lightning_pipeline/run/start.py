@@ -75,7 +75,8 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
             for callback in trainer.checkpoint_callbacks
             if isinstance(callback, ModelCheckpoint) and callback.dirpath is not None
         ]
-        path: str | None = pipeline.from_zero.share(lambda: newest_verified(folders), "choosing a checkpoint")
+        share = pipeline.members.from_zero.share
+        path: str | None = share(lambda: newest_verified(folders), "choosing a checkpoint")
         return path
 
     if settings.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:

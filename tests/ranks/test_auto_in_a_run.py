@@ -45,8 +45,8 @@ class Uneven(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.losses.append(float(outputs["loss"]))
-        runner = self.trainer.strategy._pipeline._runner
-        self.plans.append(str(runner._plans.plan(4, forward_only=False)))
+        steps = self.trainer.strategy._pipeline.stages.steps
+        self.plans.append(str(steps.plans.plan(4, forward_only=False)))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)

@@ -122,7 +122,7 @@ class Delays(pl.Callback):
     def on_train_start(self, run: pl.Trainer, *_: Any) -> None:
         if 1 not in run.strategy.stages_here:
             return
-        channel = run.strategy._running.executor.channels[0]
+        channel = run.strategy._running.split.executor.channels[0]
         wire = channel.link._outgoing = SlowWire(channel.link._outgoing)
         send = channel.send_gradients
 

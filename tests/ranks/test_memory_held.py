@@ -91,7 +91,7 @@ class WatchesGradients(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         strategy = self.trainer.strategy
-        self.held.append(len(strategy._pipeline._set_aside.held()))
+        self.held.append(len(strategy._pipeline.stages.gradients.aside.held()))
         return self.loss(batch)
 
 

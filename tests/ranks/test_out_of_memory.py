@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pipeline.callbacks import StageMemoryMonitor
-from lightning_pipeline.run.out_of_memory import is_out_of_memory
+from lightning_pipeline.run.batch import is_out_of_memory
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 

@@ -17,6 +17,8 @@ ROOMS = [
     "strategy",
     "callbacks",
     "run",
+    "run.setup",
+    "run.batch",
     "weights",
     "hooks",
     "checkpoint",

@@ -4,7 +4,7 @@ import lightning.pytorch  # noqa: F401  # registers the strategy, which imports 
 import pytest
 
 from lightning_pipeline.errors import ScheduleError
-from lightning_pipeline.run.step import Plans
+from lightning_pipeline.run.batch import Plans
 from lightning_pipeline.schedules import ForwardOnly, Interleaved1F1B, OneFOneB
 
 

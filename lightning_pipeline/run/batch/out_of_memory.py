@@ -20,7 +20,7 @@ from lightning_pipeline.model.cut import (
 )
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.ranks import Where
-from lightning_pipeline.run.step import Plans, StepRunner
+from lightning_pipeline.run.batch.batch import Steps
 from lightning_pipeline.schedules import Auto, Plan, Schedule, get_schedule
 
 _WORTH_IT = 0.9  # what an advice must leave of what is held now
@@ -29,18 +29,18 @@ _SPARING = ("1F1B", "Interleaved1F1B", "VHalf", "VMin")
 
 
 def watch_memory(
-    trainer: Trainer, split: SplitModel, executor: Executor, runner: StepRunner, plans: Plans, aside: SetAside
+    trainer: Trainer, split: SplitModel, executor: Executor, steps: Steps, aside: SetAside
 ) -> MemoryMeter:
     """A meter of this rank, which also explains errors for want of memory to all ranks."""
     device = trainer.strategy.root_device
     meter = MemoryMeter(
-        split, executor, lambda: runner.last_plan, lambda: trainer.optimizers, aside.held, device
+        split, executor, lambda: steps.last_plan, lambda: trainer.optimizers, aside.held, device
     )
 
     def explain(error: BaseException, where: Where) -> str:
         if not is_out_of_memory(error):
             return ""
-        return explanation(meter, where, plans.schedule, runner.batch_size)
+        return explanation(meter, where, steps.plans.schedule, steps.batch_size)
 
     executor.failure.explain = explain
     return meter

@@ -1,0 +1,268 @@
+"""One batch of a run: it is split, its plan is run, and every rank gets what Lightning expects of a step."""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+
+from lightning_pipeline.data import merge_outputs
+from lightning_pipeline.executor import Executor
+from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay
+from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
+from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
+from lightning_pipeline.model.state import late_values, put_late_values
+from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.run.batch.parts import Parts, split_arguments
+from lightning_pipeline.run.batch.plans import Plans
+from lightning_pipeline.run.batch.replan import Reordering
+from lightning_pipeline.schedules import Plan
+
+
+@dataclass
+class Steps:
+    """What the batches of a run have in common.
+
+    Attributes:
+        module: The LightningModule.
+        split: Its stages on this rank.
+        executor: Runs plans on them.
+        plans: For any number of micro-batches.
+        reports: From the last stage to the others.
+        recorder: Where the last stage's `self.log` goes.
+        metrics: Those of the module.
+        replica: Of this rank.
+        from_last: From the last stage's rank to the others.
+        loss_weighting: Of the strategy.
+        num_microbatches: What a batch is cut into.
+        at_least: Samples that each micro-batch of a training batch should have.
+        reordering: Plans the training batches anew, once it has seen some.
+        last_plan: Of the last training batch, `None` before the first.
+        batch_size: Samples in the last training batch; `None` where the batch does not tell.
+    """
+
+    module: LightningModule
+    split: SplitModel
+    executor: Executor
+    plans: Plans
+    reports: ReportChannel
+    recorder: LogRecorder
+    metrics: SharedMetrics
+    replica: int
+    from_last: Outlet
+    loss_weighting: str
+    num_microbatches: int
+    at_least: int
+    reordering: Reordering | None = None
+    last_plan: Plan | None = None
+    batch_size: int | None = None
+    warned: set[Hashable] = field(default_factory=set)
+
+    def merge(self, outputs: list[Any], sizes: list[int]) -> Any:
+        """One value of one per micro-batch, as the user's `merge_outputs` has it, or ours."""
+        own: Callable[[list[Any], list[int]], Any] | None = getattr(self.module, "merge_outputs", None)
+        return own(outputs, sizes) if own is not None else merge_outputs(outputs, sizes)
+
+
+class Batch:
+    """One batch on its way through a step; `train` or `evaluate` runs it, once.
+
+    Args:
+        steps: Of the run.
+        step: Name of the user's method.
+        args: Its arguments.
+        key: Of the random numbers: which batch of the run it is.
+        accumulate: Batches that one optimizer step adds up; the gradients are divided by it. `None`: no
+            backward follows.
+
+    Attributes:
+        parts: The batch, split, once it runs.
+        plan: What is run.
+        weights: What each micro-batch's loss counts for.
+        result: What the stages of this rank have made of it.
+    """
+
+    parts: Parts
+    plan: Plan
+    weights: Weights
+    result: StepResult
+
+    def __init__(
+        self,
+        steps: Steps,
+        step: str,
+        args: Sequence[Any],
+        key: tuple[int, ...],
+        accumulate: int | None = None,
+    ) -> None:
+        self._steps, self.step, self.args, self.key = steps, step, args, key
+        self.accumulate = accumulate
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def trains(self) -> bool:
+        """Whether a backward follows."""
+        return self.accumulate is not None
+
+    def train(self) -> dict[str, Any] | None:
+        """Run a training step, backward included.
+
+        Returns:
+            `loss`, that of the whole batch, detached, on every rank; on the last stage also what else the
+            step returned, and elsewhere in its place what raises when it is used. `None` where no
+            micro-batch has a loss.
+        """
+        with self.around():
+            with self.around_backwards(), self._open():
+                self._steps.executor.run(self.plan, self._steps.split.signatures)
+            loss, output = self._finish()
+        if loss is None:
+            return None
+        return {"loss": loss, **(_extras(output) or self._steps.split.extras_elsewhere(self.step))}
+
+    def evaluate(self) -> Any:
+        """Run a step of validation, test or predict.
+
+        Returns:
+            On the last stage what the step returned, merged; elsewhere `None`.
+        """
+        with self.around():
+            with self._open():
+                self._steps.executor.run(self.plan, self._steps.split.signatures)
+            output = self._finish()[1]
+        return output
+
+    # Before the plan runs, and after
+
+    @contextmanager
+    def _open(self) -> Iterator[None]:
+        """Around the plan: the batch is split and begun, and ended or dropped."""
+        steps = self._steps
+        self._split()
+        self.plan = steps.plans.plan(len(self.parts.args), forward_only=not self.trains)
+        if self.trains:
+            steps.last_plan, steps.batch_size = self.plan, self.parts.batch_size
+        try:
+            with steps.metrics.in_step():
+                self._begin()
+                yield
+                self.result = steps.split.finish()
+        except BaseException:
+            steps.split.failed()
+            raise
+        self._warn_once()
+
+    def _split(self) -> None:
+        steps = self._steps
+        at_least = steps.at_least if self.trains else 1
+        self.parts = split_arguments(steps.module, self.args, steps.num_microbatches, at_least=at_least)
+        if self.trains:
+            self._warn_unsplit()
+        self.weights = weights_of(
+            steps.module,
+            steps.loss_weighting,
+            [batch for batch, *_ in self.parts.args],
+            self.parts.sizes,
+            self.accumulate or 1,
+        )
+
+    def _begin(self) -> None:
+        steps, parts, weights = self._steps, self.parts, self.weights
+        steps.recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
+        whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
+        steps.split.begin(
+            self.step, [(args, {}) for args in parts.args],
+            weights=weights.gradients if self.trains else None, key=self.key,
+            replica=steps.replica, split_backward=self.plan.splits_backward,
+            whole=None if weights.settled else whole,
+            sizes=parts.sizes, merge=steps.merge,
+        )  # fmt: skip
+
+    def _finish(self) -> tuple[Tensor | None, Any]:
+        """Merge, and tell all ranks; the loss of the batch, and what the step returned beside."""
+        steps = self._steps
+        if steps.reordering is not None and self.trains:
+            self._reorder(steps.reordering)
+        with steps.executor.failure.watch(f"the end of {self.step}"):
+            report, output = None, None
+            steps.split.settle(steps.merge)
+            if steps.split.has_last_stage:
+                report, output = self._report(), self._merged()
+            report = steps.reports.share(self.step, report)
+            self._share_what_is_left()
+            replay(steps.module, report, self.parts.batch_size)
+        return loss_of(report), output
+
+    def _report(self) -> Any:
+        losses, weights = self.result.losses, self.weights
+        loss = loss_of_batch(losses, self.result.parts, weights.losses) if self.trains else None
+        chosen = (losses, weights.losses) if weights.settled and self.trains else ()
+        return self._steps.recorder.report(loss, *chosen)
+
+    def _merged(self) -> Any:
+        outputs = self.result.outputs
+        if self.step == "training_step":  # its loss is averaged apart
+            outputs = [_extras(output) for output in outputs]
+        return self._steps.merge(outputs, self.parts.sizes) if outputs else None
+
+    def _share_what_is_left(self) -> None:
+        """Hooks on every rank, and the next step, read what the end of the step has just left."""
+        split, module, from_last = self._steps.split, self._steps.module, self._steps.from_last
+        names, attributes = split.late_states(self.step), split.has_late_attributes(self.step)
+        if (names or attributes) and from_last.group is not None:
+            values, left = from_last.share(lambda: (late_values(module, names), split.left_on_last()))
+            if not from_last.is_source:
+                put_late_values(module, names, values)
+                split.take_from_last(left)
+
+    def _reorder(self, reordering: Reordering) -> None:
+        steps = self._steps
+        if len(self.parts.args) != steps.num_microbatches:
+            return
+        with steps.executor.failure.watch("planning the order of the actions anew"):
+            better = reordering.after(self.plan, steps.executor.timeline)
+        if better is not None:
+            steps.plans.use(better)
+
+    # Warnings
+
+    def _warn_unsplit(self) -> None:
+        steps, parts = self._steps, self.parts
+        more = steps.num_microbatches > len(parts.args)
+        if more and parts.batch_size is None and "batch" not in steps.warned:
+            steps.warned.add("batch")
+            rank_zero_warn(
+                f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
+                "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
+                "num_microbatches)` on the LightningModule"
+            )
+
+    def _warn_once(self) -> None:
+        step, number = self.step, len(self.parts.args)
+        split, warned = self._steps.split, self._steps.warned
+        untried = split.not_tried(step)
+        if untried is not None and ("untried", step) not in warned:
+            warned.add(("untried", step))
+            rank_zero_warn(
+                f"what {step} leaves behind is made from its micro-batches as returned values are, means by "
+                "samples and rows joined; whether one device would leave the same could not be tried out. "
+                f"This concerns {untried}"
+            )
+        names = split.doubtful(step)
+        if names and number > 1 and step not in warned:
+            warned.add(step)
+            rank_zero_warn(
+                f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
+                f"{number} micro-batches, and no rule puts their results together to what one "
+                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end"
+            )
+
+
+def _extras(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return {name: value for name, value in output.items() if name != "loss"}
+    return None

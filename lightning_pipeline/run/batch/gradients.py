@@ -1,0 +1,123 @@
+"""The gradients of a run's batches: out of `.grad` and back, summed, averaged, clipped, looked at."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+from torch import Tensor
+
+from lightning_pipeline.hooks import (
+    AgreedGradients,
+    GradientHooks,
+    ReportChannel,
+    SetAside,
+    clip_by_norm,
+    zeroed_unseen,
+)
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.ranks import Failure, Groups, average_gradients, sum_shared
+from lightning_pipeline.schedules import Plan
+
+
+class Gradients:
+    """What the stages of this rank make of gradients.
+
+    Args:
+        split: The stages.
+        groups: Of the run.
+        failure: Of the run.
+        placement: Which pipeline rank holds which stage.
+
+    Attributes:
+        aside: Those that are not in `.grad` now.
+        counted_elsewhere: Shared parameters, by `id`, that another rank counts.
+    """
+
+    def __init__(self, split: SplitModel, groups: Groups, failure: Failure, placement: Plan) -> None:
+        self._split, self._groups, self._failure, self._placement = split, groups, failure, placement
+        self._parameters = [parameter for _, parameter in split.owned_parameters()]
+        self._hooks = GradientHooks(self._parameters)
+        self._finite: AgreedGradients | None = None
+        self.aside = SetAside()
+        self.counted_elsewhere = {
+            id(shared.parameter) for shared in split.shared
+            if shared.parameter is not None and placement.rank_of(shared.stages[0]) != groups.rank
+        }  # fmt: skip
+
+    def look(self, reports: ReportChannel) -> None:
+        """Steps depend on it: tell all ranks of gradients that are not finite, with the reports."""
+        groups, split = self._groups, self._split
+        finite = self._finite = AgreedGradients(
+            split.parameter_names(), split.stages_of, split.owned_parameters(), groups.replica,
+            groups.numbering.replicas, groups.numbering.global_rank,
+        )  # fmt: skip
+        places = dist.get_process_group_ranks(groups.pipeline)
+        ranks = groups.numbering.pipelines()[groups.replica]
+        reports.numbers = lambda: finite.own(self.aside.totals())
+        reports.told = lambda found: finite.of_replica([found[places.index(rank)] for rank in ranks])
+
+    @contextmanager
+    def of_batch(self, trainer: Trainer, *, stepping: bool) -> Iterator[None]:
+        """Around a training step, at whose end what it gave to `.grad` is taken out.
+
+        Args:
+            trainer: In its training.
+            stepping: Whether the optimizer steps on this batch.
+        """
+        if self._finite is not None:
+            self._finite.counts = stepping
+        unseen = zeroed_unseen(trainer, trainer.fit_loop.batch_idx)
+        self.aside.begin(self._parameters, drop=unseen)
+        if unseen:
+            self._split.note_gradients(False)
+        try:
+            yield
+        except BaseException:
+            self.aside.cancel()
+            raise
+        self.aside.end()
+
+    @contextmanager
+    def of_backwards(self) -> Iterator[None]:
+        """Around the plan of a training step: the user's hooks on gradients see those of the whole batch."""
+        with self._hooks.put_off():
+            yield
+        shared = self._split.shared
+        if shared:
+            with self._failure.watch("adding up gradients of shared parameters", self._groups.control):
+                copies = [(tuple(one.stages), one.parameter) for one in shared]
+                sum_shared(copies, partial(self._groups.shared, placement=self._placement))
+        self._hooks.change()
+
+    def put_back(self) -> None:
+        """Give `.grad` what the step made."""
+        self.aside.put_back()
+        self._hooks.after()
+        self._split.note_gradients(True)
+
+    def average(self) -> None:
+        """Before the optimizer steps, average over replicas."""
+        with self._failure.watch("averaging gradients", self._groups.control):
+            told = average_gradients(
+                self._parameters, self._groups.data_parallel,
+                numbers=() if self._finite is None else self._finite.numbers,
+            )  # fmt: skip
+            if self._finite is not None:
+                self._finite.of_all(told)
+
+    def not_finite(self) -> list[str]:
+        """Gradients that are inf or nan before a step, in words, the same on every rank."""
+        return [] if self._finite is None else self._finite.found()
+
+    def clip(
+        self, parameters: Iterable[Tensor], max_norm: float, device: torch.device, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Clip gradients by their norm over all stages; tied parameters count once."""
+        with self._failure.watch("clipping gradients", self._groups.pipeline):
+            return clip_by_norm(
+                parameters, max_norm, elsewhere=self.counted_elsewhere, groups=[self._groups.pipeline],
+                device=device, error_if_nonfinite=error_if_nonfinite,
+            )  # fmt: skip

@@ -1,0 +1,83 @@
+"""The ranks of a run, and what they do together."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
+from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, Within
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.settings import Settings
+
+
+class Members:
+    """All ranks of a run; all make and use it together.
+
+    Args:
+        settings: Of the strategy.
+        placement: Which pipeline rank holds which stage.
+        backend: Of the collectives.
+        device: Of this rank.
+        within: Does what all ranks do together before somebody watches over waits.
+
+    Attributes:
+        groups: Of processes.
+        failure: Ends all ranks when one fails.
+        world: All ranks.
+        replica: Those that hold the module together.
+        ranks: The global ranks of this replica, by pipeline rank.
+        from_zero: From global rank 0 to all ranks.
+        from_last: From the rank with the last stage to the others of its replica.
+        aside: Around what they do together inside a hook of the user's, once the module is split.
+    """
+
+    def __init__(
+        self, settings: Settings, placement: Plan, backend: str, device: torch.device, within: Within
+    ) -> None:
+        self.groups = groups = Groups(
+            placement, replicas=dist.get_world_size() // placement.num_ranks, backend=backend,
+            init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
+            hook_timeout=settings.hook_timeout,
+            edge_backend=settings.edge_backend(device, backend), device=device,
+        )  # fmt: skip
+        self.failure = Failure(groups, asked=SIGTERMException)
+        self.world = Company(groups.control, self.failure, groups.global_rank)
+        self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
+        self.ranks = groups.numbering.pipelines()[groups.replica]
+        self.from_zero = Outlet(self.world, 0, groups.global_rank == 0)
+        last = placement.rank_of(placement.num_stages - 1)
+        self.from_last = Outlet(self.replica, self.ranks[last], last == groups.rank)
+        self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def agreed(self, work: Callable[[], Any]) -> Any:
+        """Do local work on every rank of the world; when one fails, all raise."""
+        return self.world.all_or_none("splitting the module", work)
+
+    def gather(self, value: Any, what: str = "gathering from all stages") -> list[Any]:
+        """An object of every rank of this replica, by pipeline rank."""
+        with self.aside():
+            return self._by_rank(self.replica.gather(what, value))
+
+    def gather_for(self, what: str) -> Callable[[Any], list[Any]]:
+        """`gather`, for something that messages are to name."""
+        return lambda value: self.gather(value, what)
+
+    def meet(self, what: str, value: Any) -> list[Any]:
+        """`gather` in a group of its own: a rank that reads alone meets nothing else there."""
+        company = Company(self.groups.meetings, self.failure, self.groups.global_rank)
+        return self._by_rank(company.gather(what, value))
+
+    def _by_rank(self, found: Mapping[int, Any]) -> list[Any]:
+        return [found[rank] for rank in self.ranks]
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag whether any rank of the world raised it."""
+        return self.world.any_of("asking all ranks", *flags)
+
+    def close(self) -> None:
+        """A failure is told: from now on nobody waits for another."""
+        self.world.close()
+        self.replica.close()

@@ -1,0 +1,37 @@
+"""From a whole LightningModule to this rank's stages, and back to the whole one."""
+
+from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
+from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize, split_module
+from lightning_pipeline.run.setup.headline import headline, too_small
+from lightning_pipeline.run.setup.summary import summarize_before_split
+from lightning_pipeline.run.setup.trainer import (
+    as_the_loop_will,
+    beside_module,
+    hooks_undone,
+    loggers_set_aside,
+    seed_of_run,
+)
+from lightning_pipeline.run.setup.whole import held_states, make_whole, move, start_equal
+
+__all__ = [
+    "Cut",
+    "Cutting",
+    "as_the_loop_will",
+    "beside_module",
+    "check_run",
+    "compare_modules",
+    "compare_optimizers",
+    "compare_runs",
+    "headline",
+    "held_states",
+    "hooks_undone",
+    "loggers_set_aside",
+    "make_whole",
+    "materialize",
+    "move",
+    "seed_of_run",
+    "split_module",
+    "start_equal",
+    "summarize_before_split",
+    "too_small",
+]

@@ -1,0 +1,187 @@
+"""Where a module is cut, and this rank's stages of it."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
+from lightning_pipeline.hooks import LogRecorder, owners_beside
+from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
+from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
+from lightning_pipeline.ranks import Company, Outlet
+from lightning_pipeline.run.setup.trainer import as_the_loop_will
+from lightning_pipeline.settings import Settings
+from lightning_pipeline.weights import fetch_absent
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where the module is cut, the same on every rank.
+
+    Attributes:
+        partition: What the split is made from.
+        table: The stages, as rank 0 sees them.
+        later: Traces of other steps that the run will call, made while the module was whole.
+    """
+
+    partition: Partition
+    table: StageTable
+    later: tuple[Trace, ...] = ()
+
+
+class Cutting:
+    """Traces steps of a whole module and chooses where it is cut; all ranks do it together.
+
+    Args:
+        trainer: In its setup; what a step may change of its data module, callbacks and so on is put back.
+        settings: For `partition` and `units`.
+        forward_context: The precision plugin's.
+        device: Of this rank, where its batch is.
+        from_zero: To all ranks.
+        agreed: Does local work on all ranks or raises on all of them.
+    """
+
+    def __init__(
+        self, trainer: Trainer, settings: Settings,
+        forward_context: Callable[[], AbstractContextManager[Any]], device: torch.device,
+        from_zero: Outlet, agreed: Callable[[Callable[[], Any]], Any],
+    ) -> None:  # fmt: skip
+        self._trainer, self._module, self._settings = trainer, trainer.lightning_module, settings
+        self._context, self._device = forward_context, device
+        self._from_zero, self._agreed = from_zero, agreed
+
+    def choose(
+        self, step: str, args: tuple[Any, ...], num_stages: int, built: Construction | None = None
+    ) -> Cut:
+        """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than others'.
+
+        Args:
+            step: Name of the step to trace.
+            args: Its arguments, of one micro-batch.
+            num_stages: Stages of all ranks.
+            built: The weights that the module has not yet. Where the step cannot be traced without, all are
+                made.
+
+        Raises:
+            SplitError: The step cannot be cut.
+            PartitionError: The asked-for stages are not possible.
+        """
+
+        def choose() -> Partition:
+            units = find_units(self._module, at_least=num_stages, keep_whole=self._settings.units)
+            return partition(self._trace(step, args, units=units), num_stages, how=self._settings.partition)
+
+        with as_the_loop_will(self._trainer, step):
+            try:
+                chosen: Partition = self._agreed(choose)
+            except PartitionError:
+                raise
+            except (SplitError, StageFailedError) as error:
+                if not built:
+                    raise
+                built.make()
+                rank_zero_warn(
+                    f"the step cannot be traced without weights, so every process built the whole module, "
+                    f"{sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
+                )
+                chosen = self._agreed(choose)
+            table: StageTable = self._from_zero.share(chosen.table)
+            names = [row.units[0] for row in table.rows[1:]]
+            if names != [row.units[0] for row in chosen.table().rows[1:]]:
+                chosen = self._agreed(lambda: partition(chosen.trace, num_stages, how=names))
+        return Cut(chosen, table)
+
+    def look_at(self, cut: Cut, step: str, args: tuple[Any, ...]) -> Cut:
+        """The cut with the trace of another step: what no stage could run is refused before the run.
+
+        A step that stumbles over what hooks before it are to set is left to be traced when it comes.
+
+        Args:
+            cut: Of its first step.
+            step: Name of the other one.
+            args: Its arguments, of one micro-batch.
+
+        Raises:
+            SplitError: The step cannot be cut.
+        """
+
+        def look() -> Cut:
+            first = cut.partition.trace
+            try:
+                with torch.no_grad():
+                    trace = self._trace(step, args, units=first.units, seen=first.calls)
+            except SplitError as error:
+                if needs_values(error):
+                    raise
+                return cut
+            return replace(cut, later=(*cut.later, trace))
+
+        with as_the_loop_will(self._trainer, step):
+            found: Cut = self._agreed(look)
+        return found
+
+    def _trace(self, step: str, args: tuple[Any, ...], **options: Any) -> Trace:
+        return trace_step(
+            self._module, step, args, forward_context=self._context, device=self._device,
+            others=owners_beside(self._trainer), **options,
+        )  # fmt: skip
+
+
+def materialize(
+    module: LightningModule, cut: Cut, stages: tuple[int, ...], world: Company, replica: Company,
+    built: Construction | None,
+) -> None:  # fmt: skip
+    """Give what this rank is to hold its values, where the module has none; all ranks call.
+
+    Args:
+        module: Not split.
+        cut: The same on every rank.
+        stages: Of this rank.
+        world: All ranks.
+        replica: Those that hold the module together.
+        built: The weights that can be made.
+    """
+    if world.any_of("looking for weights", not is_whole(module))[0]:
+        chosen = cut.partition
+        needed = stages_of_states(module, chosen.trace, chosen.stage_of, chosen.num_stages)
+        own = {name for name, users in needed.items() if set(users) & set(stages)}
+        if built is not None:
+            built.make(own)
+        fetch_absent(module, own, replica)
+
+
+def split_module(
+    module: LightningModule,
+    cut: Cut,
+    stages: tuple[int, ...],
+    recorder: LogRecorder,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    seed: int,
+    trainer: Trainer,
+) -> SplitModel:
+    """Keep this rank's stages of a module.
+
+    Args:
+        module: Whole.
+        cut: The same on every rank.
+        stages: This rank's.
+        recorder: Where `self.log` goes during a step.
+        forward_context: The precision plugin's.
+        device: Of this rank.
+        seed: Of the random numbers in steps; the same on every rank.
+        trainer: Whose data module, callbacks and so on a step may change.
+    """
+    sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
+    return SplitModel(
+        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
+        later=cut.later, device=device,
+        others=lambda: owners_beside(trainer),
+    )  # fmt: skip

@@ -1,0 +1,114 @@
+"""What of a module is here: read, moved, made equal on all ranks, and whole again at the end."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
+from lightning_pipeline.hooks import fill_copies
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import SharedParameter
+from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.ranks import Company, Groups
+from lightning_pipeline.schedules import Plan
+from lightning_pipeline.weights import gather_weights, receives_all
+
+
+def held_states(module: LightningModule, *, transient: bool = False) -> dict[str, Tensor]:
+    """Parameters and persistent buffers that this rank holds, under all their names in the whole module.
+
+    Args:
+        module: Split or whole.
+        transient: Whether non-persistent buffers are among them.
+    """
+    held: dict[str, Tensor] = {}
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        left_out = set() if transient else part._non_persistent_buffers_set
+        kept = {k: v for k, v in part._buffers.items() if k not in left_out}
+        for name, tensor in (*part._parameters.items(), *kept.items()):
+            if tensor is not None and not is_placeholder(tensor):
+                held[f"{prefix}.{name}" if prefix else name] = tensor
+    return held
+
+
+def move(module: LightningModule, device: torch.device) -> None:
+    """Move what this rank holds. `Module.to` would trip over what stands for other stages' tensors."""
+    for part in module.modules():
+        for tensor in (*part._parameters.values(), *part._buffers.values()):
+            if tensor is not None and not is_placeholder(tensor) and tensor.device != device:
+                _move_tensor(tensor, device)
+        if isinstance(part, Metric):
+            part.to(device)
+    _lightning.claim_device(module, device)
+
+
+def _move_tensor(tensor: Tensor, device: torch.device) -> None:
+    """Move a parameter or buffer, which stays the object that it is, and its gradient."""
+    gradient = None if tensor.grad is None else tensor.grad.to(device)
+    moved, tensor.grad = tensor.detach().to(device), None
+    if torch._has_compatible_shallow_copy_type(tensor, moved):
+        tensor.data = moved
+    else:  # between the CPU and a device of an extension of torch
+        is_parameter = isinstance(tensor, nn.Parameter)
+        torch.utils.swap_tensors(tensor, nn.Parameter(moved, tensor.requires_grad) if is_parameter else moved)
+    tensor.grad = gradient
+
+
+def start_equal(
+    tensors: Iterable[Tensor], shared: Iterable[SharedParameter], groups: Groups, placement: Plan
+) -> None:
+    """Give replicas, and stages that share a parameter, the same values, seeded or not.
+
+    Args:
+        tensors: All that this rank holds, in the order of the other replicas.
+        shared: Parameters of several stages.
+        groups: Of the ranks.
+        placement: Which rank holds which stage.
+    """
+    if groups.data_parallel is not None and groups.data_parallel.size() > 1:
+        source = groups.numbering.global_rank(groups.rank, 0)
+        for tensor in tensors:
+            dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
+    for one in shared:
+        group = groups.shared(one.stages, placement)
+        if one.parameter is not None and group is not None:
+            source = groups.numbering.global_rank(placement.rank_of(one.stages[0]), groups.replica)
+            dist.broadcast(one.parameter.detach(), src=source, group=group)
+
+
+def make_whole(
+    module: LightningModule, callbacks: Sequence[Callback], split: SplitModel, owns: Owns, replica: Company,
+    how: str, *, staged: bool,
+) -> None:  # fmt: skip
+    """The end of a run: the module is one again, on the CPU; all ranks of a replica call.
+
+    Args:
+        module: Of the run.
+        callbacks: Of the run; copies of the module in them become whole too.
+        split: This rank's stages of it.
+        owns: Whether this rank has the true state of a module that is neither parameter nor buffer.
+        replica: The ranks that hold the module together.
+        how: Who gets what the others hold; elsewhere that is left on the meta device. See
+            `PipelineStrategy(gather_weights=...)`.
+        staged: Whether ranks built their own stages only.
+    """
+    move(module, torch.device("cpu"))
+    told = replica.gather("gathering extra states", extra_states(module, owns))
+    extra: dict[str, Any] = {}
+    for one in told.values():
+        extra = {**one, **extra}
+    load_extra_states(module, extra)
+    everything = receives_all(how, replica.rank, staged=staged)
+
+    def gather(own: Any) -> list[Any]:
+        return list(replica.gather("filling copies that callbacks hold", own).values())
+
+    fill_copies(callbacks, module, gather, keep=everything)
+    own, held = split.owned_states(transient=True), held_states(module, transient=True)
+    split.restore(gather_weights(replica, own, held, everything=everything), on_meta=True)

@@ -1,0 +1,326 @@
+"""What a run has once its module is split: this rank's stages, and all that works on them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
+from lightning_pipeline.executor import Executor
+from lightning_pipeline.hooks import (
+    EpochEndHooks,
+    HookLogs,
+    LogRecorder,
+    OwnParts,
+    ReportChannel,
+    SharedMetrics,
+    exchange,
+    is_torchs,
+    join_scaler,
+    refuse_unserved,
+)
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.ranks import Board
+from lightning_pipeline.run.batch import Batch, Gradients, Plans, Reordering, Steps, watch_memory
+from lightning_pipeline.run.members import Members
+from lightning_pipeline.run.setup import (
+    Cut,
+    beside_module,
+    held_states,
+    loggers_set_aside,
+    make_whole,
+    move,
+    start_equal,
+)
+from lightning_pipeline.schedules import Auto, Plan
+from lightning_pipeline.settings import Settings
+
+
+class Stages:
+    """The stages of this rank in one run; `Whole` answers the same before and without them.
+
+    Args:
+        members: The ranks of the run.
+        settings: Of the strategy.
+        placement: Which pipeline rank holds which stage.
+        trainer: Of the run.
+        cut: Where the module is cut.
+        split: This rank's part of it.
+        says: What the run does, in a line.
+
+    Attributes:
+        split: This rank's part of the module.
+        executor: Runs plans on it.
+        gradients: What batches make of them.
+        meeting: Completes values of several stages in the user's hooks.
+        memory: Measures the memory of this rank.
+        steps: What its batches have in common.
+    """
+
+    def __init__(
+        self, members: Members, settings: Settings, placement: Plan, trainer: Trainer, cut: Cut,
+        split: SplitModel, says: str,
+    ) -> None:  # fmt: skip
+        self.split, self.says, self.table = split, says, cut.table
+        self._members, self._settings, self._placement = members, settings, placement
+        self._trainer, self._module = trainer, trainer.lightning_module
+        self._partition = cut.partition
+        self._here = placement.stages_of(members.groups.rank)
+        self._device: torch.device = trainer.strategy.root_device
+        self._undo: list[Callable[[], Any]] = []
+
+    # Setting up
+
+    def connect(
+        self, recorder: LogRecorder, plans: Plans, plugin: Precision, end_batch: Callable[[bool], bool],
+        num_microbatches: int, at_least: int,
+    ) -> None:  # fmt: skip
+        """Make what runs the stages, and let the user's hooks see a whole module; all ranks call.
+
+        Args:
+            recorder: Where `self.log` goes during a step.
+            plans: For any number of micro-batches.
+            plugin: The precision plugin.
+            end_batch: Asks all ranks at the end of a batch whether one raises the flag.
+            num_microbatches: What a batch is cut into.
+            at_least: Samples that each micro-batch should have.
+        """
+        members, split, trainer = self._members, self.split, self._trainer
+        groups = members.groups
+        scaled = join_scaler(plugin, groups.pipeline)
+        self._let_steps_see(recorder, scaled)
+        if groups.numbering.replicas == 1:
+            _lightning.silence_sync_dist_advice()
+        stages = {index: split.stage(index) for index in self._here}
+        self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
+        groups.share((shared.stages for shared in split.shared), self._placement)
+        self.gradients = Gradients(split, groups, members.failure, self._placement)
+        self.meeting = split.meeting(
+            self._placement.rank_of, self._placement.num_ranks, members.meet, lambda: trainer.optimizers
+        )
+        members.aside = self.meeting.aside
+        self._undo.append(_lightning.around_hooks(trainer, self.meeting.hook))
+        start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
+        metrics = self._serve_hooks(end_batch)
+        reports = ReportChannel(members.from_last, self._device, groups.pipeline)
+        if self._settings.on_nonfinite != "ignore" and trainer.training and scaled is None:
+            self.gradients.look(reports)  # a gradient scaler decides by itself
+        self.steps = Steps(
+            self._module, split, self.executor, plans, reports, recorder, metrics, groups.replica,
+            members.from_last, self._settings.loss_weighting, num_microbatches, at_least, self._reordering(),
+        )  # fmt: skip
+        self.memory = watch_memory(trainer, split, self.executor, self.steps, self.gradients.aside)
+
+    def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
+        split, trainer = self.split, self._trainer
+        recorder.part_of, split.told.of_whole = split.part, recorder.log_of_whole
+        split.scaled = scaled or split.scaled
+        split.beside = lambda: beside_module(trainer)
+        split.looks_again = getattr(trainer.strategy, "asked", False)
+        split.set_aside = lambda: loggers_set_aside(trainer)
+
+    def _serve_hooks(self, end_batch: Callable[[bool], bool]) -> SharedMetrics:
+        """What hooks at the ends of batches and epochs log and compute is that of all stages."""
+        members, groups = self._members, self._members.groups
+
+        def asks_all(logged: bool) -> bool:
+            with self.meeting.aside():
+                return end_batch(logged)
+
+        board = Board(
+            groups.values, groups.waits, groups.replica, members.from_last.source, groups.host,
+            members.failure.watch,
+        )  # fmt: skip
+        metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
+        epoch_end = EpochEndHooks(self._module, self.split, members.from_last, metrics, self.meeting.aside)
+        gather = members.gather_for("logging in a hook")
+        logs = HookLogs(self._trainer, gather, asks_all, self.meeting.later)
+        self._undo += [metrics.restore, epoch_end.restore, logs.restore]
+        return metrics
+
+    def _reordering(self) -> Reordering | None:
+        rule, members = self._settings.schedule, self._members
+        if not isinstance(rule, Auto):
+            return None
+        gather = members.gather_for("measuring the stages")
+        return Reordering(rule, self._partition, gather, members.from_zero.share)
+
+    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
+        """Let optimizers list the whole model, and step over what this rank holds.
+
+        Raises:
+            ConfigurationError: One that cannot be served.
+        """
+        refuse_unserved(optimizers)
+        exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
+        self.own_parts = OwnParts(optimizers)
+        originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
+        self._undo += [lambda: exchange(optimizers, originals), self.own_parts.remove]
+
+    def to_device(self, device: torch.device) -> None:
+        """Move this rank's parameters, buffers and metrics."""
+        if device.type != "cpu":
+            move(self._module, device)
+
+    # What it holds
+
+    @property
+    def last_plan(self) -> Plan | None:
+        """The plan of the last training step, `None` before the first."""
+        return self.steps.last_plan
+
+    @property
+    def batch_size(self) -> int | None:
+        """Samples in the last training batch; `None` where the batch does not tell."""
+        return self.steps.batch_size
+
+    def names(self) -> dict[int, str]:
+        """Names of this rank's parameters in the whole module, by `id`."""
+        return names_by_identity(self.split.owned_parameters())
+
+    def written_names(self) -> dict[int, str]:
+        """Those whose optimizer state this rank writes: of a shared parameter only its owner does."""
+        elsewhere = self.gradients.counted_elsewhere
+        return {identity: name for identity, name in self.names().items() if identity not in elsewhere}
+
+    def own_state(self) -> dict[str, Tensor]:
+        """What this rank writes into a checkpoint: each name is owned by one stage."""
+        return self.split.owned_states()
+
+    def owns(self) -> Owns:
+        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
+        return owned_by(self._partition, self._here)
+
+    def units_by_stage(self) -> list[list[str]]:
+        """Names of the units of each stage."""
+        cut = self._partition
+        units = [unit.name for unit in cut.trace.units]
+        return [[units[number] for number in cut.units_of(stage)] for stage in range(cut.num_stages)]
+
+    def reseed(self, seed: int) -> None:
+        """Draw from other random numbers from now on."""
+        self.split.seed = seed
+
+    # Batches
+
+    def training_batch(self, args: Sequence[Any], *, stepping: bool) -> Batch:
+        """One that is trained on; its gradients are set aside.
+
+        Args:
+            args: Of `training_step`.
+            stepping: Whether the optimizer steps on it.
+        """
+        trainer = self._trainer
+        of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
+        batch = Batch(self.steps, "training_step", args, (of_run,), trainer.accumulate_grad_batches)
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            with self.gradients.of_batch(trainer, stepping=stepping), self.meeting.aside():
+                yield
+
+        batch.around, batch.around_backwards = around, self.gradients.of_backwards
+        return batch
+
+    def evaluated_batch(self, step: str, args: Sequence[Any], batch_idx: int) -> Batch:
+        """One of validation, test or predict.
+
+        Args:
+            step: Name of the user's method.
+            args: Its arguments.
+            batch_idx: Of the batch.
+        """
+        trainer = self._trainer
+        batch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
+
+        @contextmanager
+        def around() -> Iterator[None]:
+            yield
+            if trainer.received_sigterm and trainer.predicting:  # where Lightning does not look
+                raise SIGTERMException
+
+        batch.around = around
+        return batch
+
+    def put_gradients_back(self, *, stepping: bool) -> None:
+        """Give `.grad` what the step made; before the optimizer steps, average over replicas.
+
+        Args:
+            stepping: Whether the optimizer steps on this batch.
+        """
+        self.gradients.put_back()
+        self.meeting.changed()
+        if stepping:
+            with self.meeting.aside():
+                self.gradients.average()
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """Around an optimizer's step. torch's own go over each parameter by itself; what others do is seen.
+
+        Args:
+            optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
+        """
+        try:
+            with self.meeting.aside() if is_torchs(optimizer) else self.meeting.hook():
+                yield
+                self.own_parts.put_back()
+                self.own_parts.show_states(optimizer, self.split, self._members.gather)
+        finally:
+            self.own_parts.put_back()
+            self.meeting.changed()
+
+    def clip(self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
+        """Clip gradients by their norm over all stages; tied parameters count once."""
+        with self.meeting.aside():
+            return self.gradients.clip(
+                parameters, max_norm, self._device, error_if_nonfinite=error_if_nonfinite
+            )
+
+    # The user's hooks
+
+    def in_hook(self) -> AbstractContextManager[None]:
+        """Around code of the user that sees the module: what needs several stages is completed."""
+        return self.meeting.hook()
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Inside a hook: around what is no code of the user's, such as a save that it asks for."""
+        return self.meeting.aside()
+
+    def complete(self, value: Any) -> Any:
+        """A value, as far as a hook made it of other stages' tensors."""
+        return self.meeting.whole(value)
+
+    # The end
+
+    def disconnect(self) -> None:
+        """Undo what was replaced for hooks and steps."""
+        while self._undo:
+            self._undo.pop()()
+
+    def join(self, *, failed: bool, staged: bool) -> None:
+        """The module becomes whole, on CPU, on the ranks that `gather_weights` names.
+
+        On the others what they did not hold is on the meta device. After an exception the other stages'
+        weights are not to be had; the module then keeps empty tensors for them, which fail loudly when used.
+
+        Args:
+            failed: Whether there was one.
+            staged: Whether ranks built their own stages only.
+        """
+        if failed:
+            self.split.restore()
+            return
+        self.split.mode.forget()
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        make_whole(
+            self._module, callbacks, self.split, self.owns(), self._members.replica,
+            self._settings.gather_weights, staged=staged,
+        )  # fmt: skip
