@@ -189,8 +189,16 @@ class Pipeline:
 
     @property
     def split(self) -> Stages:
-        """The stages, where steps run."""
-        assert isinstance(self.stages, Stages), "steps run where there is data, and then the module is split"
+        """The stages, where steps run.
+
+        Raises:
+            ConfigurationError: There are none yet, or no data.
+        """
+        if isinstance(self.stages, Whole):
+            raise ConfigurationError(
+                "the stages are known once the module is split: after the `setup` hooks (ask from "
+                "`configure_optimizers` on), and only in a run that has data"
+            )
         return self.stages
 
     def resume(self, stood: Mapping[str, Any] | None) -> None:

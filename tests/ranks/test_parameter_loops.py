@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from lightning_pipeline import PipelineStrategy
+from lightning_pipeline.errors import ConfigurationError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -145,3 +146,18 @@ def test_loops_over_groups_optimizers_of_the_user_and_norms_keep_their_digits(
         assert found_seen == (seen if seen is None else pytest.approx(seen, rel=1e-12))
         for name, value in weights.items():
             torch.testing.assert_close(found[name], value, rtol=1e-9, atol=1e-9)
+
+
+class AsksTooEarly(Regression):
+    def setup(self, stage: str) -> None:
+        for ask in (self.trainer.strategy.own_parameters, self.trainer.strategy.describe):
+            with pytest.raises(ConfigurationError, match="known once the module is split: after the `setup`"):
+                ask()
+
+    def on_fit_start(self) -> None:
+        assert len(list(self.trainer.strategy.own_parameters())) == 4
+        assert len(self.trainer.strategy.describe().rows) == 2
+
+
+def test_who_asks_for_the_stages_in_setup_is_told_when_they_are_known(ranks: Ranks) -> None:
+    ranks(2)(fit, AsksTooEarly, 2, group=False)
