@@ -11,8 +11,6 @@ import pytest
 
 from tests.faults.cases import BOUND, FAULTS, Faulty, Ranks, after_fault, fit, outcomes_of
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 NOBODY = "02:00:00:00:00:99"
 

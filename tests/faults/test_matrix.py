@@ -38,7 +38,6 @@ def test_others_do_not_wait_for_a_callback_that_uploads(ranks: Ranks, tmp_path: 
     assert "boom-17" in outcomes[0].output
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("point", "rank"), [("preamble", 1), ("on_train_batch_end", 0), ("on_validation_batch_start", 1)]
 )
@@ -66,7 +65,6 @@ def asks_a_metric(fault: str, rank: int, folder: str) -> None:
     fit(AsksAMetric(fault, "on_validation_epoch_end", rank), folder, 3)
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize(("fault", "bound"), [("stop", BOUND), ("kill", SOON)])
 def test_a_lost_rank_0_ends_the_wait_for_a_metric(
     ranks: Ranks, tmp_path: Path, fault: str, bound: float
@@ -98,7 +96,6 @@ def test_a_metric_that_one_rank_asks_for_alone_is_named(ranks: Ranks, tmp_path: 
         assert "belong outside of `if trainer.is_global_zero`" in outcome.output
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize(
     ("point", "rank"), [("setup", 1), ("on_fit_start", 0), ("on_train_batch_end", 1), ("on_train_end", 0)]
 )
@@ -113,7 +110,6 @@ def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: 
             assert named(outcome, rank), outcome.output
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_is_killed_in_its_last_hook_is_named(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     outcomes = outcomes_of(ranks, faulty, "kill", "on_fit_end", rank, str(tmp_path))
@@ -221,7 +217,6 @@ def sleeping(hook: str, folder: str, hook_timeout: float) -> None:
     fit(Faulty("sleep", hook, 1), folder, 2, strategy=strategy, max_epochs=1)
 
 
-@pytest.mark.quiet
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_fit_end"])
 def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path, hook: str) -> None:
     outcomes = outcomes_of(ranks, sleeping, hook, str(tmp_path), 3.5, without=[1])

@@ -16,8 +16,6 @@ from tests.pool import Pool
 from tests.ranks.checkpoint_cases import trainer
 from tests.ranks.lightning_cases import Regression, loader
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 BACKGROUND = {"stages": 2, "num_microbatches": 1, "async_save": True}
 

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
-import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
 
@@ -14,8 +13,6 @@ from lightning_pipeline.ranks.alignment import GroupWire, Offset, align
 from lightning_pipeline.recording import clock
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
-
-pytestmark = pytest.mark.quiet  # times are compared with a clock
 
 Ranks = Callable[[int], Pool]
 

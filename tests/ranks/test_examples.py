@@ -1,10 +1,8 @@
-"""The examples do what their first lines say, as scripts and in the ranks of a pool."""
+"""The examples do what their first lines say."""
 
 import contextlib
 import io
-import os
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -28,23 +26,12 @@ def run_here(script: str, *arguments: str) -> str:
     return printed.getvalue()
 
 
-def run_script(folder: Path, *command: str) -> str:
-    """Run a script of examples/ as a user does, and return what it printed."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / command[0]), *command[1:]],
-        cwd=folder, env=environment, capture_output=True, text=True, timeout=100, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def last_metrics(output: str) -> str:
     return [line for line in output.splitlines() if line.startswith("{")][-1]
 
 
-def test_an_own_module_gives_on_two_stages_what_it_gives_on_one_device(ranks: Ranks, tmp_path: Path) -> None:
-    two = run_script(tmp_path, "add_to_existing.py")
+def test_an_own_module_gives_on_two_stages_what_it_gives_on_one_device(ranks: Ranks) -> None:
+    two = ranks(2)(run_here, "add_to_existing.py", group=False)[0]
     (one,) = ranks(1)(run_here, "add_to_existing.py", "one", group=False)
     assert last_metrics(two) == last_metrics(one)
 

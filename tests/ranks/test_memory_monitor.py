@@ -18,8 +18,6 @@ from lightning_pipeline.schedules import Costs, get_schedule, simulate
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 GIB = 2**30
 MICROBATCHES = 8

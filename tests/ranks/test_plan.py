@@ -64,28 +64,45 @@ class Readings(pl.Callback):
                 self.seen[name] = min(float(value), self.seen.get(name, float("inf")))
 
 
-def predicted_and_measured(schedule: str) -> tuple[dict[str, Any], dict[str, float]]:
-    options = {"stages": 2, "num_microbatches": 4, "schedule": schedule, "partition": "uniform"}
+OPTIONS = {"stages": 2, "num_microbatches": 4, "partition": "uniform"}
+
+
+@pytest.fixture(scope="module")
+def predicted(ranks: Any) -> dict[str, Any]:
+    """A plan has every schedule, and stages are measured once for all of them."""
+    guesses: dict[str, Any] = ranks(1)(predict, group=False)[0]
+    return guesses
+
+
+def predict() -> dict[str, Any]:
     loader = cases.loader(samples=40, batch_size=8)
     with mock.patch.multiple(measure, WARM_UP=1, ROUNDS=3):
-        guess = (
-            PipelineStrategy(**options)
-            .plan(Sleepers(), next(iter(loader)), measure=True, assumptions=LINK)
-            .chosen
+        plan = PipelineStrategy(**OPTIONS).plan(
+            Sleepers(), next(iter(loader)), measure=True, assumptions=LINK
         )
+    return {
+        guess.name: {
+            "step": guess.step, "bubble": guess.bubble,
+            "activations": [rank.activations / 2**30 for rank in guess.memory],
+            "parameters": [rank.parameters / 2**30 for rank in guess.memory],
+        }
+        for guess in plan.predictions
+    }  # fmt: skip
+
+
+def measured(schedule: str) -> dict[str, float]:
     readings = Readings()
     monitors = [BubbleMonitor(every_n_steps=1), StageMemoryMonitor(every_n_steps=1), readings]
-    trainer = cases.trainer(options, max_epochs=1, callbacks=monitors)
-    trainer.fit(Sleepers(), loader)
-    activations = [rank.activations / 2**30 for rank in guess.memory]
-    parameters = [rank.parameters / 2**30 for rank in guess.memory]
-    facts = {"step": guess.step, "bubble": guess.bubble, "activations": activations, "parameters": parameters}
-    return facts, readings.seen
+    trainer = cases.trainer({**OPTIONS, "schedule": schedule}, max_epochs=1, callbacks=monitors)
+    trainer.fit(Sleepers(), cases.loader(samples=40, batch_size=8))
+    return readings.seen
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "ZBH1"])
-def test_step_bubble_and_memory_are_as_predicted(ranks: Any, schedule: str) -> None:
-    guess, seen = ranks(2)(predicted_and_measured, schedule, group=False)[0]
+def test_step_bubble_and_memory_are_as_predicted(
+    ranks: Any, predicted: dict[str, Any], schedule: str
+) -> None:
+    guess, seen = predicted[schedule], ranks(2)(measured, schedule, group=False)[0]
     assert guess["step"] == pytest.approx(seen["pipeline/makespan_s"], rel=0.1)
     assert guess["bubble"] == pytest.approx(seen["pipeline/bubble_fraction"], rel=0.1)
     for stage in (0, 1):

@@ -22,8 +22,6 @@ from tests.faults.cases import after_fault, say_when
 from tests.pool import Pool
 from tests.ranks.toy import Toy
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 TIMEOUT = timedelta(seconds=2)
 

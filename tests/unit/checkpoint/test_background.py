@@ -63,7 +63,6 @@ def paced(pace: Pace, turns: int, seconds: float) -> float:
     return time.perf_counter() - begin
 
 
-@pytest.mark.quiet  # times are compared with a clock
 def test_work_rests_three_times_as_long_as_it_worked() -> None:
     assert paced(Pace(), 5, 0.01) >= 4 * 5 * 0.01
 
@@ -99,7 +98,6 @@ def test_work_that_is_waited_for_does_not_rest() -> None:
     assert time.perf_counter() - begin < 1.5 * (0.1 + 10 * 0.02)
 
 
-@pytest.mark.quiet  # times are compared with a clock
 def test_an_asynchronous_save_is_paced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entered = []
     monkeypatch.setattr(Pace, "__enter__", lambda self: entered.append(self))
