@@ -52,6 +52,13 @@ class Staging:
             self._warn(module, f"{type(error).__name__}: {error}")
         else:
             self._recorder = recorder
+            where = "init_module" if module is None else f"configure_model of {type(module).__name__}"
+            for device, size in recorder.elsewhere.items():
+                rank_zero_warn(
+                    f"{where} makes {size / 2**20:,.1f} MiB on {device}, so every process builds all of it: "
+                    "leave the device out, and each process builds its own part, which the run moves there"
+                )
+            recorder.elsewhere.clear()
 
     def adopt(self, module: LightningModule) -> Construction | None:
         """What the module was built with; None where it has its weights.

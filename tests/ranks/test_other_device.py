@@ -1,6 +1,7 @@
 """Fits on a device whose memory the host cannot read equal those on the CPU: weights, logs, devices, reads."""
 
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.model.tensors import result_dtypes
+from lightning_pipeline.weights import Staging
 from tests import island
 from tests.pool import Pool
 from tests.ranks import serial_backend
@@ -235,3 +237,18 @@ def keys_under_autocast() -> list[Any]:
 def test_remembered_results_know_the_autocast_of_the_device(apart: Ranks) -> None:
     (keys,) = apart(1)(keys_under_autocast)
     assert len(set(keys)) == 3
+
+
+def built_there() -> tuple[list[str], list[str]]:
+    torch.manual_seed(1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with Staging().building(None, lambda module: None):
+            net = nn.Sequential(nn.Linear(256, 1024, bias=False, device=island.NAME), nn.Linear(2, 2))
+    return [str(one.message) for one in caught], [p.device.type for p in net.parameters()]
+
+
+def test_what_configure_model_makes_there_is_told_with_its_size(apart: Ranks) -> None:
+    (told,), devices = apart(1)(built_there)[0]
+    assert "makes 1.0 MiB on island:0, so every process builds all of it" in told
+    assert devices == [island.NAME, "cpu", "cpu"]

@@ -53,12 +53,14 @@ class Recorder(FakeTensorMode):
     Attributes:
         tape: What was recorded.
         largest: Bytes of the largest tensor that was drawn.
+        elsewhere: Bytes that were made on other devices than the CPU, with values, by device.
     """
 
     def __init__(self, *, draws: bool = True) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.tape, self._draws = Tape(), draws
         self.largest = 0
+        self.elsewhere: dict[str, int] = {}
         self._within = False
         self._kept: dict[int, list[Entry]] = {}  # that use values from outside, by their memory
         self._versions: list[tuple[Tensor, int]] = []
@@ -94,8 +96,8 @@ class Recorder(FakeTensorMode):
                 return func(*self._valued(args), **self._valued(kwargs))
         if operands and not mine and func is not aten.lift_fresh.default:
             return func(*args, **kwargs)  # of tensors that the constructor was given
-        if self._elsewhere(kwargs, mine):
-            return func(*args, **kwargs)
+        if self._is_elsewhere(kwargs, mine):
+            return self._made_elsewhere(func(*args, **kwargs))
         if not operands and _is_empty(func) and func is aten.empty.memory_format and 0 in args[0]:
             return func(*args, **kwargs)  # has no values, and may be given memory that has
         state = self._draw(func, args, kwargs) if torch.Tag.nondeterministic_seeded in func.tags else None
@@ -108,10 +110,17 @@ class Recorder(FakeTensorMode):
         return result
 
     @staticmethod
-    def _elsewhere(kwargs: dict[str, Any], mine: list[Tensor]) -> bool:
+    def _is_elsewhere(kwargs: dict[str, Any], mine: list[Tensor]) -> bool:
         """Whether something new is made on another device than the CPU."""
         device = kwargs.get("device")
         return not mine and device is not None and torch.device(device).type != "cpu"
+
+    def _made_elsewhere(self, result: Any) -> Any:
+        for tensor in tensors_in(result):
+            if not tensor.is_meta:
+                device = str(tensor.device)
+                self.elsewhere[device] = self.elsewhere.get(device, 0) + tensor.nbytes
+        return result
 
     def _fake(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._within = True
