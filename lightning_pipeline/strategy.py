@@ -407,23 +407,29 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             return _lightning.NO_LOSS
         return outputs
 
-    @pipelined
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_device:
+            return super().validation_step(*args, **kwargs)
+        batch = self._running.evaluated_batch("validation_step", [*args, *kwargs.values()])
         with self._telling():
-            return self._running.evaluated_batch("validation_step", [*args, *kwargs.values()]).evaluate()
+            return batch.evaluate()
 
-    @pipelined
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_device:
+            return super().test_step(*args, **kwargs)
+        batch = self._running.evaluated_batch("test_step", [*args, *kwargs.values()])
         with self._telling():
-            return self._running.evaluated_batch("test_step", [*args, *kwargs.values()]).evaluate()
+            return batch.evaluate()
 
-    @pipelined
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_one_device:
+            return super().predict_step(*args, **kwargs)
+        batch = self._running.evaluated_batch("predict_step", [*args, *kwargs.values()])
         with self._telling():
-            return self._running.evaluated_batch("predict_step", [*args, *kwargs.values()]).evaluate()
+            return batch.evaluate()
 
     @pipelined
     @contextmanager

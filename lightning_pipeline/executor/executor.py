@@ -60,7 +60,7 @@ class Executor:
         self._methods: dict[str, Callable[[int, int], None]] = {
             "F": self._forward,
             "B": self._backward,
-            "I": self._backward_input,
+            "I": partial(self._backward, input_alone=True),
             "W": self._backward_weight,
         }
 
@@ -75,21 +75,28 @@ class Executor:
         """The most that buffers of messages have taken on this rank, neighbour by neighbour."""
         return sum(channel.buffer_bytes for channel in self.channels.values())
 
-    def run(self, plan: Plan, signatures: Sequence[Hashable], *, forward_only: bool = False) -> None:
+    def run(self, plan: Plan, signatures: Sequence[Hashable]) -> None:
         """Run this rank's list of actions.
 
         Args:
             plan: Without messages; the same on all ranks, checked by `schedules.check`.
             signatures: Per micro-batch what determines the metadata between stages: shapes, types and mode.
                 Their `repr` must be equal on all ranks of a replica.
-            forward_only: Whether only the forwards are run.
 
         Raises:
             StageFailedError: Another rank failed. All connections are closed; make new `Groups` to go on.
             StageTimeoutError: A message took longer than `step_timeout`.
         """
         try:
-            self._run(plan, signatures, forward_only)
+            self._begin(plan, signatures)
+            methods = self._methods_now()
+            if self._in_order:
+                self._launch_in_order(methods)
+            else:
+                for position, (stage, kind, microbatch) in enumerate(plan[self.rank]):
+                    self.timeline.ask(position)
+                    methods[kind](stage, microbatch)
+            self._end()
         except StopIteration as error:  # Lightning would take it for the end of the data
             raised = RuntimeError(f"a step raised StopIteration: {error}")
             self.failure.end(raised, self._where())
@@ -98,24 +105,16 @@ class Executor:
             self.failure.end(error, self._where())
             raise
 
-    def _run(self, plan: Plan, signatures: Sequence[Hashable], forward_only: bool) -> None:
-        actions = plan[self.rank]
-        if forward_only:
-            actions = tuple(action for action in actions if action.kind == "F")
-        self._begin(plan, signatures, forward_only)
-        timeline, methods = self.timeline, self._methods
-        timeline.begin(actions)
-        if torch.autograd._profiler_enabled():  # naming an action costs more than recording it
-            methods = {kind: _named(kind, method) for kind, method in methods.items()}
-        if self._in_order:
-            self._launch_in_order(methods)
-        else:
-            for position, (stage, kind, microbatch) in enumerate(actions):
-                timeline.ask(position)
-                methods[kind](stage, microbatch)
+    def _methods_now(self) -> Mapping[str, Callable[[int, int], None]]:
+        """The table of kinds; naming an action for a profiler costs more than recording it."""
+        if not torch.autograd._profiler_enabled():
+            return self._methods
+        return {kind: _named(kind, method) for kind, method in self._methods.items()}
+
+    def _end(self) -> None:
         for channel in self.channels.values():
             channel.end()
-        timeline.finish()
+        self.timeline.finish()
         assert not self._handed, "what one stage handed over the next one took"
 
     def _launch_in_order(self, methods: Mapping[str, Callable[[int, int], None]]) -> None:
@@ -135,16 +134,17 @@ class Executor:
                 self._routes.launch(step)
         assert not self._outgoing, "every message has its place in the order"
 
-    def _begin(self, plan: Plan, signatures: Sequence[Hashable], forward_only: bool) -> None:
+    def _begin(self, plan: Plan, signatures: Sequence[Hashable]) -> None:
         assert len(signatures) == plan.num_microbatches, "one signature for each micro-batch of the plan"
         self._runs += 1
         self._empty.clear()
         if self.log is not None:
             self.log.begin()
-        self._routes.follow(plan, forward_only)
+        self._routes.follow(plan)
         opening = self._routes.opening(self._runs, signatures)
         for peer, channel in self.channels.items():
             channel.begin(self._routes.expected[peer], signatures, opening)
+        self.timeline.begin(plan[self.rank])
 
     def _where(self) -> Where:
         action = self.timeline.current
@@ -161,7 +161,14 @@ class Executor:
             assert stage == self._routes.last, "only the last stage sends nothing on"
             outgoing = Values([], empty=incoming is not None and incoming.empty)
         elif stage != self._routes.last:
-            self._send_values(stage + 1, microbatch, outgoing)
+            channel = self._routes.channel_of[stage + 1]
+            if channel is None:
+                self._hand_over(stage + 1, microbatch, outgoing)
+            elif self._in_order:
+                send = partial(channel.send_values, stage + 1, microbatch, outgoing)
+                self._outgoing[Action(stage, SEND_F, microbatch)] = send
+            else:
+                channel.send_values(stage + 1, microbatch, outgoing)
         if outgoing.empty:
             self._note_empty(stage, microbatch, incoming)
 
@@ -181,45 +188,46 @@ class Executor:
         assert isinstance(values, Values), "a forward hands over values"
         return values
 
-    def _send_values(self, stage: int, microbatch: int, values: Values) -> None:
-        channel = self._routes.channel_of[stage]
-        if channel is not None:
-            self._send(
-                Action(stage - 1, SEND_F, microbatch), partial(channel.send_values, stage, microbatch, values)
-            )
-        else:
-            leaves = [t.detach().requires_grad_(t.requires_grad) for t in values.tensors]
-            self._handed["F", stage, microbatch] = Values(leaves, values.table, values.empty)
+    def _hand_over(self, stage: int, microbatch: int, values: Values) -> None:
+        """To another stage of this rank."""
+        leaves = [t.detach().requires_grad_(t.requires_grad) for t in values.tensors]
+        self._handed["F", stage, microbatch] = Values(leaves, values.table, values.empty)
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        self._run_backward(stage, microbatch, self.stages[stage].backward)
-
-    def _backward_input(self, stage: int, microbatch: int) -> None:
-        self._run_backward(stage, microbatch, self.stages[stage].backward_input)
-
-    def _run_backward(
-        self,
-        stage: int,
-        microbatch: int,
-        backward: Callable[[int, Sequence[Tensor | None] | None], list[Tensor | None] | None],
-    ) -> None:
+    def _backward(self, stage: int, microbatch: int, *, input_alone: bool = False) -> None:
         if (stage, microbatch) in self._empty:
             self._skip_backward(stage, microbatch)
             return
         incoming = self._receive_gradients(stage, microbatch)
+        program = self.stages[stage]
         self.timeline.start()
-        outgoing = backward(microbatch, incoming)
+        outgoing = (program.backward_input if input_alone else program.backward)(microbatch, incoming)
         self.timeline.end()
-        if stage > 0:
-            assert outgoing is not None, "a stage with an input returns its gradients"
-            self._send_gradients(stage - 1, microbatch, outgoing)
+        if stage == 0:
+            return
+        assert outgoing is not None, "a stage with an input returns its gradients"
+        channel = self._routes.channel_of[stage - 1]
+        if channel is not None and not self._in_order:  # one frame less in the usual case
+            channel.send_gradients(stage - 1, microbatch, outgoing)
+        else:
+            self._pass_on(stage - 1, microbatch, outgoing)
+
+    def _pass_on(self, stage: int, microbatch: int, gradients: list[Tensor | None]) -> None:
+        """Gradients, to a stage of this rank or another; at its place, where messages have an order."""
+        channel = self._routes.channel_of[stage]
+        if channel is None:
+            self._handed["B", stage, microbatch] = gradients
+        elif self._in_order:
+            send = partial(channel.send_gradients, stage, microbatch, gradients)
+            self._outgoing[Action(stage + 1, SEND_B, microbatch)] = send
+        else:
+            channel.send_gradients(stage, microbatch, gradients)
 
     def _skip_backward(self, stage: int, microbatch: int) -> None:
         self.timeline.start()
         self.timeline.end()
         count = self._empty[stage, microbatch]
         if count is not None:  # the step ended here, not before: no tensor gets a gradient
-            self._send_gradients(stage - 1, microbatch, [None] * count)
+            self._pass_on(stage - 1, microbatch, [None] * count)
 
     def _receive_gradients(self, stage: int, microbatch: int) -> list[Tensor | None] | None:
         if stage == self._routes.last:
@@ -230,22 +238,6 @@ class Executor:
         gradients = self._handed.pop(("B", stage, microbatch))
         assert isinstance(gradients, list), "a backward hands over gradients"
         return gradients
-
-    def _send_gradients(self, stage: int, microbatch: int, gradients: list[Tensor | None]) -> None:
-        channel = self._routes.channel_of[stage]
-        if channel is not None:
-            self._send(
-                Action(stage + 1, SEND_B, microbatch),
-                partial(channel.send_gradients, stage, microbatch, gradients),
-            )
-        else:
-            self._handed["B", stage, microbatch] = gradients
-
-    def _send(self, message: Action, send: Callable[[], None]) -> None:
-        if self._in_order:
-            self._outgoing[message] = send
-        else:
-            send()
 
     def _backward_weight(self, stage: int, microbatch: int) -> None:
         self.timeline.start()

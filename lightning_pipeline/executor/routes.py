@@ -17,7 +17,6 @@ class Routes:
         self._rank = rank
         self._channels = channels
         self._plan: Plan | None = None
-        self._forward_only = False
         self._digests: dict[Hashable, int] = {}
         self.last = 0
         self.channel_of: list[Channel | None] = []
@@ -25,27 +24,25 @@ class Routes:
         self.steps: Sequence[Action] = ()
         self._checksum = 0
 
-    def follow(self, plan: Plan, forward_only: bool) -> None:
+    def follow(self, plan: Plan) -> None:
         """Work out, unless that was the last plan too, where each stage is and what each peer will send."""
-        if (plan is self._plan or plan == self._plan) and forward_only == self._forward_only:
+        if plan is self._plan or plan == self._plan:
             return
-        self._plan, self._forward_only = plan, forward_only
+        self._plan = plan
         self.last = plan.num_stages - 1
         self.channel_of = [self._channels.get(plan.rank_of(stage)) for stage in range(plan.num_stages)]
         self.expected = {peer: self._messages(plan, peer) for peer in self._channels}
         if any(channel.edge is not None for channel in self._channels.values()):
-            done = Plan([[a for a in row if a.kind == "F"] for row in plan]) if forward_only else plan
-            self.steps = communicate(done)[self._rank]
-        self._checksum = zlib.crc32(f"{forward_only}\n{plan}".encode())
+            self.steps = communicate(plan)[self._rank]
+        self._checksum = zlib.crc32(str(plan).encode())
 
     def _messages(self, plan: Plan, peer: int) -> list[Key]:
         """What a peer sends to this rank, in the order of its actions."""
         keys = []
-        gradients = () if self._forward_only else _SENDS_GRADIENTS
         for stage, kind, microbatch in plan[peer]:
             if kind == "F" and stage < self.last and plan.rank_of(stage + 1) == self._rank:
                 keys.append(Key(FORWARD, stage + 1, microbatch))
-            elif kind in gradients and stage > 0 and plan.rank_of(stage - 1) == self._rank:
+            elif kind in _SENDS_GRADIENTS and stage > 0 and plan.rank_of(stage - 1) == self._rank:
                 keys.append(Key(BACKWARD, stage - 1, microbatch))
         return keys
 

@@ -5,7 +5,7 @@ the run, so its receive is posted ahead with the exact size. Values that are not
 message of the agreed size, and metadata and the values themselves follow.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Channel:
         self._agreements.begin(signatures)
         key = self._inbox.begin(expected, signatures, opening)
         buffer = torch.empty(header_bytes(0), dtype=torch.uint8)
-        self._send(buffer, key, checksum=opening.plan, size=opening.signatures)
+        self.link.send(self._write(buffer, key, checksum=opening.plan, size=opening.signatures))
 
     def end(self) -> None:
         """Finish a run: wait until the peer has all messages, and let new agreements enter."""
@@ -73,12 +73,14 @@ class Channel:
         agreed = self._agreements.get(stage, microbatch)
         if values.empty:
             self._sent[stage - 1, microbatch] = None
-            self._send_plain(key, agreed, wire.EMPTY)
-        elif agreed is not None and agreed.covers(values):
-            self._sent[stage - 1, microbatch] = agreed
-            self._send_tensors(key, agreed, values.tensors)
+            self.link.send(self._plain(key, agreed, wire.EMPTY))
         else:
-            self._send_deviating(key, agreed, values)
+            actual = agreed if agreed is not None and agreed.covers(values) else Agreement.of(values)
+            if actual is not agreed:
+                for buffer in self._deviation(key, agreed, actual):
+                    self.link.send(buffer)
+            self._sent[stage - 1, microbatch] = actual
+            self._send_tensors(key, actual, values.tensors)
         self._log(Action(stage - 1, "SEND_F", microbatch), began, bytes_before)
         if self.link.is_free:  # the gradients' size is known now
             self._inbox.post_ahead()
@@ -87,30 +89,26 @@ class Channel:
         if self.link.log is not None:
             self.link.log.add(action, self.link.peer, self.link.bytes_sent - bytes_before, began)
 
-    def _send_deviating(self, key: Key, agreed: Agreement | None, values: Values) -> None:
+    def _deviation(self, key: Key, agreed: Agreement | None, actual: Agreement) -> Iterator[Tensor]:
+        """Messages before values that are not as agreed: that they are not, and what they are."""
         if agreed is not None:
-            self._send_plain(key, agreed, wire.DEVIATES)
-        actual = Agreement.of(values)
+            yield self._plain(key, agreed, wire.DEVIATES)
         self._agreements.note(key.stage, key.microbatch, actual)
-        self._sent[key.stage - 1, key.microbatch] = actual
-        self._send_metadata(key, actual)
-        self._send_tensors(key, actual, values.tensors)
-
-    def _send_plain(self, key: Key, agreed: Agreement | None, status: int) -> None:
-        size = wire.METADATA_BYTES if agreed is None else agreed.message_bytes(self.edge is not None)
-        checksum = 0 if agreed is None else agreed.checksum
-        self._send(torch.empty(size, dtype=torch.uint8), key, status=status, checksum=checksum)
-
-    def _send_metadata(self, key: Key, actual: Agreement) -> None:
         first = torch.empty(wire.METADATA_BYTES, dtype=torch.uint8)
         fits = len(actual.data) <= wire.METADATA_BYTES - header_bytes(0)
         if fits:
             wire.write_bytes(first, header_bytes(0), actual.data)
-        self._send(first, key, status=wire.DEVIATES, size=len(actual.data))
+        yield self._write(first, key, status=wire.DEVIATES, size=len(actual.data))
         if not fits:
             rest = torch.empty(len(actual.data), dtype=torch.uint8)
             wire.write_bytes(rest, 0, actual.data)
-            self.link.send(rest)
+            yield rest
+
+    def _plain(self, key: Key, agreed: Agreement | None, status: int) -> Tensor:
+        """A message of the size that the peer waits for, with nothing behind its header."""
+        size = wire.METADATA_BYTES if agreed is None else agreed.message_bytes(self.edge is not None)
+        checksum = 0 if agreed is None else agreed.checksum
+        return self._write(torch.empty(size, dtype=torch.uint8), key, status=status, checksum=checksum)
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Send back to `stage` on the peer the gradients of what it sent, one entry per tensor."""
@@ -128,39 +126,22 @@ class Channel:
         self._log(Action(stage + 1, "SEND_B", microbatch), began, bytes_before)
 
     def _send_tensors(
-        self,
-        key: Key,
-        agreement: Agreement,
-        tensors: Sequence[Tensor | None],
-        missing: Sequence[bool] = (),
-    ) -> None:
-        if self.edge is not None:
-            self._send_apart(self.edge, key, agreement, tensors, missing)
-            return
-        layout = agreement.layout if key.kind == wire.FORWARD else agreement.gradients
-        parcel = Parcel.of(layout, pinned=self._pinned)
-        parcel.fill(tensors)
-        self._send(
-            parcel.buffer,
-            key,
-            checksum=agreement.checksum,
-            count=len(tensors),
-            missing=missing,
-            release=parcel.release,
-        )
-
-    def _send_apart(
-        self,
-        edge: Edge,
-        key: Key,
-        agreement: Agreement,
-        tensors: Sequence[Tensor | None],
-        missing: Sequence[bool],
-    ) -> None:
-        """The header by the link, so that the peer's host knows what comes; then the tensors by the edge."""
-        buffer = torch.empty(header_bytes(len(missing)), dtype=torch.uint8)
-        self._send(buffer, key, checksum=agreement.checksum, count=len(tensors), missing=missing)
-        edge.send(agreement.payload if key.kind == wire.FORWARD else agreement.gradient_payload, tensors)
+        self, key: Key, agreement: Agreement, tensors: Sequence[Tensor | None], missing: Sequence[bool] = ()
+    ) -> None:  # fmt: skip
+        """Header and tensors in one message; with an edge, the header, so that the peer's host knows what
+        comes, and then the tensors by the edge.
+        """
+        forward, edge, release = key.kind == wire.FORWARD, self.edge, None
+        if edge is None:
+            parcel = Parcel.of(agreement.layout if forward else agreement.gradients, pinned=self._pinned)
+            parcel.fill(tensors)
+            buffer, release = parcel.buffer, parcel.release
+        else:
+            buffer = torch.empty(header_bytes(len(missing)), dtype=torch.uint8)
+        self._write(buffer, key, checksum=agreement.checksum, count=len(tensors), missing=missing)
+        self.link.send(buffer, release=release)
+        if edge is not None:
+            edge.send(agreement.payload if forward else agreement.gradient_payload, tensors)
 
     def launch(self, kind: int, stage: int, microbatch: int) -> None:
         """Launch the receive of tensors that an edge moves: here is its place in the order.
@@ -171,23 +152,16 @@ class Channel:
         if self.edge is not None:
             self._inbox.launch(Key(kind, stage, microbatch))
 
-    def _send(
-        self,
-        buffer: Tensor,
-        key: Key,
-        *,
-        status: int = wire.AGREED,
-        checksum: int = 0,
-        count: int = 0,
-        size: int = 0,
-        missing: Sequence[bool] = (),
-        release: Callable[[], None] | None = None,
-    ) -> None:
+    def _write(
+        self, buffer: Tensor, key: Key, *, status: int = wire.AGREED, checksum: int = 0, count: int = 0,
+        size: int = 0, missing: Sequence[bool] = (),
+    ) -> Tensor:  # fmt: skip
+        """The buffer, with the header of the next message."""
         link = self.link
         fields = Header(wire.MAGIC, key.kind, status, key.stage, key.microbatch, link.sent, link.received,
                         checksum, count, size)  # fmt: skip
         write_header(buffer, fields, missing)
-        link.send(buffer, release=release)
+        return buffer
 
     def receive_values(self, stage: int, microbatch: int) -> Values:
         """Wait for what the peer hands to `stage`; the tensors are autograd leaves."""

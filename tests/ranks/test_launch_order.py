@@ -16,7 +16,7 @@ from lightning_pipeline.settings import Settings
 from tests.pool import Pool
 from tests.ranks import serial_backend
 from tests.ranks.lightning_cases import assert_same, fit
-from tests.ranks.toy import Toy, by_hand
+from tests.ranks.toy import Toy, by_hand, forwards
 
 Ranks = Callable[[int], Pool]
 ALL = [
@@ -76,7 +76,7 @@ def run_forwards(lanes: int) -> int:
     stages = {groups.rank: Toy(groups.rank, 2, 4, shape=ragged)}
     executor = Executor(stages, groups)
     with torch.no_grad():
-        executor.run(plan, [("eval", ragged(k)) for k in range(4)], forward_only=True)
+        executor.run(forwards(plan), [("eval", ragged(k)) for k in range(4)])
     groups.close()
     return len(stages[groups.rank].losses)
 

@@ -14,7 +14,7 @@ from lightning_pipeline.schedules import Plan, get_schedule
 from lightning_pipeline.wire.link import Link
 from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
-from tests.ranks.toy import Toy, by_hand
+from tests.ranks.toy import Toy, by_hand, forwards
 
 Ranks = Callable[[int], Pool]
 LOOPED = """
@@ -211,7 +211,7 @@ def run_empty(forward_only: bool) -> tuple[int, list[bool]]:
     stage = Echo(groups.rank, sometimes_empty)
     executor = Executor({groups.rank: stage}, groups)  # type: ignore[dict-item]
     for stage.step in range(4):
-        executor.run(plan, ["same"] * 4, forward_only=forward_only)
+        executor.run(forwards(plan) if forward_only else plan, ["same"] * 4)
     groups.close()
     return groups.rank, [v.empty for v in stage.seen if isinstance(v, Values)] or [len(stage.seen) == 10]
 
@@ -231,7 +231,8 @@ def evaluate_under_changing_modes(text: str) -> list[float]:
     losses: list[Tensor] = []
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad, torch.inference_mode):
         with mode():
-            executor.run(plan, [mode is torch.enable_grad] * 2, forward_only=mode is not torch.enable_grad)
+            trains = mode is torch.enable_grad
+            executor.run(plan if trains else forwards(plan), [trains] * 2)
         losses += [loss for stage in stages.values() for loss in stage.losses.values()]
     groups.close()
     return [float(loss) for loss in losses]

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.schedules import Plan
 from lightning_pipeline.wire.stage import Values
 
 
@@ -95,3 +96,8 @@ def by_hand(num_stages: int, num_microbatches: int, *, shape: Any = lambda k: 4,
         for stage in reversed(stages):
             gradients = stage.backward(microbatch, gradients)
     return stages
+
+
+def forwards(plan: Plan) -> Plan:
+    """What of a plan runs where nothing is trained."""
+    return Plan([[action for action in row if action.kind == "F"] for row in plan])

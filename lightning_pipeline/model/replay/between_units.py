@@ -28,7 +28,7 @@ from lightning_pipeline.model.tensors import (
     user_line,
     written_tensors,
 )
-from lightning_pipeline.model.trace import Watch, has_backward_hooks, with_backward_hooks
+from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_hooks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,22 +131,26 @@ class GlueRun:
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise NotImplementedError
 
-    def _really(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, States]:
-        """Run a unit of this stage; with its output, where it left generators that the user seeded."""
+    def _enter(self, unit: int) -> tuple[Callable[..., Any], Any]:
+        """A unit of this stage is about to run: its forward, and what `_leave` wants.
+
+        The caller calls the forward itself, so that a unit is no deeper in the stack than need be.
+        """
         self._check_not_lost()
         entered = self._seeds.enter(unit)
         self.inside = True
-        try:
-            module, forward = self._program.module_of(unit), self._program.originals[unit]
-            if has_backward_hooks(module):
-                output = with_backward_hooks(module, forward, args, kwargs)
-            else:
-                output = forward(*args, **kwargs)
-        finally:
-            self.inside = False
+        return self._program.originals[unit], entered
+
+    def _hooks_of(self, unit: int) -> BackwardHooks | None:
+        """The hooks on gradients that are to be around a unit, where there are some."""
+        module = self._program.module_of(unit)
+        return BackwardHooks(module) if has_backward_hooks(module) else None
+
+    def _leave(self, unit: int, entered: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
+        """A unit has run: where it left generators that the user seeded."""
         given = generators_in(args, kwargs)
         again, host = unit in self._program.repeated, self._program.host_random
-        return output, self._seeds.leave(entered, given, again=again, host=host)
+        return self._seeds.leave(entered, given, again=again, host=host)
 
     def _around(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
         """What takes the outputs of this call apart, and puts them together."""

@@ -71,7 +71,13 @@ class Recomputation(GlueRun):
     def _own(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         changed = {(nth, leaf) for one, nth, leaf in self._program.mutated if one == unit}
         nth = self._nth(unit) if changed else 0
-        output, _ = self._really(unit, args, kwargs)
+        hooks, (forward, entered) = self._hooks_of(unit), self._enter(unit)
+        try:
+            output = forward(*(args if hooks is None else hooks.before(args)), **kwargs)
+            output = output if hooks is None else hooks.after(output)
+        finally:
+            self.inside = False
+        self._leave(unit, entered, args, kwargs)
         if not changed:
             return output
         tensors, structure = flatten(output)

@@ -1,7 +1,7 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -83,12 +83,13 @@ class Replay(GlueRun):
 
     # ---- running
 
-    def run(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Replayed:
-        """Call the step until this stage's part is done."""
-        result, grad_mode = None, torch.is_grad_enabled()
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Around the call of the step, which ends when this stage's part is done; then `replayed` is full."""
+        grad_mode = torch.is_grad_enabled()
         try:
             with self.functions, self._poison:
-                result = function(*args, **kwargs)
+                yield
         except StageDone:
             pass
         except Exception as error:
@@ -97,14 +98,12 @@ class Replay(GlueRun):
                 raise
             self._error = None
         else:
-            self._check_return(result)
+            self._check_return(self.replayed.result)
         finally:
             torch.set_grad_enabled(grad_mode)
         if self._error is not None and not self._going_on:
             raise self._error
-        self.replayed.result = result
-        self.replayed.outgoing = None if self._program.is_last else self._outgoing(result)
-        return self.replayed
+        self.replayed.outgoing = None if self._program.is_last else self._outgoing(self.replayed.result)
 
     def again(self) -> Recomputation:
         """What answers code that the backward runs again."""
@@ -166,34 +165,38 @@ class Replay(GlueRun):
     # ---- calls of units
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nth = self._counts[unit]
+        nth, program = self._counts[unit], self._program
         self._counts[unit] = nth + 1
-        if unit in self._program.repeated:
+        if unit in program.repeated:
             self._places.setdefault(unit, []).append(self._seeds.place())
-        stage = self._program.stage_of[unit]
-        if stage == self._program.index:
-            output = self._own(unit, nth, args, kwargs)
+        stage = program.stage_of[unit]
+        if stage < program.index:
+            output = self._earlier(unit, nth, args, kwargs)
+        elif stage > program.index:
+            output = self._later(unit, nth, args, kwargs)
         else:
-            output = (
-                self._earlier(unit, nth, args, kwargs)
-                if stage < self._program.index
-                else self._later(unit, nth, args, kwargs)
-            )
-        if self._program.host_random and not self._seeds.host_is_users():
+            self._expect(unit, nth)
+            around = self._around(unit, nth, args, kwargs)
+            with around if isinstance(around, Watch) else nullcontext():
+                hooks, (forward, entered) = self._hooks_of(unit), self._enter(unit)
+                try:
+                    output = forward(*(args if hooks is None else hooks.before(args)), **kwargs)
+                    output = output if hooks is None else hooks.after(output)
+                finally:
+                    self.inside = False
+                states = self._leave(unit, entered, args, kwargs)
+            output = self._record(unit, nth, output, around, states)
+        if program.host_random and not self._seeds.host_is_users():
             self._seeds.host(unit, nth)
         self.on_unit(unit, nth)
         return output
 
-    def _own(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program = self._program
-        if (unit, nth) not in program.own_calls:
+    def _expect(self, unit: int, nth: int) -> None:
+        """A unit of this stage is called."""
+        if (unit, nth) not in self._program.own_calls:
             count = "is called" if not nth else f"is called {nth + 1} times"
-            raise self._other_path(f"unit {program.unit_name(unit)!r} {count}")
+            raise self._other_path(f"unit {self._program.unit_name(unit)!r} {count}")
         self._own_left -= 1
-        around = self._around(unit, nth, args, kwargs)
-        with around if isinstance(around, Watch) else nullcontext():
-            output, states = self._really(unit, args, kwargs)
-        return self._record(unit, nth, output, around, states)
 
     def _record(self, unit: int, nth: int, output: Any, around: Around | None, states: States) -> Any:
         tensors, structure = flatten(output) if around is None else around.take_apart(output)

@@ -182,15 +182,12 @@ class StageProgram:
         step = self._current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
-        if self.is_last:
-            step.on_microbatch(microbatch)
+        args, kwargs = step.microbatches[microbatch]
         queue = WeightQueue() if step.split_backward else None
-        if self.state is not None:
-            self.state.before(microbatch, counts=self.counts)
-        with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
-            done = self._replay(microbatch, step, incoming)
-        if self.state is not None:
-            self.state.after(counts=self.counts)
+        with self._replaying(microbatch, step, incoming, queue) as replay:
+            with replay.running():
+                replay.replayed.result = step.function(*self._fresh(args), **self._fresh(kwargs))
+            done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)
             if step.follower is not None:
@@ -217,25 +214,34 @@ class StageProgram:
             self._patches.runner = self.mode.watcher = None
             run.close()
 
-    def _replay(self, microbatch: int, step: Step, incoming: Values | None) -> Replayed:
-        args, kwargs = step.microbatches[microbatch]
-        replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
-        if self.is_last and step.follower is not None:
-            seen = step.follower.microbatch(microbatch)
-            replay.follow, replay.on_unit = seen.call, seen.unit
-        self._patches.runner, self.mode.watcher = replay, replay
-        emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
-        try:
-            with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
-                done = replay.run(step.function, self._fresh(args), self._fresh(kwargs))
-            done.again = replay.again() if step.weights is not None else None
-            if done.again is not None:
-                done.again.reentrant = regions.replaced
-            return done
-        finally:
-            self._patches.runner = self.mode.watcher = None
-            replay.close()
-            emptied.restore()
+    @contextmanager
+    def _replaying(
+        self, microbatch: int, step: Step, incoming: Values | None, queue: WeightQueue | None
+    ) -> Iterator[Replay]:
+        """Around the step: its units are answered, and what it leaves behind is the micro-batch's."""
+        if self.is_last:
+            step.on_microbatch(microbatch)
+        if self.state is not None:
+            self.state.before(microbatch, counts=self.counts)
+        with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
+            replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
+            if self.is_last and step.follower is not None:
+                seen = step.follower.microbatch(microbatch)
+                replay.follow, replay.on_unit = seen.call, seen.unit
+            self._patches.runner, self.mode.watcher = replay, replay
+            emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
+            try:
+                with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
+                    yield replay
+                again = replay.replayed.again = replay.again() if step.weights is not None else None
+                if again is not None:
+                    again.reentrant = regions.replaced
+            finally:
+                self._patches.runner = self.mode.watcher = None
+                replay.close()
+                emptied.restore()
+        if self.state is not None:
+            self.state.after(counts=self.counts)
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
         count = self._current_step().count

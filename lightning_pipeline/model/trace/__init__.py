@@ -3,7 +3,7 @@
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.effects import Effect, tensors_held
-from lightning_pipeline.model.trace.patches import Stand, UnitPatches, has_backward_hooks, with_backward_hooks
+from lightning_pipeline.model.trace.patches import BackwardHooks, Stand, UnitPatches, has_backward_hooks
 from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
@@ -30,6 +30,7 @@ from lightning_pipeline.model.trace.units import find_units, finer_names
 __all__ = [
     "FLOPS_PER_BYTE",
     "MISSING",
+    "BackwardHooks",
     "Call",
     "ClassOwner",
     "Effect",
@@ -61,5 +62,4 @@ __all__ = [
     "stub_sinks",
     "tensors_held",
     "trace_step",
-    "with_backward_hooks",
 ]

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.hooks import BackwardHook
+from typing_extensions import override
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.trace.units import Unit
@@ -51,6 +52,27 @@ class Stand:
         return types.MethodType(getattr(type(copied), self._name), copied)
 
 
+class _UnitStand(Stand):
+    """Stands for the `forward` of a unit; whoever runs units now answers.
+
+    Args:
+        patches: Of all units.
+        number: Of this one.
+        own: What stood there; None: the method of the class.
+    """
+
+    def __init__(self, patches: "UnitPatches", number: int, own: Any) -> None:
+        super().__init__(patches.units[number].module, "forward", patches.originals[number], own)
+        self._patches, self._number = patches, number
+
+    @override
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        runner = self._patches.runner or self._patches.idle
+        if runner is None:
+            return self._call(*args, **kwargs)
+        return runner.call(self._number, args, kwargs)
+
+
 class UnitPatches:
     """The patched `forward` of every unit. Calls go to the current `runner`, or to the original.
 
@@ -74,7 +96,7 @@ class UnitPatches:
             held = vars(unit.module)
             module, hooks = unit.module, unit.module._get_backward_hooks
             before = unit.module._get_backward_pre_hooks
-            held["forward"] = Stand(module, "forward", self._answer(number), self._own[number])
+            held["forward"] = _UnitStand(self, number, self._own[number])
             for name, call in (
                 ("_get_backward_hooks", self._outside_steps(hooks, ([], []))),
                 ("_get_backward_pre_hooks", self._outside_steps(before, [])),
@@ -89,17 +111,8 @@ class UnitPatches:
             if own is not None:
                 vars(unit.module)["forward"] = own
 
-    def _answer(self, number: int) -> Callable[..., Any]:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            runner = self.runner or self.idle
-            if runner is None:
-                return self.originals[number](*args, **kwargs)
-            return runner.call(number, args, kwargs)
-
-        return forward
-
     def _outside_steps(self, hooks: Hooks, none: Any) -> Hooks:
-        """In a step `with_backward_hooks` calls them, on the stage that runs the unit.
+        """In a step `BackwardHooks` calls them, on the stage that runs the unit.
 
         `Module.__call__` would put them around what the forward returns: above what a stage sends, and
         again around what the others receive.
@@ -119,21 +132,34 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(own or every._global_backward_hooks or every._global_backward_pre_hooks)
 
 
-def with_backward_hooks(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
-    """Call `forward` as `Module.__call__` does, with the module's hooks on gradients around it."""
-    kind: Any = type(module)
-    full, legacy = kind._get_backward_hooks(module)
-    before = kind._get_backward_pre_hooks(module)
-    if legacy:
-        raise SplitError(
-            f"register_backward_hook of {kind.__name__} is on a unit of a pipeline: torch calls such hooks "
-            "with gradients of single operations; use register_full_backward_hook"
-        )
-    hook = BackwardHook(module, full, before)
-    output = forward(*hook.setup_input_hook(args), **kwargs)
-    return hook.setup_output_hook(output)
+class BackwardHooks:
+    """Puts a module's hooks on gradients around its forward, as `Module.__call__` does.
+
+    Args:
+        module: A unit.
+
+    Raises:
+        SplitError: Hooks of the kind that torch calls with gradients of single operations.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        kind: Any = type(module)
+        full, legacy = kind._get_backward_hooks(module)
+        if legacy:
+            raise SplitError(
+                f"register_backward_hook of {kind.__name__} is on a unit of a pipeline: torch calls such "
+                "hooks with gradients of single operations; use register_full_backward_hook"
+            )
+        self._hook = BackwardHook(module, full, kind._get_backward_pre_hooks(module))
+
+    def before(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arguments to call the forward with."""
+        arguments: tuple[Any, ...] = self._hook.setup_input_hook(args)
+        return arguments
+
+    def after(self, output: Any) -> Any:
+        """What the forward returned, to be handed on."""
+        return self._hook.setup_output_hook(output)
 
 
 def _original(unit: Unit) -> Callable[..., Any]:
