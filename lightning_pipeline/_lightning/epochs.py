@@ -5,6 +5,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
+from lightning_pipeline.patching import patch
+
 __all__ = [
     "after_epoch",
     "batches_of_epoch",
@@ -28,8 +30,7 @@ def after_epoch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None
         original()
         call()
 
-    loop.on_advance_end = on_advance_end
-    return lambda: vars(loop).pop("on_advance_end", None) and None
+    return patch(loop, "on_advance_end", on_advance_end)
 
 
 def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[[], None]:
@@ -43,8 +44,7 @@ def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[
     def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
         original(checkpoint_path or choose(), weights_only)
 
-    connector.resume_start = resume_start
-    return lambda: vars(connector).pop("resume_start", None) and None
+    return patch(connector, "resume_start", resume_start)
 
 
 def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callable[[], None]:
@@ -59,8 +59,7 @@ def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callab
         if interval != "step" or not is_left_out():
             original(interval, update_plateau_schedulers)
 
-    loop.update_lr_schedulers = update_lr_schedulers
-    return lambda: vars(loop).pop("update_lr_schedulers", None) and None
+    return patch(loop, "update_lr_schedulers", update_lr_schedulers)
 
 
 def current_hook(trainer: Trainer) -> str | None:

@@ -7,6 +7,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_pipeline._lightning.trainer import is_interrupted
+from lightning_pipeline.patching import patch
 
 # Where hooks are defined that are empty, or look at logs and counts only.
 _WITHOUT_WEIGHTS = (
@@ -40,12 +41,7 @@ def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[
         entered = known[action_name] and not is_interrupted(trainer)
         return around(action_name) if entered else original(action_name)
 
-    profiler.profile = profile
-
-    def undo() -> None:
-        del profiler.profile
-
-    return undo
+    return patch(profiler, "profile", profile)
 
 
 def _does_something(trainer: Trainer, action_name: str) -> bool:

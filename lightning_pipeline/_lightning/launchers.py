@@ -12,6 +12,8 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _Su
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from typing_extensions import override
 
+from lightning_pipeline.patching import patched
+
 __all__ = ["make_launcher"]
 
 
@@ -93,9 +95,8 @@ def _telling_checkpoint(trainer: Trainer, tell: Callable[[Any], None]) -> Iterat
         tell(path)
         return path
 
-    connector._select_ckpt_path = select
-    try:
-        yield
-    finally:
-        vars(connector).pop("_select_ckpt_path", None)
-        tell(None)
+    with patched(connector, {"_select_ckpt_path": select}):
+        try:
+            yield
+        finally:
+            tell(None)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import LightningModule, Trainer
 
+from lightning_pipeline.patching import all_undone, patch
+
 
 def logging_step(trainer: Trainer) -> int:
     """The step under which loggers get what is logged now; as Lightning's own monitors ask. Since 2.0."""
@@ -91,11 +93,6 @@ def before_loader_results(trainer: Trainer, call: Callable[[], None]) -> Callabl
 
         return store
 
-    for loop in loops:
-        loop._store_dataloader_outputs = wrap(loop._store_dataloader_outputs)
-
-    def undo() -> None:
-        for loop in loops:
-            vars(loop).pop("_store_dataloader_outputs", None)
-
-    return undo
+    return all_undone(
+        [patch(loop, "_store_dataloader_outputs", wrap(loop._store_dataloader_outputs)) for loop in loops]
+    )

@@ -56,6 +56,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.distributed import Store
 
+from lightning_pipeline.patching import all_undone, patch
+
 STEPS = {
     TrainerFn.FITTING: "training_step",
     TrainerFn.VALIDATING: "validation_step",
@@ -180,14 +182,12 @@ def on_sigterm(trainer: Trainer, told: Callable[[], None]) -> Callable[[], None]
             launcher.kill(signum)
         told()
 
-    connector._sigterm_notifier_fn = notified
-    loop._broadcast_sigterm_tensor = lambda: None
-
-    def undo() -> None:
-        for owner, name in names:
-            vars(owner).pop(name, None)
-
-    return undo
+    return all_undone(
+        [
+            patch(connector, "_sigterm_notifier_fn", notified),
+            patch(loop, "_broadcast_sigterm_tensor", lambda: None),
+        ]
+    )
 
 
 def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -201,11 +201,7 @@ def on_requeue(trainer: Trainer, told: Callable[[], None]) -> tuple[Callable[[],
     """
     connector: Any = trainer._signal_connector
     requeue = type(connector)._slurm_sigusr_handler_fn
-    connector._slurm_sigusr_handler_fn = lambda signum, frame: told()
-
-    def undo() -> None:
-        vars(connector).pop("_slurm_sigusr_handler_fn", None)
-
+    undo = patch(connector, "_slurm_sigusr_handler_fn", lambda signum, frame: told())
     return lambda: requeue(connector, _requeue_signal(trainer), None), undo
 
 
@@ -369,8 +365,7 @@ def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
             given = None if training_step_output is NO_LOSS else training_step_output
             return kind.from_training_step_output(given, normalize)
 
-    loop.output_result_cls = Result
-    return lambda: vars(loop).pop("output_result_cls", None) and None
+    return patch(loop, "output_result_cls", Result)
 
 
 def explain_signature(trainer: Trainer, step: str, args: tuple[Any, ...], num_loaders: int) -> None:
@@ -427,9 +422,7 @@ def around_epoch_start(
         original(fetcher)
         after(seen)
 
-    given: Any = loop
-    given.on_run_start = on_run_start
-    return lambda: vars(loop).pop("on_run_start", None) and None
+    return patch(loop, "on_run_start", on_run_start)
 
 
 def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
@@ -444,12 +437,7 @@ def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], Non
         call()
         original()
 
-    loop._on_before_fetch = on_before_fetch  # type: ignore[method-assign]
-
-    def undo() -> None:
-        loop._on_before_fetch = original  # type: ignore[method-assign]
-
-    return undo
+    return patch(loop, "_on_before_fetch", on_before_fetch)
 
 
 def loader_states(loop: Any) -> list[Any]:
@@ -471,9 +459,7 @@ def load_loader_states(loop: Any, states: list[Any]) -> None:
 
 def link_through(callback: ModelCheckpoint, link: Callable[[str, str], None]) -> Callable[[], None]:
     """Let `ModelCheckpoint(save_last="link")` link through us; it removes the old link first. Since 2.2."""
-    given: Any = callback
-    given._link_checkpoint = lambda trainer, filepath, linkpath: link(filepath, linkpath)
-    return lambda: vars(callback).pop("_link_checkpoint", None) and None
+    return patch(callback, "_link_checkpoint", lambda trainer, filepath, linkpath: link(filepath, linkpath))
 
 
 def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) -> Callable[[], None]:
@@ -491,8 +477,7 @@ def count_as_existing(callback: ModelCheckpoint, coming: Callable[[str], bool]) 
     def file_exists(filepath: Any, trainer: Trainer) -> bool:
         return exists(callback, filepath, trainer) or coming(filepath)
 
-    callback.file_exists = file_exists  # type: ignore[method-assign]
-    return lambda: vars(callback).pop("file_exists", None) and None
+    return patch(callback, "file_exists", file_exists)
 
 
 def prepared_batch(trainer: Trainer, batch: Any) -> Any:

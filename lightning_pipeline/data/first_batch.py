@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_pipeline import _lightning
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
+from lightning_pipeline.patching import Undo, all_undone, patch
 
 
 class EarlyLoaders:
@@ -36,7 +37,7 @@ class EarlyLoaders:
         undone: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
-        self._sources: list[Any] = []
+        self._undo: list[Undo] = []
         self._asked: dict[TrainerFn, Any] = {}
 
     def first_arguments(self) -> tuple[str, tuple[Any, ...]] | None:
@@ -97,21 +98,21 @@ class EarlyLoaders:
         original = source.dataloader
 
         def dataloader() -> Any:
-            vars(source).pop("dataloader", None)
+            undo()
             self._equal()
             if random_states() != before and not self._feed.holds(loaders):
                 return original()
             set_random_states(after)
             return loaders
 
-        vars(source)["dataloader"] = dataloader
-        self._sources.append(source)
+        undo = patch(source, "dataloader", dataloader)
+        self._undo.append(undo)
         return loaders
 
     def restore(self) -> None:
         """Let the loops ask for themselves."""
-        for source in self._sources:
-            vars(source).pop("dataloader", None)
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
 
     def _first(self, loaders: Any, *, sequential: bool) -> tuple[Any] | None:
         combined = _lightning.as_combined(loaders, sequential=sequential)

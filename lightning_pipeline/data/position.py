@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data.loaders import Peekable, needs_peeking, random_states, set_random_states
+from lightning_pipeline.patching import all_undone
 
 
 class Position:
@@ -46,16 +47,12 @@ class Position:
         Returns:
             Undoes it.
         """
-        undo = [
-            _lightning.around_epoch_start(self._trainer, self._before, self._after),
-            _lightning.before_fetch(self._trainer, self._fetch),
-        ]
-
-        def undo_all() -> None:
-            for call in reversed(undo):
-                call()
-
-        return undo_all
+        return all_undone(
+            [
+                _lightning.around_epoch_start(self._trainer, self._before, self._after),
+                _lightning.before_fetch(self._trainer, self._fetch),
+            ]
+        )
 
     # Saving
 

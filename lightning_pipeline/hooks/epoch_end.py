@@ -18,6 +18,7 @@ from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.model.trace import Stand
+from lightning_pipeline.patching import all_undone, patch
 from lightning_pipeline.ranks import Outlet
 
 STEP_OF_HOOK = {
@@ -47,14 +48,9 @@ class EpochEndHooks:
     ) -> None:  # fmt: skip
         self._aside = aside
         self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
-        for name in STEP_OF_HOOK:
-            if getattr(type(module), name) is not getattr(LightningModule, name):
-                vars(module)[name] = Stand(module, name, self._wrapped(name))
-
-    def restore(self) -> None:
-        """Give the module its own hooks back."""
-        for name in STEP_OF_HOOK:
-            vars(self._module).pop(name, None)
+        own = [n for n in STEP_OF_HOOK if getattr(type(module), n) is not getattr(LightningModule, n)]
+        self.restore = all_undone([patch(module, n, Stand(module, n, self._wrapped(n))) for n in own])
+        """Gives the module its own hooks back."""
 
     def _wrapped(self, name: str) -> Callable[[], None]:
         hook = getattr(self._module, name)

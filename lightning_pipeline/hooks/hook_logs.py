@@ -21,6 +21,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks.step_logs import SIGNATURE, options_of
 from lightning_pipeline.model.tensors import is_placeholder, user_line
+from lightning_pipeline.patching import all_undone, patch
 
 _ENDS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end")
 _EVALUATED = (
@@ -79,26 +80,16 @@ class HookLogs:
         self._install()
 
     def _install(self) -> None:
-        own = vars(self._module)
-        own["log"] = self.log
-        for callback in self._callbacks:
-            vars(callback)["log"] = self.log
-        self._hooks = {name: own.get(name) for name in (*_ENDS, "on_train_batch_end")}
-        for name in _ENDS:
-            own[name] = self._then(getattr(self._module, name), self.settle)
-        own["on_train_batch_end"] = self._then(self._module.on_train_batch_end, self._end_batch)
+        module = self._module
+        undo = [patch(one, "log", self.log) for one in (module, *self._callbacks)]
+        undo += [patch(module, name, self._then(getattr(module, name), self.settle)) for name in _ENDS]
+        end = self._then(module.on_train_batch_end, self._end_batch)
+        undo.append(patch(module, "on_train_batch_end", end))
+        self._undo = all_undone([self._undo, *undo])
 
     def restore(self) -> None:
         """Give module and callbacks their own methods back."""
         self._undo()
-        own = vars(self._module)
-        own.pop("log", None)
-        for callback in self._callbacks:
-            vars(callback)["log"] = self._module.log
-        for name, before in self._hooks.items():
-            own.pop(name, None)
-            if before is not None:
-                own[name] = before
 
     @staticmethod
     def _then(hook: Callable[..., Any], after: Callable[[], None]) -> Callable[..., Any]:

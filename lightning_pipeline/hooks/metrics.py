@@ -12,6 +12,7 @@ from torchmetrics import Metric
 
 from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.model.trace import named_metrics
+from lightning_pipeline.patching import all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
 
@@ -36,7 +37,7 @@ class SharedMetrics:
         self._steps = 0
         self._asked: Counter[str] = Counter()  # how often since the last step, by name
         self._posted: list[str] = []
-        self._saved: list[tuple[Metric, dict[str, Any]]] = []
+        undo = []
         several = replicas is not None and replicas.size() > 1
         held = named_metrics(module)
         parts = {
@@ -47,8 +48,9 @@ class SharedMetrics:
             changed: dict[str, Any] = {"compute": partial(self._compute, name, metric, metric.compute)}
             if outlet.is_source:
                 changed |= {"process_group": replicas} if several else {"distributed_available_fn": _alone}
-            self._saved.append((metric, {name: getattr(metric, name) for name in changed}))
-            _set(metric, changed)
+            undo += [patch(metric, name, value) for name, value in changed.items()]
+        self.restore = all_undone(undo)
+        """Gives the metrics their own `compute` and group back."""
 
     def _compute(
         self, name: str, metric: Metric, compute: Callable[..., Any], *args: Any, **kwargs: Any
@@ -96,18 +98,7 @@ class SharedMetrics:
         finally:
             self._elsewhere = False
 
-    def restore(self) -> None:
-        """Give the metrics their own `compute` and group back."""
-        for metric, saved in self._saved:
-            _set(metric, saved)
-        self._saved = []
-
 
 def _alone() -> bool:
     """With one replica the last stage's metrics have nobody to gather from."""
     return False
-
-
-def _set(metric: Metric, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        object.__setattr__(metric, name, value)

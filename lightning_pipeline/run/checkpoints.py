@@ -40,6 +40,7 @@ from lightning_pipeline.checkpoint.contents import (
 )
 from lightning_pipeline.checkpoint.folder import discard, local_path
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
+from lightning_pipeline.patching import all_undone
 from lightning_pipeline.run.answers import Answers
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
@@ -115,8 +116,8 @@ class CheckpointHooks(Answers, PlainStrategy):
 
     def leave_callbacks(self) -> None:
         """The run ends: its callbacks may be used in another."""
-        while self._unlink:
-            self._unlink.pop()()
+        undo, self._unlink = self._unlink, []
+        all_undone(undo)()
 
     @property
     def _is_one_file(self) -> bool:

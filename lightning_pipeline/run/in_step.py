@@ -15,6 +15,7 @@ from typing_extensions import override
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.errors import BatchMismatchError, CheckpointError
+from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, all_end_alike
 
 
@@ -111,17 +112,13 @@ class KeepTogether(Callback):
             getattr(one, "save_on_exception", isinstance(one, OnExceptionCheckpoint))
             for one in trainer.checkpoint_callbacks
         )
-        undo = [
-            self._watch_sigterm(trainer),
-            self._watch_requeue(trainer),
-            _lightning.after_epoch(trainer, lambda: self._end_epoch(trainer)),
-        ]
-
-        def undo_all() -> None:
-            for call in undo:
-                call()
-
-        return undo_all
+        return all_undone(
+            [
+                self._watch_sigterm(trainer),
+                self._watch_requeue(trainer),
+                _lightning.after_epoch(trainer, lambda: self._end_epoch(trainer)),
+            ]
+        )
 
     def _watch_requeue(self, trainer: Trainer) -> Callable[[], None]:
         def told() -> None:

@@ -21,6 +21,7 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.measure import MemoryMeter
 from lightning_pipeline.model.cut import Partition, StageActivations, StageRow, StageTable
 from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
+from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, OpenRecording, Timeline, stream_clock
 from lightning_pipeline.schedules import Action, OneFOneB, Plan
@@ -84,9 +85,8 @@ class OneDevice:
 
     def close(self) -> None:
         """End the run."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
 
     def at_end(self, undo: Callable[[], None]) -> None:
         """Call something when the run ends, before what was added earlier."""

@@ -18,6 +18,7 @@ from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.construction import Construction
+from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within
 from lightning_pipeline.run.batch import Batch, Plans, samples_of, split_arguments, trains_batch_norm
 from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
@@ -285,9 +286,8 @@ class Pipeline:
         stages = self.stages
         if isinstance(stages, Stages):
             stages.disconnect()
-        for undo in reversed(self._undo):
-            undo()
-        self._undo = []
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
         if self._failed or self.ends_together:
             self._undo_last()
         if isinstance(stages, Stages):
@@ -313,6 +313,5 @@ class Pipeline:
             self.failure.missed("the end of the last hooks")
 
     def _undo_last(self) -> None:
-        for undo in reversed(self._at_last):
-            undo()
-        self._at_last = []
+        undo, self._at_last = self._at_last, []
+        all_undone(undo)()

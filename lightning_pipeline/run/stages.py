@@ -27,6 +27,7 @@ from lightning_pipeline.hooks import (
     refuse_unserved,
 )
 from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
 from lightning_pipeline.run.batch import Batch, Gradients, Plans, Reordering, Steps, watch_memory
 from lightning_pipeline.run.members import Members
@@ -302,8 +303,8 @@ class Stages:
 
     def disconnect(self) -> None:
         """Undo what was replaced for hooks and steps."""
-        while self._undo:
-            self._undo.pop()()
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
 
     def join(self, *, failed: bool, staged: bool) -> None:
         """The module becomes whole, on CPU, on the ranks that `gather_weights` names.

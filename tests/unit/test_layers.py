@@ -40,6 +40,7 @@ ROOMS = [
     "ranks",
     "wire",
     "recording",
+    "patching",
     "settings",
     "schedules",
     "schedules.search",

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.tensors import Generators, PlaceholderMode, TensorSpec, random_state_kept
-from lightning_pipeline.model.trace import around_metrics, metrics_of, replaced, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace import around_metrics, metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.patching import patched
 
 Sink = Callable[..., None]
 
@@ -67,8 +68,9 @@ class Told:
             stack.enter_context(stub_sinks(self._root, tuple(self._sinks), _drop))
             if not self._has_last_stage:
                 stack.enter_context(self.silent_metrics())
-            for name, sink in self._sinks.items() if self._has_last_stage else ():
-                vars(self._root)[name] = self._checked(name, sink)
+            if self._has_last_stage:
+                checked = {name: self._checked(name, sink) for name, sink in self._sinks.items()}
+                stack.enter_context(patched(self._root, checked))
             yield
 
     def to(
@@ -79,7 +81,7 @@ class Told:
         def sink(name: str) -> Callable[..., None]:
             return lambda *args, **kwargs: record(name, args, kwargs)
 
-        return replaced(self._root, {name: sink(name) for name in self._sinks})
+        return patched(self._root, {name: sink(name) for name in self._sinks})
 
     def metrics_unfollowed(self) -> AbstractContextManager[None]:
         """Inside, what metrics compute is none of the step's own functions."""

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pipeline.patching import all_undone, patch
+
 Accumulation = Callable[[], Tensor]
 
 
@@ -245,11 +247,11 @@ class Deferral:
 
     def __init__(self) -> None:
         self.queue: WeightQueue | None = None
-        self._patched: list[tuple[Any, str, Any, Any]] = [
-            (F, "linear", F.linear, self._linear),
-            (F, "embedding", F.embedding, self._embedding),
-            (torch, "addmm", torch.addmm, self._addmm),
-            *((F, name, getattr(F, name), self._convolution(getattr(F, name), dims, transposed))
+        self._instead: list[tuple[Any, str, Any]] = [
+            (F, "linear", self._linear),
+            (F, "embedding", self._embedding),
+            (torch, "addmm", self._addmm),
+            *((F, name, self._convolution(getattr(F, name), dims, transposed))
               for transposed, stem in ((False, "conv"), (True, "conv_transpose"))
               for dims in (1, 2, 3)
               for name in (f"{stem}{dims}d",)),
@@ -259,14 +261,12 @@ class Deferral:
     def into(self, queue: WeightQueue) -> Iterator[None]:
         """Defer into `queue` while a forward, or a backward that recomputes, runs."""
         before, self.queue = self.queue, queue
-        for owner, name, _, replacement in self._patched:
-            setattr(owner, name, replacement)
+        undo = all_undone([patch(*one) for one in self._instead])
         try:
             yield
         finally:
             self.queue = before
-            for owner, name, original, _ in self._patched:
-                setattr(owner, name, original)
+            undo()
 
     def _takes(self, *tensors: Tensor | None) -> bool:
         """Whether the gradients of these are ours to defer: plain leaves that need one and have no hooks."""

@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_pipeline.model.tensors.placeholder import is_placeholder
+from lightning_pipeline.patching import patched
 
 Place = tuple[int, int]  # stage and micro-batch
 Pack = Callable[[Tensor], Any]
@@ -246,9 +247,5 @@ def stepping_aside(hooks: saved_tensors_hooks) -> Iterator[None]:
             stack.enter_context(disable(message))
             yield
 
-    graph.disable_saved_tensors_hooks = without
-    try:
-        with hooks:
-            yield
-    finally:
-        graph.disable_saved_tensors_hooks = disable
+    with patched(graph, {"disable_saved_tensors_hooks": without}), hooks:
+        yield

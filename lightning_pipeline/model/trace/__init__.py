@@ -21,7 +21,6 @@ from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
     named_metrics,
-    replaced,
     stub_metrics,
     stub_sinks,
 )
@@ -56,7 +55,6 @@ __all__ = [
     "named_metrics",
     "needs_values",
     "reentrant_checkpoint_replaced",
-    "replaced",
     "step_function",
     "stub_metrics",
     "stub_sinks",

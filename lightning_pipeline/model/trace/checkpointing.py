@@ -8,6 +8,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from lightning_pipeline.model.trace.costs import Work
+from lightning_pipeline.patching import patched
 
 if TYPE_CHECKING:
     from lightning_pipeline.model.trace.record import Call
@@ -97,12 +98,11 @@ class Regions:
                 for call in hook.region.calls:
                     call.recomputed_bytes = max(call.recomputed_bytes, held)
 
-        module._checkpoint_hook = Noted  # type: ignore[misc]
-        try:
-            yield
-        finally:
-            module._checkpoint_hook = kind  # type: ignore[misc]
-            regions.clear()
+        with patched(module, {"_checkpoint_hook": Noted}):
+            try:
+                yield
+            finally:
+                regions.clear()
 
 
 class ReentrantRegions:
@@ -147,9 +147,6 @@ def reentrant_checkpoint_replaced(inside: Callable[[], Any]) -> Iterator[Reentra
     Args:
         inside: Whether a unit runs.
     """
-    before = torch.utils.checkpoint.CheckpointFunction
-    torch.utils.checkpoint.CheckpointFunction = regions = ReentrantRegions(inside)  # type: ignore[misc, assignment]
-    try:
+    regions = ReentrantRegions(inside)
+    with patched(torch.utils.checkpoint, {"CheckpointFunction": regions}):
         yield regions
-    finally:
-        torch.utils.checkpoint.CheckpointFunction = before  # type: ignore[misc]

@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.trace.units import Unit
+from lightning_pipeline.patching import Undo, all_undone, patch
 
 Hooks = Callable[[], Any]
 
@@ -89,27 +90,25 @@ class UnitPatches:
         self.runner: Runner | None = None
         self.idle: Runner | None = None
         self._own = [vars(unit.module).get("forward") for unit in self.units]
+        self._undo: list[Undo] = []
 
     def install(self) -> None:
         """Patch every unit."""
         for number, unit in enumerate(self.units):
-            held = vars(unit.module)
             module, hooks = unit.module, unit.module._get_backward_hooks
             before = unit.module._get_backward_pre_hooks
-            held["forward"] = _UnitStand(self, number, self._own[number])
+            stands: dict[str, Stand] = {"forward": _UnitStand(self, number, self._own[number])}
             for name, call in (
                 ("_get_backward_hooks", self._outside_steps(hooks, ([], []))),
                 ("_get_backward_pre_hooks", self._outside_steps(before, [])),
             ):
-                held[name] = Stand(module, name, call)
+                stands[name] = Stand(module, name, call)
+            self._undo += [patch(module, name, stand) for name, stand in stands.items()]
 
     def remove(self) -> None:
         """Give every unit its own `forward` back."""
-        for unit, own in zip(self.units, self._own, strict=True):
-            for name in ("forward", "_get_backward_hooks", "_get_backward_pre_hooks"):
-                vars(unit.module).pop(name, None)
-            if own is not None:
-                vars(unit.module)["forward"] = own
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
 
     def _outside_steps(self, hooks: Hooks, none: Any) -> Hooks:
         """In a step `BackwardHooks` calls them, on the stage that runs the unit.

@@ -8,25 +8,10 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.model.tensors import items_of
+from lightning_pipeline.patching import patched
 
 _MOST = 100  # items of a container that are looked into
-_MISSING = object()
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
-
-
-@contextmanager
-def replaced(target: object, attributes: dict[str, Any]) -> Iterator[None]:
-    """Set attributes in the `__dict__` of an object and put back what was there."""
-    own = vars(target)
-    before = {name: own.get(name, _MISSING) for name in attributes}
-    own.update(attributes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            own.pop(name, None)
-            if value is not _MISSING:
-                own[name] = value
 
 
 @contextmanager
@@ -36,7 +21,7 @@ def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], 
     def sink(*args: Any, **kwargs: Any) -> None:
         on_value((args, kwargs))
 
-    with replaced(root, dict.fromkeys(names, sink)):
+    with patched(root, dict.fromkeys(names, sink)):
         yield
 
 
@@ -80,17 +65,10 @@ def stub_metrics(
     metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any]
 ) -> Iterator[None]:
     """Let metrics only tell what they were given; a call returns `scalar()`, or one for each member."""
-    before = [{name: vars(metric).get(name, _MISSING) for name in _METRIC_METHODS} for metric in metrics]
-    for metric in metrics:
-        vars(metric).update(_stubs(metric, on_value, scalar))
-    try:
+    with ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar)))
         yield
-    finally:
-        for metric, saved in zip(metrics, before, strict=True):
-            for name, value in saved.items():
-                vars(metric).pop(name, None)
-                if value is not _MISSING:
-                    vars(metric)[name] = value
 
 
 @contextmanager
@@ -109,7 +87,7 @@ def around_metrics(
     with ExitStack() as stack:
         for metric in metrics:
             methods = {name: wrapped(getattr(metric, name)) for name in _METRIC_METHODS}
-            stack.enter_context(replaced(metric, methods))
+            stack.enter_context(patched(metric, methods))
         yield
 
 

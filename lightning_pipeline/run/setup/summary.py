@@ -7,6 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelSummary
 
 from lightning_pipeline.data import seeded
+from lightning_pipeline.patching import all_undone, patch
 
 
 def _said_already(*_: Any) -> None:
@@ -26,10 +27,4 @@ def summarize_before_split(trainer: Trainer) -> Callable[[], None]:
     for summary in summaries:
         with seeded(0):  # an example_input_array runs the module
             summary.on_fit_start(trainer, trainer.lightning_module)
-        vars(summary)["on_fit_start"] = _said_already
-
-    def undo() -> None:
-        for summary in summaries:
-            vars(summary).pop("on_fit_start", None)
-
-    return undo
+    return all_undone([patch(summary, "on_fit_start", _said_already) for summary in summaries])

@@ -1,0 +1,100 @@
+"""The ledger of what is replaced at run time: one way to replace an attribute, and to put it back.
+
+Patches of one attribute lie on each other. Whichever is undone first, in the end there is what was there
+before the first of them: one that lies under others leaves its place to the one above it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+Undo = Callable[[], None]
+_MISSING = object()
+
+
+class _Entry:
+    """One replaced attribute."""
+
+    def __init__(self, owner: Any, name: str, before: Any) -> None:
+        self.owner, self.name, self.before = owner, name, before
+
+
+_STANDING: dict[tuple[int, str], list[_Entry]] = {}
+
+
+def patch(owner: Any, name: str, value: Any) -> Undo:
+    """Replace an attribute of an object, a class or a module until it is undone.
+
+    An instance gets the value in its own `__dict__`, past properties and `__setattr__`.
+
+    Args:
+        owner: Whose attribute.
+        name: Of the attribute.
+        value: What stands there instead.
+
+    Returns:
+        Puts back what was there; called again it does nothing.
+    """
+    key = id(owner), name  # of an object that the entry keeps alive
+    entry = _Entry(owner, name, vars(owner).get(name, _MISSING))
+    stack = _STANDING.setdefault(key, [])
+    stack.append(entry)
+    _put(owner, name, value)
+
+    def undo() -> None:
+        if entry not in stack:
+            return
+        above = stack.index(entry) + 1
+        if above < len(stack):
+            stack[above].before = entry.before
+        else:
+            _put(owner, name, entry.before)
+        stack.remove(entry)
+        if not stack:
+            _STANDING.pop(key, None)
+
+    return undo
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+    elif value is _MISSING:
+        vars(owner).pop(name, None)
+    else:
+        vars(owner)[name] = value
+
+
+@contextmanager
+def patched(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, attributes are replaced."""
+    undo = all_undone([patch(owner, name, value) for name, value in attributes.items()])
+    try:
+        yield
+    finally:
+        undo()
+
+
+def all_undone(undos: Iterable[Undo]) -> Undo:
+    """One function for several, called in reverse; all are called, also where one raises."""
+    left = list(undos)
+
+    def undo() -> None:
+        while left:
+            one = left.pop()
+            try:
+                one()
+            except BaseException:
+                undo()
+                raise
+
+    return undo
+
+
+def standing() -> list[str]:
+    """What is replaced now, in words: nothing after a run."""
+    return [
+        f"{getattr(entry.owner, '__name__', type(entry.owner).__name__)}.{entry.name}"
+        for stack in _STANDING.values()
+        for entry in stack
+    ]
