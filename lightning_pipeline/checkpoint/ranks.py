@@ -7,11 +7,11 @@ from datetime import timedelta
 from typing import NoReturn, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store, _set_pg_timeout
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.distributed.distributed_c10d import Store
 from typing_extensions import override
 
 from lightning_pipeline import errors
+from lightning_pipeline._torch import disable_current_modes, set_group_timeout
 from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 from lightning_pipeline.ranks import CAUSE, Cause, Company, Failed, Lookout, Notes, break_off, closed_peers
 from lightning_pipeline.wire import Wait, Waits
@@ -43,7 +43,7 @@ class Ranks(Company):
     ) -> None:
         super().__init__(group, None, rank)
         if self.group is not None:
-            _set_pg_timeout(2 * timeout + timedelta(seconds=60), self.group)  # the lookout is sooner
+            set_group_timeout(2 * timeout + timedelta(seconds=60), self.group)  # the lookout is sooner
         self.size, self._timeout = len(self.ranks), timeout
         self._key = f"{name}/cause"
         self._lookout = lookout
@@ -114,7 +114,7 @@ class Ranks(Company):
         wait = Wait(what, tuple(self.ranks), group, self._timeout.total_seconds(), self._key)
         try:
             inside = nullcontext() if self._lookout is None else self._lookout.waits.inside(wait)
-            with inside, _disable_current_modes():  # a module may be under construction
+            with inside, disable_current_modes():  # a module may be under construction
                 yield group
         except RuntimeError as error:
             cause = self._cause(what, error, group)

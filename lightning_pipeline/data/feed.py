@@ -8,9 +8,9 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lightning_pipeline._lightning import moves_batches_itself
+from lightning_pipeline._torch import tree_leaves, tree_map
 from lightning_pipeline.data.loaders import (
     CHECKED_BATCHES,
     Gather,

@@ -13,9 +13,9 @@ import torch
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.data import DataLoader
 
+from lightning_pipeline._torch import tree_flatten, tree_leaves, tree_unflatten
 from lightning_pipeline.errors import BatchMismatchError
 from lightning_pipeline.ranks import Outlet
 

@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from lightning_pipeline._torch import is_profiled
 from lightning_pipeline.executor.routes import Routes
 from lightning_pipeline.ranks import Clocks, Failure, Groups, Where
 from lightning_pipeline.recording import MessageLog, Timeline, stream_clock
@@ -107,7 +108,7 @@ class Executor:
 
     def _methods_now(self) -> Mapping[str, Callable[[int, int], None]]:
         """The table of kinds; naming an action for a profiler costs more than recording it."""
-        if not torch.autograd._profiler_enabled():
+        if not is_profiled():
             return self._methods
         return {kind: _named(kind, method) for kind, method in self._methods.items()}
 

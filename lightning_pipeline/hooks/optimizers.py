@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils._pytree import tree_map
 
+from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder

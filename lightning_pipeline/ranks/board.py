@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import StageFailedError
 from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.wire import Wait, Waits

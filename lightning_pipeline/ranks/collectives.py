@@ -12,8 +12,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _disable_current_modes
 
+from lightning_pipeline._torch import disable_current_modes
 from lightning_pipeline.errors import MessageError, StageFailedError
 from lightning_pipeline.ranks.failure import Failure
 from lightning_pipeline.ranks.lookout import WAY_OUT
@@ -74,7 +74,7 @@ class Company:
         used = self.group if group is None else group
         assert used is not None, "a company that was left does nothing together"
         self.exchanges += 1
-        with self._failure.watch(what, used), _disable_current_modes():  # a module may be under construction
+        with self._failure.watch(what, used), disable_current_modes():  # a module may be under construction
             yield used
 
     def any_of(self, what: str, *flags: bool) -> list[bool]:

@@ -12,8 +12,9 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, _set_pg_timeout
+from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from lightning_pipeline._torch import set_group_timeout
 from lightning_pipeline.ranks.aside import Aside
 from lightning_pipeline.ranks.lookout import Lookout, break_off
 from lightning_pipeline.ranks.notes import CAUSE, Notes
@@ -215,7 +216,7 @@ class Groups:
     def _be_patient(self, group: dist.ProcessGroup) -> None:
         """From now on the lookout is sooner than the group itself."""
         if dist.get_backend(group) == "gloo":
-            _set_pg_timeout(max(self.hook_timeout, self.init_timeout) + _SPARE, group)
+            set_group_timeout(max(self.hook_timeout, self.init_timeout) + _SPARE, group)
 
     def _watched(self, what: str, work: Callable[[], T]) -> T:
         """Do what all ranks do together, over the store: the lookout watches, and who is lost is named."""

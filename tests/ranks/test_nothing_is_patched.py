@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 
+from lightning_pipeline.patching import standing
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 
@@ -72,7 +73,7 @@ def left_behind(pipeline: dict[str, Any], folder: str, fails: bool) -> list[str]
         for name in was:
             if was[name] != now.get(name):
                 found.append(f"{name}: {difference(was[name], now.get(name))}")
-    return found
+    return found + standing()
 
 
 def difference(was: Any, now: Any) -> Any:

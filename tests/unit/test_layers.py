@@ -40,6 +40,7 @@ ROOMS = [
     "ranks",
     "wire",
     "recording",
+    "_torch",
     "patching",
     "settings",
     "schedules",

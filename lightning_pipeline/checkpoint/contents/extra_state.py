@@ -6,11 +6,12 @@ from typing import Any
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeline._torch import EXTRA_STATE_SUFFIX
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.model.cut import Partition
 
 Owns = Callable[[nn.Module], bool]
-EXTRA = nn.modules.module._EXTRA_STATE_KEY_SUFFIX
+EXTRA = EXTRA_STATE_SUFFIX
 
 
 def owned_by(cut: Partition | None, stages: Sequence[int]) -> Owns:

@@ -14,6 +14,7 @@ from lightning.fabric.utilities.data import AttributeDict
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.metadata import Metadata
 
+from lightning_pipeline._torch import MEMORY_FORMAT
 from lightning_pipeline.checkpoint.folder.manifest import safe_file
 from lightning_pipeline.checkpoint.folder.names import METADATA
 from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
@@ -67,7 +68,7 @@ def _layout(name: str) -> Any:
 
 def _member(of: Any, name: Any) -> Any:
     """What Python before 3.11.4 writes for a member of an enumeration: `getattr`, its class and its name."""
-    if of is metadata._MEM_FORMAT_ENCODING and name in of.__members__:
+    if of is MEMORY_FORMAT and name in of.__members__:
         return of[name]
     raise UnsafeCheckpointError(f"builtins.getattr of {of!r}")
 

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import (
+
+from lightning_pipeline._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    TorchDispatchMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    tree_map_only,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
-
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.construction.tape import (
     Entry,

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn._reduction import legacy_get_string
 
+from lightning_pipeline._torch import legacy_get_string
 from lightning_pipeline.model.tensors import is_placeholder
 
 _NAMES = (

@@ -7,9 +7,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline._torch import (
+    current_dispatch_mode,
+    current_function_mode,
+    disable_current_modes,
+    pop_function_mode,
+    push_function_mode,
+)
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States, generators_in
@@ -87,14 +93,14 @@ class GlueRun:
         """Answer a call of a unit."""
         if self.inside:
             return self._within(unit, args, kwargs)
-        ours = _get_current_function_mode() is self.functions
+        ours = current_function_mode() is self.functions
         if ours:  # out of the way, where no mode of the user's is above it
-            _pop_mode()
+            pop_function_mode()
         try:
             output = self._answer(unit, args, kwargs)
         finally:
             if ours:
-                _push_mode(self.functions)
+                push_function_mode(self.functions)
         if self._put_off:
             self._call_hooks(unit)
         return output
@@ -238,7 +244,7 @@ class GlueRun:
             )
             return made.fill_(0.5 if tensor.is_floating_point() else 1)
 
-        with _disable_current_modes(), torch.no_grad():
+        with disable_current_modes(), torch.no_grad():
             func(*map_tensors(real, args), **map_tensors(real, kwargs))
 
     def guard(self) -> None:
@@ -301,8 +307,8 @@ class GlueRun:
 def _nothing_kept() -> "Iterator[None]":
     with ExitStack() as stack:
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, _never))
-        if _get_current_dispatch_mode() is not None:
-            stack.enter_context(_disable_current_modes())
+        if current_dispatch_mode() is not None:
+            stack.enter_context(disable_current_modes())
         yield
 
 

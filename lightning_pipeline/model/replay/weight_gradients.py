@@ -16,6 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_pipeline._torch import (
+    backward_number,
+    function_modes,
+    in_a_transform,
+    in_forward_mode,
+    plain_linear,
+)
 from lightning_pipeline.patching import all_undone, patch
 
 Accumulation = Callable[[], Tensor]
@@ -42,7 +49,7 @@ class WeightQueue:
 
         Not where it runs inside another, and not where a hook wants their gradients.
         """
-        if self.task is None or torch._C._current_graph_task_id() != self.task:
+        if self.task is None or backward_number() != self.task:
             return False
         return not any(_has_hooks(parameter) for parameter in parameters if parameter is not None)
 
@@ -81,7 +88,7 @@ class WeightQueue:
 
     def _begins(self, gradients: Any) -> None:
         if self.task is None:  # torch has no public name for this number (2.13)
-            self.task = torch._C._current_graph_task_id()
+            self.task = backward_number()
 
     def drain(self) -> None:
         """Compute the weight gradients and add them to `.grad`."""
@@ -127,7 +134,7 @@ class _Linear(torch.autograd.Function):
         ctx.parameters, ctx.queue, ctx.dtype = (weight, bias), queue, dtype
         cast = _cast_to(weight, dtype)
         ctx.save_for_backward(x, cast)
-        return torch._C._nn.linear(x, cast, _cast_to(bias, dtype))
+        return plain_linear(x, cast, _cast_to(bias, dtype))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -288,7 +295,7 @@ class Deferral:
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if type(input) is not Tensor or not self._takes(weight, bias):
-            return torch._C._nn.linear(input, weight, bias)
+            return plain_linear(input, weight, bias)
         dtype = _autocast_dtype(input)
         result: Tensor = _Linear.apply(_cast(input, dtype), weight, bias, self.queue, dtype)  # type: ignore[no-untyped-call]
         return result
@@ -331,14 +338,12 @@ class Deferral:
 
 def _transformed() -> bool:
     """Whether this runs in `torch.func.vmap`, `grad` and the like, or with forward-mode derivatives."""
-    forward_mode: Any = torch.autograd.forward_ad
-    return torch._C._functorch.maybe_current_level() is not None or forward_mode._current_level >= 0
+    return in_a_transform() or in_forward_mode()
 
 
 def _under_modes() -> bool:
     """Whether a mode of the user's sees the functions. Ours is in force again where a unit is recomputed."""
-    modes = map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack()))
-    return not all(getattr(mode, "passes_layers_on", False) for mode in modes)
+    return not all(getattr(mode, "passes_layers_on", False) for mode in function_modes())
 
 
 _ADDMM, _EMBEDDING = torch.addmm, F.embedding

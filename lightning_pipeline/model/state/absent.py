@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
+from lightning_pipeline._torch import DataDependentOutputException, DynamicOutputShapeException
 from lightning_pipeline.errors import PlaceholderError
 from lightning_pipeline.model.tensors import (
     PlaceholderMode,

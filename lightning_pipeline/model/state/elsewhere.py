@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
-import torch
-
+from lightning_pipeline._torch import tree_leaves
 from lightning_pipeline.errors import PlaceholderError
 from lightning_pipeline.model.tensors import user_line
 from lightning_pipeline.model.trace import Guard, Place
@@ -90,7 +89,7 @@ class Elsewhere(Guard):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        leaves = tree_leaves((args, kwargs))
         found: list[Any] = [leaf for leaf in leaves if isinstance(leaf, Guard)]
         return found[0]._refused() if found else _refuse("a value")
 

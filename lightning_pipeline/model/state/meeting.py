@@ -15,10 +15,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.overrides import TorchFunctionMode, _get_current_function_mode, _pop_mode, _push_mode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.overrides import TorchFunctionMode
 
+from lightning_pipeline._torch import (
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    current_function_mode,
+    disable_current_modes,
+    pop_function_mode,
+    push_function_mode,
+    tree_flatten,
+    tree_unflatten,
+)
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
 from lightning_pipeline.model.tensors import (
@@ -136,9 +144,9 @@ class Meeting:
         with ExitStack() as stack:
             self._set(False)
             stack.callback(self._set, True)
-            stack.enter_context(_disable_current_modes())
-            if _get_current_function_mode() is self._modes[1]:  # no mode of the user's is above it
-                stack.callback(_push_mode, _pop_mode())
+            stack.enter_context(disable_current_modes())
+            if current_function_mode() is self._modes[1]:  # no mode of the user's is above it
+                stack.callback(push_function_mode, pop_function_mode())
             yield
             self._enter()
 
@@ -275,7 +283,7 @@ class Meeting:
         return self._completed("value", value, [])
 
     def _completed(self, what: str, value: Any, written: list[Tensor]) -> Any:
-        with _disable_current_modes(), torch._C.DisableTorchFunctionSubclass():
+        with disable_current_modes(), DisableTorchFunctionSubclass():
             return self._complete(what, value, written)
 
     def _complete(self, what: str, value: Any, written: list[Tensor]) -> Any:
@@ -354,7 +362,7 @@ class _Reads(TorchFunctionMode):
         if func in _READS:
             args, kwargs = self._meeting.whole((args, kwargs))
         elif func is Tensor.__deepcopy__:
-            with _disable_current_modes():
+            with disable_current_modes():
                 result = func(*args, **kwargs)  # type: ignore[no-untyped-call]
             self._meeting.sources.note(result, self._meeting.sources.of(args[0]))
             return result

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lightning_pipeline._torch import FakeTensor, FakeTensorMode
 from lightning_pipeline.model.tensors.shape_rules import real_masks_counted, shapes_by_rule
 from lightning_pipeline.model.tensors.structure import TensorSpec
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_pipeline._torch import is_traceable_wrapper_subclass, refuses_saved_hooks, top_saved_hooks
 from lightning_pipeline.model.tensors.placeholder import is_placeholder
 from lightning_pipeline.patching import patched
 
@@ -190,7 +190,7 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 
     Hooks that are in force already go on working: what they keep in a tensor's place is what counts.
     """
-    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+    if refuses_saved_hooks():
         yield
         return
     outer = top_hooks()
@@ -226,8 +226,7 @@ def _unpack(packed: tuple[Tensor, int]) -> Tensor:
 
 def top_hooks() -> tuple[Pack, Unpack] | None:
     """The hooks on saved tensors that are in force. torch has no public name for them (2.13)."""
-    found: tuple[Pack, Unpack] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return found
+    return top_saved_hooks()
 
 
 @contextmanager

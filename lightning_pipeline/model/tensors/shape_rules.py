@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
+from lightning_pipeline._torch import FakeTensor
 from lightning_pipeline.model.tensors.structure import TensorSpec
 
 _aten = torch.ops.aten

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
+from lightning_pipeline._torch import TorchDispatchMode, current_dispatch_mode
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, is_placeholder, storage_key
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
 
@@ -43,7 +43,7 @@ class Poison:
 
     def enter(self) -> bool:
         """Look at every operation from now on; False where a mode of the user's own is in the way."""
-        if _get_current_dispatch_mode() is not self._outer:
+        if current_dispatch_mode() is not self._outer:
             return False
         self._guard = _Guard(self)
         self._guard.__enter__()  # type: ignore[no-untyped-call]
@@ -51,7 +51,7 @@ class Poison:
 
     def __enter__(self) -> None:
         """Begin a step."""
-        self._outer = _get_current_dispatch_mode()
+        self._outer = current_dispatch_mode()
 
     def __exit__(self, *exception: object) -> None:
         """End it, and stop looking."""

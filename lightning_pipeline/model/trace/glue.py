@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_pipeline._torch import TorchDispatchMode
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     RANDOM_FUNCTIONS,

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.model.tensors import (
     Generators,
     PlaceholderMode,
@@ -58,7 +58,7 @@ def same_values(forward: Forward, args: Any, kwargs: Any, generators: Generators
     """
     found = []
     for enabled in (False, True):
-        with random_state_kept(generators), torch.set_grad_enabled(enabled), _disable_current_modes():
+        with random_state_kept(generators), torch.set_grad_enabled(enabled), disable_current_modes():
             torch.manual_seed(0)
             copies = map_tensors(_copied, (args, kwargs))
             found.append(list(tensors_in(forward(*copies[0], **copies[1]))))

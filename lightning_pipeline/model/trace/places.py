@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline._torch import set_version
 from lightning_pipeline.model.tensors import (
     is_placeholder,
     items_of,
@@ -428,7 +429,7 @@ class Kept(NamedTuple):
             # A micro-batch before may have it in its graph, with this number. Private since torch 2.6 in this
             # form; `torch.autograd._unsafe_preserve_version_counter` can only keep the number of now.
             if tensor._version != version:
-                torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
+                set_version(tensor, version)
 
 
 class Standing:

@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import (
+
+from lightning_pipeline._torch import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedOperatorException,
+    in_a_transform,
 )
-
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
@@ -309,4 +310,4 @@ def needs_values(error: SplitError) -> bool:
 
 def in_function_transform() -> bool:
     """Whether we are inside `torch.func.vmap`, `grad` and the like."""
-    return torch._C._functorch.maybe_current_level() is not None
+    return in_a_transform()

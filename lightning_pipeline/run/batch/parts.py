@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 
+from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.data import batch_size_of, has_samples, split_batch
 from lightning_pipeline.errors import ConfigurationError
 
@@ -63,7 +63,7 @@ def samples_of(module: LightningModule, args: Sequence[Any]) -> int | None:
 
 def trains_batch_norm(module: LightningModule) -> bool:
     """Whether a part of the module needs two samples to train: with one there is no variance."""
-    kinds = torch.nn.modules.batchnorm._BatchNorm
+    kinds = AnyBatchNorm
     return any(isinstance(part, kinds) and part.training for part in module.modules())
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline import _lightning
+from lightning_pipeline._torch import may_take_data_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.hooks import fill_copies
 from lightning_pipeline.model.replay import SplitModel
@@ -52,7 +53,7 @@ def _move_tensor(tensor: Tensor, device: torch.device) -> None:
     """Move a parameter or buffer, which stays the object that it is, and its gradient."""
     gradient = None if tensor.grad is None else tensor.grad.to(device)
     moved, tensor.grad = tensor.detach().to(device), None
-    if torch._has_compatible_shallow_copy_type(tensor, moved):
+    if may_take_data_of(tensor, moved):
         tensor.data = moved
     else:  # between the CPU and a device of an extension of torch
         is_parameter = isinstance(tensor, nn.Parameter)
