@@ -67,7 +67,7 @@ _C: Any = torch._C
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 # What `F.linear` is. `F.linear` itself may be replaced while it is called. Since 1.8.
-plain_linear = _C._nn.linear
+plain_linear: Callable[..., torch.Tensor] = _C._nn.linear
 
 # Tensors of subclasses are tensors inside. Since 1.13. Until `torch.overrides` has it.
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass
