@@ -1,6 +1,7 @@
 """The command line: `lightning-pipeline` or `python -m lightning_pipeline`."""
 
 import argparse
+import difflib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -9,9 +10,11 @@ _DESCRIPTION = """\
 Pipeline parallelism for the LightningModule you already have.
 
   plan         Predict cut, memory, step and bubble of a run without starting it.
-  checkpoint   Consolidate, inspect or verify a checkpoint folder.
+  checkpoint   Convert, consolidate, inspect or verify a checkpoint.
 
 `lightning-pipeline COMMAND --help` says more."""
+
+_COMMANDS = ("plan", "checkpoint")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -27,8 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=version("lightning-pipeline"))
-    parser.add_argument("command", choices=["plan", "checkpoint"])
-    parser.parse_args(given[:1])
+    parser.add_argument("command", help="plan or checkpoint")
+    parser.parse_args(given[:1] or ["--help"])
+    if given[0] not in _COMMANDS:
+        close = difflib.get_close_matches(given[0], _COMMANDS, n=1)
+        meant = f"; did you mean {close[0]}?" if close else ""
+        sys.exit(f"there is no command {given[0]!r}, but {' and '.join(_COMMANDS)}{meant}")
     # Late, for commands bring torch and Lightning, seconds that `--help` and `--version` need not take.
     from lightning_pipeline.commands import checkpoint, plan
     from lightning_pipeline.errors import PipelineError

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
+from lightning_pipeline.commands.refusals import BriefParser
 from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.weights import Format, plan_conversion, unfinished, written_bytes
 from lightning_pipeline.weights import convert as write_conversion
@@ -35,7 +36,9 @@ def checkpoint(arguments: Sequence[str]) -> None:
         "convert": convert, "consolidate": consolidate, "inspect": inspect, "verify": verify_folder,
     }  # fmt: skip
     given = [f"{one}=true" if one in _FLAGS else one for one in arguments]
-    jsonargparse.auto_cli(commands, args=given, prog="lightning-pipeline checkpoint")
+    jsonargparse.auto_cli(
+        commands, args=given, prog="lightning-pipeline checkpoint", parser_class=BriefParser
+    )
 
 
 def convert(

@@ -19,6 +19,9 @@ _NOISE = re.compile(
 _KEY = re.compile(r'(?:Parser key|Problem with) "([\w.]+)":')
 _CLASS = re.compile(r"Problem with given class_path '([\w.]+)':")
 _OPTION = re.compile(r"Option '(\w+)' is not accepted")
+_CHOICE = re.compile(r"argument (?:sub)?command: invalid choice: '(\S+)' \(choose from (.*)\)")
+_LITERAL = re.compile(r"Expected a typing\.Literal\[(.*?)\]")
+_REQUIRED = re.compile(r"the following arguments are required: (?:\w+\.)?")
 _ATTRIBUTE = re.compile(r"module '([\w.]+)' has no attribute '(\w+)'")
 
 
@@ -44,6 +47,8 @@ def brief(message: str, options: Iterable[str]) -> str:
     keys = [key for line in lines for key in _KEY.findall(line)]
     told = [line for line in lines if not _NOISE.match(line) and not _KEY.fullmatch(line)]
     said = _CLASS.sub(r"\1:", " ".join(told)).replace("<class '", "").replace("'>.", ";").replace("'>", "")
+    said = _CHOICE.sub(r"there is no command '\1', but \2", said)
+    said = _REQUIRED.sub("missing: ", _LITERAL.sub(r"expected one of \1", said))
     where = f"--{'.'.join(dict.fromkeys(keys))}: " if keys else ""
     return f"{where}{said}{_meant(message, options)}"
 
@@ -56,6 +61,9 @@ def _meant(message: str, options: Iterable[str]) -> str:
 
 def _names(message: str, options: Iterable[str]) -> tuple[str, list[str]]:
     """The name that is not there, and those that are."""
+    choice = _CHOICE.search(message)
+    if choice is not None:
+        return choice[1], re.findall(r"'(\w+)'", choice[2])
     attribute, option = _ATTRIBUTE.search(message), _OPTION.search(message)
     if attribute is not None:
         return attribute[2], dir(importlib.import_module(attribute[1]))

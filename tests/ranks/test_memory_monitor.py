@@ -3,6 +3,7 @@
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_pipeline.callbacks import StageMemoryMonitor
 from lightning_pipeline.model.tensors import is_placeholder
@@ -181,6 +183,67 @@ def test_gradient_checkpointing_of_transformers_is_planned_as_measured(
     assert planned == pytest.approx(measured, rel=0.02)
     if checkpointed:  # two layers of a micro-batch of four, and two micro-batches at the worst moment
         assert measured[0] == 2 * 2 * (4 * 32 * 32 * 4)
+
+
+class Selective(pl.LightningModule):
+    """Blocks whose checkpoints keep the results of their products; `around`: not in the block, but around it."""
+
+    def __init__(self, around: bool) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Wide(around) for _ in range(4))
+        self.around = around
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = selectively(layer, batch) if self.around else layer(batch)
+        return batch.square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Wide(torch.nn.Module):
+    """Two products with something between."""
+
+    def __init__(self, plain: bool) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(32, 128), torch.nn.Linear(128, 32)
+        self.plain = plain
+
+    def inner(self, hidden: Tensor) -> Tensor:
+        return hidden + self.second(torch.tanh(self.first(hidden)))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.inner(hidden) if self.plain else selectively(self.inner, hidden)
+
+
+selectively = partial(
+    checkpoint,
+    use_reentrant=False,
+    context_fn=partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default]),
+)
+
+
+def fit_selective(around: bool) -> dict[str, float]:
+    notes = Notes()
+    run = trainer(
+        {"stages": 2, "num_microbatches": 4, "schedule": "1F1B", "partition": ["layers.2"]},
+        callbacks=[StageMemoryMonitor(), notes], max_epochs=1,
+    )  # fmt: skip
+    run.fit(Selective(around), torch.utils.data.DataLoader(torch.randn(32, 32), 16))
+    return notes.logged
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_what_a_selective_checkpoint_keeps_is_held_and_foreseen(ranks: Ranks, around: bool) -> None:
+    logged = ranks(2)(fit_selective, around)[0]
+    for stage in range(2):
+        held = logged[f"stage_{stage}/activations_gib"]
+        assert held == logged[f"stage_{stage}/activations_planned_gib"]
+    # two layers, two micro-batches of 4 rows: both products of each layer, and what the second layer is given;
+    # what the first is given is the batch, which is there anyway
+    narrow = 4 * 32 * 4
+    assert round(GIB * logged["stage_0/activations_gib"]) == 2 * (2 * (4 * narrow + narrow) + narrow)
 
 
 class Counted(pl.Callback):

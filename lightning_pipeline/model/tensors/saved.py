@@ -4,9 +4,11 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, UntypedStorage
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -88,7 +90,7 @@ class SavedCount:
 
     What a storage's forward saved counts from then until the storage is gone, whoever frees it. What is
     there anyway (parameters, buffers, the batch) does not count, nor what activation checkpointing
-    recomputes or other hooks on saved tensors put elsewhere.
+    recomputes (what the policy of a selective one keeps does) or other hooks on saved tensors put elsewhere.
 
     Args:
         apart: Tensors that do not count.
@@ -117,7 +119,8 @@ class SavedCount:
         self._now[stage].microbatches += 1
         if any(tensor.requires_grad for tensor in received):
             self._note_received(place, received)
-        with counting_hooks(lambda tensor: self._note(place, tensor)):
+        note = partial(self._note, place)
+        with counting_hooks(note), selective_checkpoints(note):
             yield
 
     def keep(self, stage: int, microbatch: int, tensors: Iterable[Tensor]) -> None:
@@ -205,6 +208,28 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 
     with stepping_aside(saved_tensors_hooks(noting, unpack)):
         yield
+
+
+@contextmanager
+def selective_checkpoints(note: Callable[[Tensor], None]) -> Iterator[None]:
+    """Tell `note` every tensor that the policy of a selective activation checkpoint keeps.
+
+    These go past autograd, into a storage of the region's own, each in a `_VersionWrapper` (torch 2.9 to 2.13).
+    """
+    module: Any = torch.utils.checkpoint
+    wrapper = module._VersionWrapper
+
+    class Noted(wrapper):  # type: ignore[misc]
+        def __init__(self, value: Any) -> None:
+            super().__init__(value)
+            if isinstance(value, Tensor):
+                note(value)
+
+    module._VersionWrapper = Noted
+    try:
+        yield
+    finally:
+        module._VersionWrapper = wrapper
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

@@ -17,12 +17,17 @@ _REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction
 
 
 class _Region:
-    """A region that is open: what ran in it since its last saved tensor, and the sizes of what it saved."""
+    """A region that is open: what ran in it since its last saved tensor, and the sizes of what it saved.
+
+    `kept` is the memory of it that a selective checkpoint's policy keeps.
+    """
 
     def __init__(self, frame: Any) -> None:
         self.frame = frame
         self.since: list[tuple[Call, Work]] = []
         self.sizes: dict[int, int] = {}
+        self.kept: set[int] = set()
+        self.latest: tuple[Call, Work] | None = None
         self.calls: list[Call] = []
 
 
@@ -38,7 +43,8 @@ class Regions:
     def operation(self, call: "Call", work: Work) -> None:
         """An operation of a unit ran."""
         for region in self._open:
-            region.since.append((call, work))
+            region.latest = (call, work)
+            region.since.append(region.latest)
 
     def saved(self, number: int | None, size: int) -> None:
         """Autograd keeps a piece of memory, by its number, which a region drops until it is run again."""
@@ -46,6 +52,16 @@ class Regions:
             if number is not None:
                 region.sizes[number] = size
             self._again(region)
+
+    def keeps(self, number: int | None) -> None:
+        """The policy of the innermost region keeps what the last operation made: it does not run again."""
+        if self._open:
+            region = self._open[-1]
+            if number is not None:
+                region.kept.add(number)
+            if region.since and region.since[-1] is region.latest:  # an operation may have several results
+                region.since.pop()
+                region.latest = None
 
     @property
     def open(self) -> bool:
@@ -94,7 +110,7 @@ class Regions:
                 regions.remove(hook.region)
                 if not hook.region.frame.early_stop:
                     self._again(hook.region)
-                held = sum(hook.region.sizes.values())
+                held = sum(s for number, s in hook.region.sizes.items() if number not in hook.region.kept)
                 for call in hook.region.calls:
                     call.recomputed_bytes = max(call.recomputed_bytes, held)
 

@@ -168,9 +168,9 @@ class FakeRun:
         work = self._tracer.keeping.work_of(func, args, kwargs, result)
         if work.flops or work.num_bytes:
             call.work.append(work)
+            self._tracer.regions.operation(call, work)
         call.flops += work.flops
         call.cost += work.cost
-        self._tracer.regions.operation(call, work)
         left_out = left_out_by(func, args)
         if left_out is not None:
             if has_class_weights(func, args):

@@ -60,6 +60,22 @@ class Keeping:
         number = self.number_of(origin)
         return None if number in self._tracer.trace.handed.values() else number
 
+    def kept_by_policy(self, tensor: Tensor) -> None:
+        """A selective checkpoint keeps what the last operation made, whatever autograd does with it."""
+        origin = self._tracer.origin(tensor)
+        self._tracer.regions.keeps(self.dropped(tensor))
+        if not self._counts(origin):
+            return
+        call = self._tracer.inside
+        if call is None:
+            self._tracer.tags.add(origin, frozenset({Tag("saved", self.number_of(origin))}))
+        else:
+            call.saved.add(self.number_of(origin))
+            self._add_up(call)
+
+    def _add_up(self, call: "Call") -> None:
+        call.activation_bytes = sum(self._tracer.trace.sizes[number] for number in call.saved)
+
     def work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
         """What an operation computes and moves, and whether parameters are in it."""
         origins = [self._tracer.origin(value) for value in args if isinstance(value, Tensor)]

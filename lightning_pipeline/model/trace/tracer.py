@@ -16,6 +16,7 @@ from lightning_pipeline.model.tensors import (
     Tag,
     TagStore,
     is_placeholder,
+    selective_checkpoints,
     storage_key,
     tensors_in,
     written_tensors,
@@ -129,6 +130,7 @@ class Tracer:
             stack.enter_context(GlueOperations(self))
             stack.enter_context(self.keeping.in_glue())
             stack.enter_context(self.regions.watched(self.keeping.dropped))
+            stack.enter_context(selective_checkpoints(self.keeping.kept_by_policy))
             self.effects.start()
             self._call_step(function, args, kwargs)
             self.effects.look()

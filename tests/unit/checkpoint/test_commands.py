@@ -95,3 +95,23 @@ def test_nothing_is_unpickled(folder: Path, capsys: pytest.CaptureFixture[str], 
     main(["checkpoint", command, str(folder)])
     assert capsys.readouterr().out
     assert not (folder.parent / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["plann"], "there is no command 'plann', but plan and checkpoint; did you mean plan?"),
+        (["checkpoint", "inspekt", "x"], "'inspect', 'verify'; did you mean inspect?"),
+        (["checkpoint", "inspect"], "ConfigurationError: missing: folder"),
+        (["checkpoint", "inspect", "x", "--forse"], "unrecognized arguments: --forse"),
+        (["checkpoint", "convert", "x", "y", "--forse", "1"], "--forse 1; did you mean --force?"),
+        (["checkpoint", "convert", "x", "y", "--to", "folders"], "--to: expected one of 'folder', 'ckpt'"),
+        (["checkpoint"], 'expected "subcommand" to be one of'),
+    ],
+)
+def test_typos_are_told_in_a_line(arguments: list[str], told: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    said = str(stopped.value.code)
+    assert told in said
+    assert len(said.splitlines()) == 1

@@ -1,11 +1,16 @@
 """What activation checkpointing computes twice is what torch's own counter sees in a real backward."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.forecast.machine import Assumptions
@@ -18,6 +23,9 @@ from tests.unit.split.pipe import Module
 transformers = pytest.importorskip("transformers")
 
 WIDTH, ROWS, LAYERS = 32, 8, 4
+
+
+SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
 
 
 class Block(nn.Module):
@@ -37,7 +45,8 @@ class Block(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         if self.how == "none":
             return self.inner(hidden)
-        return checkpoint(self.inner, hidden, use_reentrant=False)
+        selective = {"context_fn": SELECTIVE} if self.how == "selective" else {}
+        return checkpoint(self.inner, hidden, use_reentrant=False, **selective)
 
 
 class Blocks(Module):
@@ -46,13 +55,14 @@ class Blocks(Module):
     def __init__(self, how: str, around: bool = False) -> None:
         super().__init__()
         self.embed = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(Block(how) for _ in range(LAYERS))
-        self.around = around
+        self.layers = nn.ModuleList(Block("none" if around else how) for _ in range(LAYERS))
+        selective = {"context_fn": SELECTIVE} if how == "selective" else {}
+        self.region = partial(checkpoint, use_reentrant=False, **selective) if around else None
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         hidden = self.embed(batch)
         for layer in self.layers:
-            hidden = checkpoint(layer, hidden, use_reentrant=False) if self.around else layer(hidden)
+            hidden = self.region(layer, hidden) if self.region else layer(hidden)
         return hidden.square().mean()
 
 
@@ -99,6 +109,22 @@ def test_a_checkpoint_around_a_unit_counts_too() -> None:
     batch = torch.randn(ROWS, WIDTH)
     surplus = counted(Blocks("none", around=True), batch) - counted(Blocks("none"), batch)
     assert planned(Blocks("none", around=True), batch) == surplus > 0
+
+
+@pytest.mark.parametrize("around", [False, True])
+def test_a_selective_checkpoint_keeps_what_its_policy_says(around: bool) -> None:
+    """Products are kept: nothing is multiplied twice, and their results are held beside the region's input."""
+    batch = torch.randn(ROWS, WIDTH)
+    module = Blocks("selective", around)
+    assert counted(module, batch) == counted(Blocks("none"), batch)
+    assert planned(module, batch) == 0
+    calls = Workload(module, (batch, 0)).partition(1).trace.calls
+    moved = [sum(work.num_bytes for work in call.recomputed) for call in calls]
+    assert moved[0] == 0 < moved[1]  # tanh is run again
+    held = Workload(module, (batch, 0), how=["layers.2"]).stages(2)[0].activation_bytes
+    narrow = ROWS * WIDTH * 4
+    # of each block: what it is given, the wide product before tanh, and the narrow one
+    assert held == 2 * (narrow + 4 * narrow + narrow)
 
 
 def test_without_the_early_stop_all_is_computed_again() -> None:
