@@ -1,7 +1,9 @@
 """A recorded step as a trace that Perfetto and Chrome open.
 
 The format is the JSON of Chrome's trace events (Trace Event Format, Google, 2016), which
-https://ui.perfetto.dev opens: `X` a slice, `M` a name, `s` and `f` the two ends of an arrow.
+https://ui.perfetto.dev opens: `X` a slice, `M` a name, `C` a counter, `s` and `f` the two ends of an arrow.
+`cname`, one of the reserved names of Catapult's color_scheme.html, colours a slice in chrome://tracing;
+Perfetto ignores it (google/perfetto#208) and colours by the name without digits: kinds differ there, too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

@@ -214,7 +214,7 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 def selective_checkpoints(note: Callable[[Tensor], None]) -> Iterator[None]:
     """Tell `note` every tensor that the policy of a selective activation checkpoint keeps.
 
-    These go past autograd, into a storage of the region's own, each in a `_VersionWrapper` (torch 2.9 to 2.13).
+    These go past autograd, into a storage of the region's own, each in a `_VersionWrapper` of torch's.
     """
     module: Any = torch.utils.checkpoint
     wrapper = module._VersionWrapper
