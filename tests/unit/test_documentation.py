@@ -66,3 +66,18 @@ def test_links_between_pages_lead_somewhere() -> None:
             if not ((ROOT / page).parent / target).exists():
                 broken.append(f"{page}: {target}")
     assert broken == []
+
+
+def test_digits_of_pictures_are_nine_pixels_high_or_more() -> None:
+    pictures = sorted((ROOT / "docs").rglob("*.svg"))
+    assert pictures
+    small = [
+        f"{path.name}: {size}"
+        for path in pictures
+        if "_build" not in path.parts
+        for size in re.findall(r'font-size="([\d.]+)"', path.read_text())
+        if float(size) < 9
+    ]
+    assert small == []
+    # a page shows them as large as they were drawn, and scrolls one that is wider than its column
+    assert re.search(r"article img \{ max-width: none;", (ROOT / "docs/_static/pages.css").read_text())

@@ -18,7 +18,7 @@ AROUND = {"data": "#c9b08f", "reduction": "#8f8fd0", "optimizer": "#d98c9a"}
 """What a rank does around the schedule, with its colour."""
 _IDLE, _EDGE, _INK = "#e6e6e6", "#555555", "#333333"
 _ROW, _BOX, _LEFT, _RIGHT, _GAP = 24.0, 21.0, 58.0, 10.0, 14.0
-_LEAST, _MOST = 1040.0, 3000.0  # of the time axis, in pixels
+_LEAST, _MOST = 660.0, 3000.0  # of the time axis, in pixels; the first fits the column of a page
 _SIZES = (11.0, 10.0, 9.0, 8.0, 7.0)  # of labels; what none of them lets fit stays empty
 _SHADES = 2  # stages of a rank that colours tell apart; with more, labels name the stage
 _TICKS = 70.0  # pixels between two at least
