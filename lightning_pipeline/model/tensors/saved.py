@@ -217,7 +217,7 @@ def selective_checkpoints(note: Callable[[Tensor], None]) -> Iterator[None]:
     These go past autograd, into a storage of the region's own, each in a `_VersionWrapper` of torch's.
     """
     module: Any = torch.utils.checkpoint
-    wrapper = module._VersionWrapper
+    wrapper: Any = module._VersionWrapper
 
     class Noted(wrapper):  # type: ignore[misc]
         def __init__(self, value: Any) -> None:
