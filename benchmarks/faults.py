@@ -43,6 +43,8 @@ POINTS = (
     "on_train_batch_end", "on_validation_start", "on_validation_batch_start", "on_train_epoch_end",
     "on_save_checkpoint", "on_train_end",
 )  # fmt: skip
+ONCE = ("setup", "configure_optimizers", "on_train_end")
+EACH_EPOCH = ("on_train_epoch_end",)  # of the two that a run has
 SIGNALS = {"SIGTERM": signal.SIGTERM, "SIGINT": signal.SIGINT, "SIGKILL": signal.SIGKILL}
 LATE = ("stop", "end_data")  # Lightning takes a StopIteration in a hook for the end of that rank's data
 MISSED = "the fault was not met"
@@ -149,10 +151,11 @@ def _how(outcome: Outcome) -> str:
 
 def draw_fault(draw: random.Random) -> dict[str, Any]:
     """A kind, a rank and a moment."""
-    size = draw.choice((2, 2, 3, 4))
+    size, point = draw.choice((2, 2, 3, 4)), draw.choice(POINTS)
+    visits = 1 if point in ONCE else 2 if point in EACH_EPOCH else 3
     return {
-        "size": size, "fault": draw.choice(KINDS), "point": draw.choice(POINTS), "rank": draw.randrange(size),
-        "visit": draw.randrange(1, 4), "rank0_store": draw.random() < 0.5,
+        "size": size, "fault": draw.choice(KINDS), "point": point, "rank": draw.randrange(size),
+        "visit": draw.randint(1, visits), "rank0_store": draw.random() < 0.5,
     }  # fmt: skip
 
 
