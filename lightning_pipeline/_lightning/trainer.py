@@ -46,6 +46,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
 # Asks for loaders as the loops do. Since 2.0.
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
@@ -72,6 +73,7 @@ __all__ = [
     "backend_of",
     "batch_limit",
     "before_fetch",
+    "begin_resumed_epoch",
     "brings_checkpoint_io",
     "callbacks_with",
     "claim_cpu",
@@ -402,6 +404,20 @@ def loop_of(trainer: Trainer, function: TrainerFn) -> Any:
     if function == TrainerFn.FITTING:
         return trainer.fit_loop
     return evaluation_loop(trainer)
+
+
+def begin_resumed_epoch(trainer: Trainer) -> None:
+    """Begin the epoch after one that was resumed with no batch left, which Lightning takes for that one.
+
+    It would not be counted, and `on_train_epoch_start` not called. Since 2.6. To be deleted when Lightning
+    begins that epoch itself.
+    """
+    progress = trainer.fit_loop.epoch_progress
+    if progress.current.ready == progress.current.processed:
+        progress.increment_ready()
+        call._call_callback_hooks(trainer, "on_train_epoch_start")
+        call._call_lightning_module_hook(trainer, "on_train_epoch_start")
+        progress.increment_started()
 
 
 def around_epoch_start(

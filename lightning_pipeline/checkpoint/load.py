@@ -182,9 +182,12 @@ def _stamps(path: Path, manifest: Manifest) -> dict[str, tuple[int, int]]:
 
 
 def _verify(path: Path, manifest: Manifest, target: Target, ranks: Ranks) -> None:
-    """The ranks share the files out; with the layout that saved them, each gets the one it will read."""
-    names = sorted(manifest.files, key=_by_writer) if target.checksums else ()
-    for name in names[ranks.rank :: ranks.size]:
+    """The ranks share the files out; with the layout that saved them, each gets the one it will read.
+
+    What all ranks read, all verify: a file system of the network may show one of them an older file.
+    """
+    names = sorted(manifest.files, key=_by_writer) if target.checksums else []
+    for name in {*names[ranks.rank :: ranks.size], *{METADATA, META}.intersection(names)}:
         verify_file(path, name, manifest)
 
 

@@ -21,10 +21,11 @@ class Position:
 
     Args:
         trainer: In `fit`, with its loaders set up.
+        counts: Whether an epoch that Lightning forgets to begin after a resume is begun; see `_lightning`.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, *, counts: bool = False) -> None:
+        self._trainer, self._counts = trainer, counts
         self._created: Any = None
         self._started: Any = None
         self._is_new = False
@@ -126,10 +127,15 @@ class Position:
     def _iterate_later(self, fetcher: Any) -> None:
         """What ends the epoch of the save, such as its validation, draws before the next order is drawn."""
         if _lightning.fetches_ahead(fetcher):
-            self._created = self._now()
-            self._iterate(fetcher)
+            self._begin(fetcher)
         else:
             self._to_iterate = fetcher
+
+    def _begin(self, fetcher: Any) -> None:
+        if self._counts:
+            _lightning.begin_resumed_epoch(self._trainer)
+        self._created = self._now()
+        self._iterate(fetcher)
 
     def _after(self, seen: int) -> None:
         self._is_new = not seen
@@ -138,8 +144,7 @@ class Position:
         """The loop turns to its loader."""
         fetcher, self._to_iterate = self._to_iterate, None
         if fetcher is not None:
-            self._created = self._now()
-            self._iterate(fetcher)
+            self._begin(fetcher)
         if self._is_new:
             self._is_new, self._started = False, self._now()
 

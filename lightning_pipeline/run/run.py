@@ -105,7 +105,7 @@ class Pipeline:
         """
         trainer = self._trainer
         self.seed = self.feed.seed = seed_of_run(self.members.from_zero)
-        self.position = Position(trainer)
+        self.position = Position(trainer, counts=True)
         self.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
         early = EarlyLoaders(trainer, self.feed, together.equal_random_states, lambda: hooks_undone(trainer))

@@ -1,25 +1,35 @@
 """A small fit in which something goes wrong on one rank, at one point."""
 
+import ctypes
 import os
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from tests.pool import Outcome, Pool
 from tests.ranks.lightning_cases import Regression, loader
 
 Ranks = Callable[[int], Pool]
+WHOLE = pytest.mark.whole  # in the benchmark only, which runs the whole matrix; `make test` runs a part of it
 SETTINGS: dict[str, Any] = {"step_timeout": 4, "checkpoint_timeout": 6, "init_timeout": 20}
 BOUND = 4 + 2.0  # seconds from a fault to the end of all ranks by a time-out: step_timeout + 2
 SOON = 3.0  # seconds from a fault to the end without a time-out
+
+
+def whole(*values: Any) -> Any:
+    """A case that the benchmark runs."""
+    return pytest.param(*values, marks=WHOLE)
 
 
 def stop() -> None:
@@ -54,8 +64,32 @@ def abort() -> None:
     os.kill(os.getpid(), signal.SIGABRT)
 
 
-FAULTS = {one.__name__: one for one in (stop, kill, terminate, fail, end_data, sleep, leave, abort)}
+def quit_it() -> None:
+    sys.exit(0)
+
+
+def terminate_twice() -> None:
+    terminate()
+    terminate()
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def hold() -> None:
+    """Python's lock, for ten seconds."""
+    ctypes.PyDLL(None).sleep(10)
+
+
+FAULTS = {
+    one.__name__: one
+    for one in (
+        stop, kill, terminate, fail, end_data, sleep, leave, abort, quit_it, terminate_twice, interrupt, hold
+    )
+}  # fmt: skip
 VISITS: Counter[str] = Counter()  # not in the module, whose attributes belong to its step
+EVERY = -1  # instead of a rank
 
 
 def say_when() -> None:
@@ -94,7 +128,7 @@ class Faulty(Regression):
     def here(self, point: str, visit: int = 1) -> None:
         VISITS[point] += 1
         again = self.fault == "fail"  # setting up tries some hooks first
-        here = point == self.point and self.trainer.global_rank == self.rank
+        here = point == self.point and self.rank in (EVERY, self.trainer.global_rank)
         if here and (VISITS[point] == visit or (again and VISITS[point] > visit)):
             say_when()
             FAULTS[self.fault]()
@@ -123,6 +157,47 @@ def _with(hook: str) -> Callable[..., Any]:
 for _hook in HOOKS:
     if _hook != "train_dataloader":
         setattr(Faulty, _hook, _with(_hook))
+
+
+class Meets(nn.Linear):
+    """A unit that tells when it runs forwards and backwards."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = super().forward(input)
+        for tell in RUNNING:
+            tell("forward")
+            if out.requires_grad:
+                out.register_hook(partial(tell_of_backward, tell))
+        return out
+
+
+def tell_of_backward(tell: Callable[[str], None], gradient: Tensor) -> None:
+    tell("backward")
+
+
+RUNNING: list[Callable[[str], None]] = []
+
+
+class InUnits(Faulty):
+    """Meets its fault in the units of the rank that it hits, in the second batch of an epoch."""
+
+    def __init__(self, fault: str, point: str, rank: int) -> None:
+        super().__init__(fault, point, rank)
+        for index in (0, 2, 6):  # on three stages one each, if cut before the second and the last
+            old = self.net[index]
+            self.net[index] = Meets(old.in_features, old.out_features).double()
+        RUNNING[:] = [self.in_unit]
+
+    def in_unit(self, what: str) -> None:
+        run = self.trainer
+        if run.training and run.global_step == 1:
+            self.here(what)
+        elif run.validating and what == "forward":
+            self.here("validation")
+
+
+def in_units(fault: str, point: str, rank: int, folder: str) -> None:
+    fit(InUnits(fault, point, rank), folder, 3, strategy={"partition": ["net.2", "net.6"]})
 
 
 class SlowOnException(pl.Callback):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -12,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from torch import nn
 
 from lightning_pipeline import PipelineStrategy
+from tests.faults.cases import whole
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -49,6 +51,8 @@ def differ(what: str, folder: str) -> int:
     options: dict[str, Any] = {"max_epochs": 1, "default_root_dir": f"{folder}/{rank}"}
     strategy: dict[str, Any] = {"num_microbatches": 2, "init_timeout": 20, "step_timeout": 4}
     callbacks: list[Any] = []
+    if odd and what == "version":
+        lightning.__version__ = "2.0.0"  # in a process that is thrown away
     if odd:
         options |= {
             "accumulate": {"accumulate_grad_batches": 2}, "precision": {"precision": "bf16-mixed"},
@@ -77,23 +81,26 @@ def differ(what: str, folder: str) -> int:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
+        ("version", r"version of lightning: 2\.\d+\.\S+ on global rank 0; 2.0.0 on global rank 1"),
         ("lr", r"optimizer 0, default lr: 0.1 on global rank 0; 0.2 on global rank 1"),
-        ("optimizer", r"optimizer 0: SGD on global rank 0; Adam on global rank 1"),
-        ("scheduler", r"scheduler 0: nothing on global rank 0; StepLR"),
-        ("accumulate", r"Trainer\(accumulate_grad_batches\): 1 on global rank 0; 2 on global rank 1"),
+        whole("optimizer", r"optimizer 0: SGD on global rank 0; Adam on global rank 1"),
+        whole("scheduler", r"scheduler 0: nothing on global rank 0; StepLR"),
+        whole("accumulate", r"Trainer\(accumulate_grad_batches\): 1 on global rank 0; 2 on global rank 1"),
         ("precision", r"Trainer\(precision\): '32-true' on global rank 0; 'bf16-mixed' on global rank 1"),
-        ("clipping", r"gradient_clip_val\): None on global rank 0; 0.5 on global rank 1"),
-        ("epochs", r"max_epochs\): 1 on global rank 0; 2"),
-        ("limit", r"limit_val_batches"),
+        whole("clipping", r"gradient_clip_val\): None on global rank 0; 0.5 on global rank 1"),
+        whole("epochs", r"max_epochs\): 1 on global rank 0; 2"),
+        whole("limit", r"limit_val_batches"),
         ("microbatches", r"PipelineStrategy\(num_microbatches\): 2 on global rank 0; 4 on global rank 1"),
-        ("data", r"PipelineStrategy\(data\)"),
-        ("partition", r"PipelineStrategy\(partition\)"),
+        whole("data", r"PipelineStrategy\(data\)"),
+        whole("partition", r"PipelineStrategy\(partition\)"),
         ("schedule", r"PipelineStrategy\(schedule\)"),
         ("activation", r"module net.3: Tanh\(\) on global rank 0; ReLU\(\) on global rank 1"),
-        ("dropout", r"module net.7: Dropout\(p=0.1, .* on global rank 0; Dropout\(p=0.2"),
-        ("frozen", r"parameter net.0.weight: .*requires_grad=True on global rank 0; .*requires_grad=False"),
+        whole("dropout", r"module net.7: Dropout\(p=0.1, .* on global rank 0; Dropout\(p=0.2"),
+        whole(
+            "frozen", r"parameter net.0.weight: .*requires_grad=True on global rank 0; .*requires_grad=False"
+        ),
         ("callback", r"callbacks that wait for other ranks: \[\] on global rank 0; .*EarlyStopping"),
-        ("checkpoint", r"callbacks that wait for other ranks: .*'every_n_train_steps': 2"),
+        whole("checkpoint", r"callbacks that wait for other ranks: .*'every_n_train_steps': 2"),
     ],
 )
 def test_a_difference_is_named_with_both_values(

@@ -8,7 +8,19 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from tests.faults.cases import BOUND, SOON, Faulty, Ranks, after_fault, faulty, fit, outcomes_of, say_when
+from tests.faults.cases import (
+    BOUND,
+    EVERY,
+    SOON,
+    Faulty,
+    Ranks,
+    after_fault,
+    faulty,
+    fit,
+    outcomes_of,
+    say_when,
+    whole,
+)
 from tests.pool import Outcome
 
 
@@ -18,8 +30,10 @@ def named(outcome: Outcome, rank: int) -> bool:
 
 @pytest.mark.parametrize(
     "point",
-    ["setup", "configure_optimizers", "train_dataloader", "on_train_start", "on_train_batch_end",
-     "on_validation_start", "on_save_checkpoint", "on_fit_end", "teardown"],
+    [
+        "setup", "on_train_batch_end", "on_fit_end", whole("configure_optimizers"), whole("train_dataloader"),
+        whole("on_train_start"), whole("on_validation_start"), whole("on_save_checkpoint"), whole("teardown"),
+    ],
 )  # fmt: skip
 def test_an_exception_in_a_hook_is_told_by_all(ranks: Ranks, tmp_path: Path, point: str) -> None:
     outcomes = outcomes_of(ranks, faulty, "fail", point, 1, str(tmp_path))
@@ -39,7 +53,8 @@ def test_others_do_not_wait_for_a_callback_that_uploads(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"), [("preamble", 1), ("on_train_batch_end", 0), ("on_validation_batch_start", 1)]
+    ("point", "rank"),
+    [whole("preamble", 1), ("on_train_batch_end", 0), whole("on_validation_batch_start", 1)],
 )
 def test_a_stopped_rank_is_named_after_step_timeout(
     ranks: Ranks, tmp_path: Path, point: str, rank: int
@@ -65,7 +80,7 @@ def asks_a_metric(fault: str, rank: int, folder: str) -> None:
     fit(AsksAMetric(fault, "on_validation_epoch_end", rank), folder, 3)
 
 
-@pytest.mark.parametrize(("fault", "bound"), [("stop", BOUND), ("kill", SOON)])
+@pytest.mark.parametrize(("fault", "bound"), [whole("stop", BOUND), ("kill", SOON)])
 def test_a_lost_rank_0_ends_the_wait_for_a_metric(
     ranks: Ranks, tmp_path: Path, fault: str, bound: float
 ) -> None:
@@ -97,7 +112,8 @@ def test_a_metric_that_one_rank_asks_for_alone_is_named(ranks: Ranks, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("point", "rank"), [("setup", 1), ("on_fit_start", 0), ("on_train_batch_end", 1), ("on_train_end", 0)]
+    ("point", "rank"),
+    [("setup", 1), whole("on_fit_start", 0), ("on_train_batch_end", 1), whole("on_train_end", 0)],
 )
 def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: int) -> None:
     outcomes = outcomes_of(ranks, faulty, "kill", point, rank, str(tmp_path), 3, size=3)
@@ -110,7 +126,7 @@ def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: 
             assert named(outcome, rank), outcome.output
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, whole(1)])
 def test_a_rank_that_is_killed_in_its_last_hook_is_named(ranks: Ranks, tmp_path: Path, rank: int) -> None:
     outcomes = outcomes_of(ranks, faulty, "kill", "on_fit_end", rank, str(tmp_path))
     other = outcomes[1 - rank]
@@ -193,7 +209,13 @@ def test_one_rank_that_asks_to_stop_stops_all_at_the_end_of_that_epoch(
     assert ranks(2)(stopped, hook, str(tmp_path), group=False, timeout=30) == [(1, 4), (1, 4)]
 
 
-@pytest.mark.parametrize("point", ["on_validation_batch_start", "on_validation_end", "on_train_epoch_end"])
+@pytest.mark.parametrize(
+    "point",
+    [
+        "on_validation_batch_start",
+        *map(whole, ("on_validation_end", "on_save_checkpoint", "on_train_epoch_end")),
+    ],
+)
 def test_a_sigterm_anywhere_in_a_fit_ends_all_ranks_alike_with_a_checkpoint(
     ranks: Ranks, tmp_path: Path, point: str
 ) -> None:
@@ -204,9 +226,17 @@ def test_a_sigterm_anywhere_in_a_fit_ends_all_ranks_alike_with_a_checkpoint(
     assert any(path.name.endswith(".ckpt") for path in tmp_path.iterdir())
 
 
-def terminated(point: str, folder: str) -> str:
+def test_a_sigterm_to_all_ranks_and_again_ends_them_once(ranks: Ranks, tmp_path: Path) -> None:
+    outcomes = outcomes_of(ranks, terminated, "on_train_batch_start", str(tmp_path), "terminate_twice", EVERY)
+    for outcome in outcomes:
+        assert outcome.value == "terminated", outcome
+        assert after_fault(outcome, outcomes) < SOON
+    assert any(path.name.endswith(".ckpt") for path in tmp_path.iterdir())
+
+
+def terminated(point: str, folder: str, fault: str = "terminate", rank: int = 1) -> str:
     try:
-        fit(Faulty("terminate", point, 1), folder, 2)
+        fit(Faulty(fault, point, rank), folder, 2)
     except SystemExit:
         return "terminated"
     return "finished"
@@ -217,7 +247,7 @@ def sleeping(hook: str, folder: str, hook_timeout: float) -> None:
     fit(Faulty("sleep", hook, 1), folder, 2, strategy=strategy, max_epochs=1)
 
 
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_fit_end"])
+@pytest.mark.parametrize("hook", [whole("on_train_batch_end"), "on_fit_end"])
 def test_a_rank_that_is_busy_in_a_hook_has_hook_timeout(ranks: Ranks, tmp_path: Path, hook: str) -> None:
     outcomes = outcomes_of(ranks, sleeping, hook, str(tmp_path), 3.5, without=[1])
     first = outcomes[0]

@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
 from lightning_pipeline import PipelineStrategy
-from tests.faults.cases import FAULTS, SOON, Ranks, after_fault, say_when
+from tests.faults.cases import FAULTS, SOON, Ranks, after_fault, say_when, whole
 from tests.pool import Outcome
 from tests.ranks.lightning_cases import Regression, loader
 
@@ -59,14 +59,14 @@ def outcomes(ranks: Ranks, folder: Path, fault: str, at: int, rank: int) -> list
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("kill", 0), ("kill", 1), ("stop", 2)])
+@pytest.mark.parametrize(("fault", "rank"), [whole("kill", 0), ("kill", 1), whole("stop", 2)])
 def test_a_rank_that_never_comes_is_named_after_init_timeout(
     ranks: Ranks, tmp_path: Path, fault: str, rank: int
 ) -> None:
     named(outcomes(ranks, tmp_path, fault, 1, rank), rank, INIT + 2)
 
 
-@pytest.mark.parametrize(("fault", "rank"), [("kill", 1), ("kill", 0), ("stop", 0), ("stop", 2)])
+@pytest.mark.parametrize(("fault", "rank"), [whole("kill", 1), ("kill", 0), ("stop", 0), whole("stop", 2)])
 def test_a_rank_that_is_lost_while_torch_makes_the_group_is_named(
     ranks: Ranks, tmp_path: Path, fault: str, rank: int
 ) -> None:

@@ -60,6 +60,10 @@ def test_a_wrong_setting_is_refused(changes: dict[str, Any], message: str) -> No
         read(**changes)
 
 
+def test_a_schedule_of_two_stages_takes_that_number() -> None:
+    assert read(schedule="ZBV", stages_per_rank=2).schedule.stages_per_rank == 2
+
+
 def test_all_wrong_settings_are_named_at_once() -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)3 problems.*stages=0.*num_microbatches=0.*data='x'"):
         PipelineStrategy(stages=0, num_microbatches=0, data="x")  # type: ignore[arg-type]
