@@ -50,15 +50,8 @@ LATE = ("stop", "end_data")  # Lightning takes a StopIteration in a hook for the
 MISSED = "the fault was not met"
 
 
-class Random(Faulty):
+class Shuffled(Faulty):
     """Meets its fault at a visit of a point that was drawn, or a signal after a while."""
-
-    def __init__(self, fault: str, point: str, rank: int, visit: int) -> None:
-        super().__init__(fault, point, rank)
-        self.at = visit
-
-    def here(self, point: str, visit: int = 1) -> None:
-        super().here(point, self.at if point == self.point else visit)
 
     def train_dataloader(self) -> Any:
         super().train_dataloader()
@@ -69,7 +62,7 @@ def hit(case: dict[str, Any], folder: str) -> tuple[str, dict[str, Tensor]]:
     """Train for 8 steps with a fault, from what is in the folder. Gives how it ended, and the weights."""
     pl.seed_everything(3, verbose=False)
     VISITS.clear()
-    module = Random(case["fault"], case["point"], case["rank"], case["visit"])
+    module = Shuffled(case["fault"], case["point"], case["rank"], case["visit"])
     saver = ModelCheckpoint(f"{folder}/saved", every_n_train_steps=1, save_top_k=-1, save_on_exception=True)
     settings = {**SETTINGS, "init_timeout": 60}  # on a busy machine starting takes long, and is not looked at
     strategy = PipelineStrategy(case["size"], num_microbatches=4, resume="auto", **settings)
@@ -224,6 +217,9 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
             process.wait(timeout=90)  # torchrun gives a stopped rank 30 s to end
         except subprocess.TimeoutExpired:
             wrong = "hangs"
+    until = time.monotonic() + BOUND + 2
+    while running(folder) and time.monotonic() < until:  # Lightning's launcher is rank 0, which may be gone
+        time.sleep(0.05)
     ended = time.monotonic()
     end_all(folder)  # a stopped rank, which nobody else ends
     output = log.read_text()
@@ -246,12 +242,30 @@ def one_launched(case: dict[str, Any], pools: dict[int, Pool], expected: dict[in
     }  # fmt: skip
 
 
-def end_all(folder: str) -> None:
-    """End every process that was started for a folder."""
+def started(folder: str) -> list[Path]:
+    """Every process that was started for a folder, in /proc."""
+    found = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended by itself
             if folder.encode() in file.read_bytes():
-                os.kill(int(file.parent.name), signal.SIGKILL)
+                found.append(file.parent)
+    return found
+
+
+def running(folder: str) -> bool:
+    """Whether one of them is neither stopped nor dead."""
+    for process in started(folder):
+        with contextlib.suppress(OSError):
+            if (process / "stat").read_text().rpartition(") ")[2][0] not in "TtZX":
+                return True
+    return False
+
+
+def end_all(folder: str) -> None:
+    """End every process that was started for a folder."""
+    for process in started(folder):
+        with contextlib.suppress(OSError):
+            os.kill(int(process.name), signal.SIGKILL)
 
 
 def main() -> None:
@@ -281,8 +295,8 @@ def main() -> None:
     for case in launched:
         if case["fault"] == "stop" and case["rank0_store"]:
             case["rank"] = max(1, case["rank"])  # a stopped rank 0 is Lightning's launcher itself
-    cases += [(one_launched, case) for case in launched]
     draw.shuffle(cases)
+    cases += [(one_launched, case) for case in launched]
     calm = {"fault": "fail", "point": "nowhere", "rank": 0, "visit": 1}
     expected = {}
     for size in pools:

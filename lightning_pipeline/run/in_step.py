@@ -3,7 +3,7 @@
 import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -60,19 +60,43 @@ class ReducesLogs(Callback):
         trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
 
 
+class Ends(Protocol):
+    """What is asked of a run that ends with an exception."""
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether all ranks end alike."""
+        ...
+
+    def fail(self, exception: BaseException) -> None:
+        """Tell the other ranks, unless all end alike."""
+        ...
+
+
 class TellsFirst(Callback):
     """Added by the strategy, before all others, whose `on_exception` may take minutes.
 
     Args:
-        fail: Tells the other ranks.
+        run: Tells the other ranks.
     """
 
-    def __init__(self, fail: Callable[[BaseException], None]) -> None:
-        self._fail = fail
+    def __init__(self, run: Ends) -> None:
+        self._run = run
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._fail(exception)
+        self._run.fail(exception)
+        if _quits(exception) and not self._run.ends_together:
+            exception.code = 1  # others fail, for this rank has left them
+
+
+def _quits(exception: BaseException) -> TypeGuard[SystemExit]:
+    """Whether it is `sys.exit(0)`, which says that all went well."""
+    return (
+        isinstance(exception, SystemExit)
+        and not isinstance(exception, SIGTERMException)
+        and not exception.code
+    )
 
 
 class KeepTogether(Callback):
@@ -142,24 +166,22 @@ class KeepTogether(Callback):
         return _lightning.on_sigterm(trainer, told)
 
     def all_raise(self, exception: BaseException) -> bool:
-        """Whether all ranks raise this between the same two exchanges, and a callback would save that moment.
+        """Whether all ranks raise this between the same two exchanges: they all answer, and end together.
 
-        They all answer then: they save, and end together. Without such a callback nobody is asked.
+        Nobody is asked where nothing depends on it: where no callback would save that moment, and the
+        exception does not say that all went well.
         """
-        ranks, groups = self._ranks, self._ranks.groups
-        saves = self._saves_on_exception and not isinstance(exception, CheckpointError)
-        if (
-            not (saves and isinstance(exception, Exception))
-            or groups.aborted
-            or ranks.failure.cause is not None
-        ):
+        groups, failure = self._ranks.groups, self._ranks.failure
+        fails = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
+        matters = _quits(exception) or (self._saves_on_exception and fails)
+        if not matters or groups.aborted or failure.cause is not None:
             return False
-        counts = (ranks.world.exchanges, ranks.replica.exchanges)
+        counts = (self._ranks.world.exchanges, self._ranks.replica.exchanges)
         place = f"{type(exception).__name__} after {counts} exchanges in {groups.lookout.doing()}"
         size = groups.numbering.world_size
         self.ending = all_end_alike(groups.notes, groups.global_rank, size, place)
-        if self.ending:
-            ranks.failure.write_down(exception)
+        if self.ending and fails:
+            failure.write_down(exception)
         return self.ending
 
     def equal_random_states(self) -> None:

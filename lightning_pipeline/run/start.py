@@ -61,7 +61,7 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
         settings: Of the strategy.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    first, groups = TellsFirst(pipeline.fail), pipeline.groups
+    first, groups = TellsFirst(pipeline), pipeline.groups
     callbacks.insert(0, first)
     pipeline.at_last(lambda: callbacks.remove(first))
     groups.lookout.doing = lambda: _lightning.current_hook(trainer) or "code outside of hooks"

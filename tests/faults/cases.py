@@ -120,13 +120,14 @@ HOOKS = (
 class Faulty(Regression):
     """Meets a fault at a point, on one rank: a hook, the second time where it has one, or a forward."""
 
-    def __init__(self, fault: str, point: str, rank: int) -> None:
+    def __init__(self, fault: str, point: str, rank: int, at: int | None = None) -> None:
         super().__init__()
-        self.fault, self.point, self.rank = fault, point, rank
+        self.fault, self.point, self.rank, self.at = fault, point, rank, at
         VISITS.clear()
 
     def here(self, point: str, visit: int = 1) -> None:
         VISITS[point] += 1
+        visit = self.at or visit
         again = self.fault == "fail"  # setting up tries some hooks first
         here = point == self.point and self.rank in (EVERY, self.trainer.global_rank)
         if here and (VISITS[point] == visit or (again and VISITS[point] > visit)):

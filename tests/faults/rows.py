@@ -88,7 +88,7 @@ ROWS = {
         "tests/ranks/test_checkpoint_requeue.py::test_a_job_that_is_to_end_saves_once_and_goes_on_there",
     )),
     "F19": Row("SIGINT to one, to all", "all end", (
-        IN_UNIT, f"{UNITS}::test_an_interrupt_of_all_ranks_ends_them_all",
+        IN_UNIT, f"{UNITS}::test_what_all_ranks_do_ends_them_as_one_device",
     )),
     "F20": Row("resume after F15", "bit by bit", (
         f"{SIGTERM}::test_the_checkpoint_of_that_batch_resumes_to_the_same_weights",

@@ -210,16 +210,19 @@ def test_one_rank_that_asks_to_stop_stops_all_at_the_end_of_that_epoch(
 
 
 @pytest.mark.parametrize(
-    "point",
+    ("point", "visit"),
     [
-        "on_validation_batch_start",
-        *map(whole, ("on_validation_end", "on_save_checkpoint", "on_train_epoch_end")),
+        ("on_validation_batch_start", 4),  # in an epoch
+        whole("on_validation_end", 1),  # in the sanity check
+        whole("on_validation_end", 2),
+        whole("on_save_checkpoint", 1),
+        whole("on_train_epoch_end", 1),
     ],
 )
 def test_a_sigterm_anywhere_in_a_fit_ends_all_ranks_alike_with_a_checkpoint(
-    ranks: Ranks, tmp_path: Path, point: str
+    ranks: Ranks, tmp_path: Path, point: str, visit: int
 ) -> None:
-    outcomes = outcomes_of(ranks, terminated, point, str(tmp_path))
+    outcomes = outcomes_of(ranks, terminated, point, str(tmp_path), "terminate", 1, visit)
     for outcome in outcomes:
         assert outcome.value == "terminated", outcome
         assert after_fault(outcome, outcomes) < SOON
@@ -234,9 +237,9 @@ def test_a_sigterm_to_all_ranks_and_again_ends_them_once(ranks: Ranks, tmp_path:
     assert any(path.name.endswith(".ckpt") for path in tmp_path.iterdir())
 
 
-def terminated(point: str, folder: str, fault: str = "terminate", rank: int = 1) -> str:
+def terminated(point: str, folder: str, fault: str, rank: int, visit: int = 1) -> str:
     try:
-        fit(Faulty(fault, point, rank), folder, 2)
+        fit(Faulty(fault, point, rank, visit), folder, 2)
     except SystemExit:
         return "terminated"
     return "finished"

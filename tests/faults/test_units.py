@@ -56,7 +56,7 @@ def test_a_process_that_ends_is_named(
         ("fail", "forward", MIDDLE, "boom-17"),  # F05
         whole("fail", "backward", FIRST, "boom-17"),  # F07
         whole("fail", "on_before_optimizer_step", MIDDLE, "boom-17"),  # F07
-        whole("quit_it", "forward", MIDDLE, "SystemExit"),  # F08
+        ("quit_it", "forward", LAST, "SystemExit"),  # F08
         ("fail", "validation", LAST, "boom-17"),  # F14
         ("interrupt", "forward", LAST, "KeyboardInterrupt"),  # F19
     ],
@@ -66,6 +66,7 @@ def test_an_exception_in_a_unit_is_told_by_all(
 ) -> None:
     outcomes = outcomes_of(ranks, in_units, fault, point, rank, str(tmp_path), size=3)
     ended(outcomes, rank, SOON, "StageFailedError", told)
+    assert outcomes[rank].exit_code == 1
 
 
 @WHOLE
@@ -77,15 +78,15 @@ def test_a_rank_that_holds_pythons_lock_is_named(ranks: Ranks, tmp_path: Path) -
     ended(outcomes, MIDDLE, BOUND, "StageTimeoutError", "it holds Python's lock")
 
 
-def interrupted(folder: str) -> None:
-    faulty("interrupt", "on_train_batch_end", EVERY, folder)
-
-
-def test_an_interrupt_of_all_ranks_ends_them_all(ranks: Ranks, tmp_path: Path) -> None:  # F19
-    outcomes = outcomes_of(ranks, interrupted, str(tmp_path))
+@pytest.mark.parametrize(("fault", "code"), [("interrupt", 1), ("quit_it", 0)])  # F19, F08
+def test_what_all_ranks_do_ends_them_as_one_device(
+    ranks: Ranks, tmp_path: Path, fault: str, code: int
+) -> None:
+    outcomes = outcomes_of(ranks, faulty, fault, "on_train_batch_end", EVERY, str(tmp_path))
     for outcome in outcomes:
-        assert outcome.exit_code == 1, outcome
+        assert outcome.exit_code == code, outcome
         assert after_fault(outcome, outcomes) < SOON
+        assert "failed in" not in outcome.output or fault == "interrupt"
 
 
 def of_odd_sizes() -> object:
