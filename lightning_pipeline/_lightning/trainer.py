@@ -412,7 +412,7 @@ def begin_resumed_epoch(trainer: Trainer) -> None:
     It would not be counted, and `on_train_epoch_start` not called. Since 2.6. To be deleted when Lightning
     begins that epoch itself.
     """
-    progress = trainer.fit_loop.epoch_progress
+    progress: Any = trainer.fit_loop.epoch_progress
     if progress.current.ready == progress.current.processed:
         progress.increment_ready()
         call._call_callback_hooks(trainer, "on_train_epoch_start")

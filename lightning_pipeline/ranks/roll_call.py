@@ -126,7 +126,7 @@ class RollCall:
             aside.join(nap)
             nap = min(2 * nap, _LONGEST_NAP)
             if nap == _LONGEST_NAP:
-                self._look(what, range(self._size))
+                self._look_aside(what, aside)
             if time.monotonic() > deadline:
                 text = f"{what} took longer than {self._patience:g} s (init_timeout); all ranks are alive"
                 self._end_with(text, 0)
@@ -134,6 +134,15 @@ class RollCall:
             self._explain(what, aside.error)
         result: T = aside.result()
         return result
+
+    def _look_aside(self, what: str, aside: Aside) -> None:
+        """Raise who is lost; not where this rank is done as others were, who have left since."""
+        try:
+            self._look(what, range(self._size))
+        except StageFailedError:
+            aside.join(_TOLD)
+            if aside.is_alive() or not isinstance(aside.error, PipelineError | None):
+                raise
 
     def close(self) -> None:
         """No more signs of life: others watch now, or this rank has failed."""
