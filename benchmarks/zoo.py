@@ -30,7 +30,7 @@ from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
-from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace.record import Trace, trace_step
 from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values
 
@@ -78,7 +78,7 @@ def staged(module: nn.Module, cut: Any, batches: list[Arguments]) -> tuple[list[
     """The same over stages, one after another in this process."""
     splits = []
     for stage in range(cut.num_stages):
-        mine, own = copy.deepcopy((module, cut))
+        mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
         splits.append(SplitModel(mine, own, [stage], sinks={"log": lambda *args: None}))
     weights = [1 / len(batches)] * len(batches)
     for split in splits:
@@ -94,6 +94,12 @@ def staged(module: nn.Module, cut: Any, batches: list[Arguments]) -> tuple[list[
     for index in range(len(batches)):
         _backward(splits, index, sent[index])
     return [split.finish() for split in splits][-1].losses, splits
+
+
+def _shared(trace: Trace) -> dict[int, Any]:
+    """For a copy: what a replay only reads, and what takes most of the time."""
+    costs = [trace.between, trace.sizes, trace.handed, *(call.work for call in trace.calls)]
+    return {id(held): held for held in costs}
 
 
 def _received(values: Values | None) -> Values | None:

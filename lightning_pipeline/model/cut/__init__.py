@@ -1,12 +1,15 @@
 """Where the module is cut, and what crosses each cut."""
 
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
+from lightning_pipeline.model.cut.advice import too_large
+from lightning_pipeline.model.cut.graph import torn
 from lightning_pipeline.model.cut.liveness import (
     Liveness,
     ValueKey,
     backward_edges,
     goes_on,
     stages_of_states,
+    states_by_stage,
 )
 from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
 from lightning_pipeline.model.cut.table import (
@@ -33,7 +36,10 @@ __all__ = [
     "size_text",
     "stage_activations",
     "stages_of_states",
+    "states_by_stage",
     "text_table",
+    "too_large",
+    "torn",
     "unit_costs",
     "units_text",
     "value_sizes",

@@ -1,11 +1,14 @@
 """The units as a graph of data flow, and the atoms that a partition may not cut."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import networkx
 
 from lightning_pipeline.model.tensors import Tag
 from lightning_pipeline.model.trace import Call, Trace
+
+CIRCLE = "values flow in a circle between them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,14 @@ def _unit_graph(trace: Trace) -> tuple["networkx.DiGraph[int]", list[tuple[froze
     return graph, reasons
 
 
+def torn(trace: Trace, stage_of: Sequence[int]) -> str:
+    """Why a step does not fit a partition, where units that must be together are on several stages."""
+    for group, reason in _unit_graph(trace)[1]:
+        if len({stage_of[unit] for unit in group}) > 1:
+            return f"{[trace.units[unit].name for unit in sorted(group)]} must share a stage: {reason}"
+    return ""
+
+
 def _effect(trace: Trace, source: Call, reader: Call) -> tuple[frozenset[int], str]:
     names = [trace.units[source.unit].name, trace.units[reader.unit].name]
     return frozenset(
@@ -93,4 +104,4 @@ def _reason(units: tuple[int, ...], reasons: list[tuple[frozenset[int], str]]) -
     if len(units) == 1:
         return ""
     found = [text for group, text in reasons if len(group) > 1 and group <= set(units)]
-    return found[0] if found else "values flow in a circle between them"
+    return found[0] if found else CIRCLE

@@ -89,16 +89,7 @@ def stages_of_states(
     A tensor with several names (tied weights) gets the same stages under each. One that no unit holds and
     nothing was seen to read goes to the last stage; buffers outside units go everywhere.
     """
-    readers: dict[str, set[int]] = {}
-    for call in trace.calls:
-        for tag in call.reads:
-            if tag.kind == "state":
-                readers.setdefault(tag.name, set()).add(stage_of[call.unit])
-    for tag in trace.tail:
-        if tag.kind == "state":
-            readers.setdefault(tag.name, set()).add(num_stages - 1)
-    for name in trace.everywhere:
-        readers.setdefault(name, set()).update(range(num_stages))
+    readers = states_by_stage(trace, stage_of, num_stages)
     groups: dict[int, list[str]] = {}
     buffers = {name for name, _ in root.named_buffers(remove_duplicate=False)}
     states = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
@@ -112,6 +103,21 @@ def stages_of_states(
             stages = set(range(num_stages))
         result.update(dict.fromkeys(names, tuple(sorted(stages or {num_stages - 1}))))
     return result
+
+
+def states_by_stage(trace: Trace, stage_of: Sequence[int], num_stages: int) -> dict[str, set[int]]:
+    """The stages on which each parameter or buffer is read."""
+    readers: dict[str, set[int]] = {}
+    for call in trace.calls:
+        for tag in call.reads:
+            if tag.kind == "state":
+                readers.setdefault(tag.name, set()).add(stage_of[call.unit])
+    for tag in trace.tail:
+        if tag.kind == "state":
+            readers.setdefault(tag.name, set()).add(num_stages - 1)
+    for name in trace.everywhere:
+        readers.setdefault(name, set()).update(range(num_stages))
+    return readers
 
 
 def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:

@@ -92,6 +92,11 @@ class LeftBehind:
             is_last=self._has_last_stage, step=trace.step,
         )  # fmt: skip
 
+    def forget(self, step: str) -> None:
+        """The step was seen to leave more behind: find the rules once more."""
+        self._rules.pop(step, None)
+        self.doubtful.pop(step, None)
+
     def _refuse_chains(self, trace: Trace) -> None:
         """Each stage of a rank would need what the micro-batch before left on that stage."""
         rules = self._rules[trace.step]

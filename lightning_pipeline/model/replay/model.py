@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,14 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, stages_of_states
+from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
 from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_class_weights
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner
 from lightning_pipeline.model.replay.left_behind import LeftBehind
-from lightning_pipeline.model.replay.seeds import StepSeeds
-from lightning_pipeline.model.replay.stage import StageProgram, Step, TracedOutput
+from lightning_pipeline.model.replay.routes import RouteFinder
+from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
+from lightning_pipeline.model.replay.stage import StageProgram, Step
 from lightning_pipeline.model.replay.told import Sink, Told
 from lightning_pipeline.model.state import (
     AttributeGuards,
@@ -43,6 +45,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
+    Call,
     Owner,
     Place,
     Replayed,
@@ -131,13 +134,16 @@ class SplitModel:
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
         self._followers: dict[str, Follower] = {}
         self._outside: dict[str, Outside] = {}
-        self._traced_outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._open: ExitStack | None = None
         self._step: Step | None = None
         self._state: StepState | None = None
         self._left_behind = LeftBehind(
             root, cut, self._patches, stages,
             traced=self._traced, guards=self._guards, others=others, quiet=self._quiet,
+        )  # fmt: skip
+        self._finder = RouteFinder(
+            root, cut, next(iter(self._programs.values())), self._residence.needed,
+            traced=self._traced, apart=self._apart_in_silence, forget=self._left_behind.forget,
         )  # fmt: skip
         self._seen_again: set[str] = set()
         self.signatures: list[Hashable] = []
@@ -332,46 +338,57 @@ class SplitModel:
         if (trace.ended_early or self.looks_again) and step not in self._seen_again:
             self._look_again(trace, microbatches[0])
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
-        context = self._context_of(step)
-        self.signatures = [(*context, signature_of(args, kwargs)) for args, kwargs in microbatches]
+        ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
             step,
             step_function(self.root, step),
             microbatches,
             weights,
-            trace,
-            liveness,
+            ways,
             seeds,
             self._context,
             self._at,
             split_backward,
-            self._later_outputs(step, microbatches, liveness),
             scaled=self.scaled,
             count=self._new_count(microbatches) if weights is not None and self.counts_next else None,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
         self._open.enter_context(self.told.in_step())
-        self._carried = trace.carried()
+        for program in self._programs.values():
+            program.begin(self._step)
+        self._find_ways(self._step)
+        self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         sizes = sizes or [1] * len(microbatches)
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge)
         for program in self._programs.values():
             program.state = self._state
-            program.begin(self._step)
-            program.goes_on = goes_on(trace, self._stage_of, program.index)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._follow(whole, self._step)
+
+    def _find_ways(self, step: Step) -> None:
+        """Which units each micro-batch calls, and what a rank is to know of them."""
+        context = self._context_of(step.name)
+        step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch)
+        self.signatures = [
+            (*context, signature_of(args, kwargs), *((route.number,) if route.number else ()))
+            for route, (args, kwargs) in zip(step.routes, step.microbatches, strict=True)
+        ]
+        step.later_outputs = [
+            self._finder.outputs(context, route, batch, partial(step.seeds.microbatch, number))
+            if any(route.liveness.meets_later_calls[s] or route.goes_on[s] for s in self._programs)
+            else {}
+            for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True))
+        ]
 
     def _follow(self, whole: WholeBatch, step: Step) -> None:
         """Find out what one device would divide by, where that is not the number of samples."""
         arguments, fractions, step.scale = whole
         assert self._open is not None, "a batch has begun"
         follower = step.follower = self._followers.setdefault(step.name, Follower(self.root, step.name))
-        if step.name not in self._outside:
-            self._outside[step.name] = Outside(self.root, step.name, self.beside)
         tensors = list(tensors_in(arguments))
 
         def rehearse() -> list[Whole] | str:
@@ -394,27 +411,34 @@ class SplitModel:
             CannotRepeatError: It takes from an iterator.
         """
         assert self._step is not None, "a batch has begun"
-        outside = self._outside[self._step.name]
-        program, before = self._programs[self.num_stages - 1], ModuleState(self.root)
-        outside.keep()
-        try:
-            signature = (*self._context_of(self._step.name), signature_of(*batch))
-            outputs = self._outputs_for(self._step.name, batch, signature)
+        step, program = self._step, self._programs[self.num_stages - 1]
+        route, seeds = step.ways.base, partial(step.seeds.microbatch, number)
+        if step.ways.varies:
+            route = self._finder.find(step.ways, batch, seeds)
+        with self._apart(step.name) as outside:
+            outputs = self._finder.outputs(self._context_of(step.name), route, batch, seeds)
             outside.check()
             with self.set_aside(), self.told.silent_metrics():
                 program.rehearse(batch, outputs, number, observer, draws)
+
+    @contextmanager
+    def _apart(self, step: str) -> Iterator[Outside]:
+        """For a run of a step that is to leave nothing behind, and may not take from an iterator."""
+        if step not in self._outside:
+            self._outside[step] = Outside(self.root, step, self.beside)
+        outside, before = self._outside[step], ModuleState(self.root)
+        outside.keep()
+        try:
+            yield outside
             outside.check()
         finally:
             before.restore()
             outside.restore()
 
-    def _outputs_for(
-        self, step: str, batch: MicrobatchArguments, signature: Hashable
-    ) -> dict[tuple[int, int], TracedOutput]:
-        """What units return for arguments of these shapes."""
-        if signature not in self._traced_outputs:
-            self._traced_outputs[signature] = _outputs_of(self._traced(step, batch))
-        return self._traced_outputs[signature]
+    @contextmanager
+    def _apart_in_silence(self, step: str) -> Iterator[None]:
+        with self._apart(step), self.set_aside(), self.told.silent_metrics():
+            yield
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), result_dtypes(), self.root.training
@@ -483,30 +507,17 @@ class SplitModel:
         self._step.count.settle()
         return self._step.count.held()
 
-    def _later_outputs(
-        self, step: str, microbatches: Sequence[MicrobatchArguments], liveness: Liveness
-    ) -> list[dict[tuple[int, int], TracedOutput]]:
-        """Where a stage meets calls of later ones half way, their shapes: a trace for each new signature."""
-        trace = self._known[step][0]
-        needed = (liveness.meets_later_calls[s] or goes_on(trace, self._stage_of, s) for s in self._programs)
-        if not any(needed):
-            return [{} for _ in microbatches]
-        for signature, (args, kwargs) in zip(self.signatures, microbatches, strict=True):
-            if trace.arguments == signature_of(args, kwargs):
-                self._traced_outputs.setdefault(signature, _outputs_of(trace))
-        return [
-            self._outputs_for(step, microbatch, signature)
-            for microbatch, signature in zip(microbatches, self.signatures, strict=True)
-        ]
-
-    def _traced(self, step: str, microbatch: MicrobatchArguments) -> Trace:
+    def _traced(
+        self, step: str, microbatch: MicrobatchArguments, seeds: MicrobatchSeeds | None = None,
+        seen: Sequence[Call] = (),
+    ) -> Trace:  # fmt: skip
         with self._guards.lifted():
             return trace_step(
                 self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
                 mode=self.mode, forward_context=self._context,
                 sinks=self.told.names, others=self._others(),
-                seen=[call for trace, _ in self._known.values() for call in trace.calls],
-                device=self._device,
+                seen=[*seen, *(call for trace, _ in self._known.values() for call in trace.calls)],
+                device=self._device, seeds=seeds,
             )  # fmt: skip
 
     def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
@@ -573,7 +584,3 @@ class SplitModel:
     def metrics(self) -> list[Any]:
         """The module's torchmetrics objects."""
         return list(self.told.metrics)
-
-
-def _outputs_of(trace: Trace) -> dict[tuple[int, int], TracedOutput]:
-    return {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}

@@ -85,7 +85,7 @@ class Recomputation(GlueRun):
 
     def _nth(self, unit: int) -> int:
         """Which call of the unit this is. Checkpointing puts the random state back, which tells."""
-        if unit not in self._program.repeated:
+        if unit not in self._program.repeated or len(self._places[unit]) == 1:
             return 0
         found = [nth for nth, place in enumerate(self._places[unit]) if place == self._seeds.place()]
         if len(found) == 1:

@@ -273,7 +273,7 @@ class Replay(GlueRun):
         line = f" [at {user_line(self._program.root)}]" if line is None else line
         return SplitError(
             f"{what}, which is not what {self._program.step} did when it was traced: the path through the "
-            "model varies, and stages cannot follow it. Put the choice into the forward of one module and "
-            "keep that whole with PipelineStrategy(units=['<its name>']), or call every branch each time and "
-            f"choose among what they return{line}"
+            "model varies by something that stages do not follow, such as shapes or global_step. Choose by "
+            "an attribute, a drawn number or what is in the batch, or put the choice into the forward of one "
+            f"module and keep that whole with PipelineStrategy(units=['<its name>']){line}"
         )

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointError
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, ValueKey
+from lightning_pipeline.model.cut import ValueKey
 from lightning_pipeline.model.loss import Follower, Observer, seeds_of
 from lightning_pipeline.model.replay.between_units import Returned
 from lightning_pipeline.model.replay.draws import Draws
 from lightning_pipeline.model.replay.recomputation import Recomputation
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
-from lightning_pipeline.model.replay.seeds import StepSeeds
+from lightning_pipeline.model.replay.routes import Route, StepRoutes, Walk, fitted, sizes_between
+from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import StepState
 from lightning_pipeline.model.tensors import (
@@ -52,11 +54,11 @@ class Step:
         function: That method, bound.
         microbatches: Arguments and keyword arguments of each micro-batch.
         weights: What each loss is multiplied with for the backward; None: no backward follows.
-        trace: What a run of this kind of step showed.
-        liveness: What crosses the cuts in it.
+        ways: The ways of this kind of step through the model.
         seeds: The random state of the batch.
         context: Makes the precision's context for one forward.
         split_backward: Whether the plan has I and W actions.
+        routes: By micro-batch, its way.
         later_outputs: By micro-batch, what units of later stages return, as traced.
         on_microbatch: Told the micro-batch that the last stage is about to run.
         results: What the step returned on the last stage, detached, by micro-batch.
@@ -72,12 +74,12 @@ class Step:
     function: Callable[..., Any]
     microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     weights: Sequence[float] | None
-    trace: Trace
-    liveness: Liveness
+    ways: StepRoutes
     seeds: StepSeeds
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     on_microbatch: Callable[[int], None] = lambda microbatch: None
     split_backward: bool = False
+    routes: Sequence[Route] = ()
     later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
     results: dict[int, Any] = field(default_factory=dict)
     losses: dict[int, Tensor | None] = field(default_factory=dict)
@@ -86,6 +88,11 @@ class Step:
     scale: float = 1.0
     scaled: Callable[[Tensor], Tensor] = lambda seed: seed
     count: SavedCount | None = None
+
+    @property
+    def trace(self) -> Trace:
+        """What the first run of this kind of step showed."""
+        return self.ways.base.trace
 
 
 @dataclass(slots=True)
@@ -134,24 +141,33 @@ class StageProgram:
         self._read: tuple[Table, Returned] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
         self._step: Step | None = None
+        self._route: Route | None = None  # of the micro-batch that runs
 
     def begin(self, step: Step) -> None:
         """Take on a batch."""
         self._step = step
         self._saved.clear()
         self._queues.clear()
-        live = step.liveness
         self.step = step.name
+        self.idle = self._patches.idle
+        trace, every = step.trace, step.ways.varies or step.trace.draws_unseen
+        self.repeated = set(range(len(self.stage_of))) if every else {c.unit for c in trace.calls if c.nth}
+        self.host_random = trace.host_random
+        self._take(step.ways.base)
+
+    def _take(self, route: Route) -> None:
+        """Be ready for a micro-batch that goes this way."""
+        if route is self._route:
+            return
+        self._route, live = route, route.liveness
         self.incoming = live.messages[self.index] if self.index else []
         self.outgoing = [] if self.is_last else live.messages[self.index + 1]
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
-        self.idle = self._patches.idle
-        self.read_before = self._read_before(step.trace)
-        self.checkpointed = step.trace.checkpointed
-        self.repeated = {c.unit for c in step.trace.calls if c.nth or step.trace.draws_unseen}
-        self.host_random = step.trace.host_random
-        self.ports = step.trace.ports
+        self.goes_on = route.goes_on[self.index]
+        self.read_before = self._read_before(route.trace)
+        self.checkpointed = route.trace.checkpointed
+        self.ports = route.trace.ports
 
     def _read_before(self, trace: Trace) -> set[ValueKey]:
         """Values of earlier stages that units of earlier stages read, as this one may."""
@@ -161,7 +177,7 @@ class StageProgram:
 
     def end(self) -> None:
         """Let go of the batch."""
-        self._step = None
+        self._step = self._route = None
         self._saved.clear()
         self._queues.clear()
 
@@ -182,6 +198,7 @@ class StageProgram:
         step = self._current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
+        self._take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
@@ -214,6 +231,30 @@ class StageProgram:
             self._patches.runner = self.mode.watcher = None
             run.close()
 
+    def walk(
+        self, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], routes: StepRoutes
+    ) -> Route | None:
+        """Find out which units the step calls for a micro-batch. See `Walk`."""
+        step, now = self._current_step(), signature_of(*batch)
+        sizes: dict[int, dict[int, int]] = {}
+
+        def fit(route: Route, spec: TensorSpec) -> TensorSpec:
+            if route.number not in sizes:
+                sizes[route.number] = sizes_between(route.trace.arguments, now)
+            return fitted(spec, sizes[route.number])
+
+        self._take(routes.base)
+        self.ports = routes.ports
+        run = Walk(self, seeds(), routes, fit)
+        self._patches.runner, self.mode.watcher = run, run
+        try:
+            with step.context(), reentrant_checkpoint_replaced(lambda: run.inside):
+                return run.walk(step.function, self._fresh(batch[0]), self._fresh(batch[1]))
+        finally:
+            self._patches.runner = self.mode.watcher = None
+            self._route = None
+            run.close()
+
     @contextmanager
     def _replaying(
         self, microbatch: int, step: Step, incoming: Values | None, queue: WeightQueue | None
@@ -229,7 +270,7 @@ class StageProgram:
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
             self._patches.runner, self.mode.watcher = replay, replay
-            emptied = Transient(self._modules, () if self.is_last else step.trace.transient)
+            emptied = Transient(self._modules, () if self.is_last else step.routes[microbatch].trace.transient)
             try:
                 with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
                     yield replay
@@ -316,6 +357,7 @@ class StageProgram:
         count = self._current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
+        self._take(self._current_step().routes[microbatch])
         saved = self._saved.pop(microbatch, None)
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None

@@ -1,6 +1,7 @@
 """One step of the whole module, run once without its work, and what was seen."""
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.choices import plain_leaves, plain_state
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.effects import Effect, tensors_held
 from lightning_pipeline.model.trace.patches import BackwardHooks, Stand, UnitPatches, has_backward_hooks
@@ -16,7 +17,14 @@ from lightning_pipeline.model.trace.places import (
     Standing,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
-from lightning_pipeline.model.trace.record import Call, Trace, needs_values, step_function, trace_step
+from lightning_pipeline.model.trace.record import (
+    Call,
+    Seeding,
+    Trace,
+    needs_values,
+    step_function,
+    trace_step,
+)
 from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
@@ -40,6 +48,7 @@ __all__ = [
     "Place",
     "PortSpec",
     "Replayed",
+    "Seeding",
     "Stand",
     "Standing",
     "Trace",
@@ -54,6 +63,8 @@ __all__ = [
     "metrics_of",
     "named_metrics",
     "needs_values",
+    "plain_leaves",
+    "plain_state",
     "reentrant_checkpoint_replaced",
     "step_function",
     "stub_metrics",

@@ -41,12 +41,31 @@ class FakeRun:
     def __init__(self, tracer: "Tracer") -> None:
         self._tracer = tracer
         self._generators = Generators(tracer.root.modules())
+        self._stands = _host_draws(self._generators)  # after the unit that was called last
+
+    def glue_draws(self) -> None:
+        """Whether code between units has drawn from numpy or Python since, which may choose what it calls."""
+        self._tracer.trace.steered |= self._stands != _host_draws(self._generators)
 
     def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
         """The output of a unit with no values in it; what it costs is noted on `call`.
 
         Lists and dictionaries among the arguments, which `given` holds, are changed as the unit does it.
         """
+        tracer = self._tracer
+        self.glue_draws()
+        entered = tracer.seeds.enter(call.unit) if tracer.seeds is not None else None
+        try:
+            known = self._like(call) if tracer.seeds is not None and tracer.watch is None else None
+            if known is not None:
+                return self._again(call, known, given)
+            return self._run(call, args, kwargs, given)
+        finally:
+            if tracer.seeds is not None:
+                tracer.seeds.leave(entered, [], again=True)
+            self._stands = _host_draws(self._generators)
+
+    def _run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
         tracer = self._tracer
         args, kwargs = tracer.glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
@@ -95,7 +114,8 @@ class FakeRun:
 
     def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._tracer.patches.originals[call.unit]
-        objects = ObjectState((args, kwargs))
+        objects, modules = ObjectState((args, kwargs)), self._tracer.patches.units[call.unit].module.modules()
+        parameters = [(module._parameters, dict(module._parameters)) for module in modules]
         try:
             with _quiet(), self._tracer.mode, self._tracer.keeping.in_unit(call):
                 return original(*args, **kwargs)
@@ -103,9 +123,14 @@ class FakeRun:
             raise
         except Exception as error:
             objects.restore()
+            for registered, before in parameters:
+                registered.update(before)
             if self._tracer.watch is not None:
                 self._tracer.watch.restart()
             return self._run_really(call, args, kwargs, error)
+        finally:  # `self.gate.to(self.dtype)` in a forward registers fake ones
+            for registered, before in parameters:
+                registered.update(before)
 
     def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
@@ -149,17 +174,31 @@ class FakeRun:
     def _as_before(self, call: "Call", given: Given, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes in a trace of the whole module."""
         unit = self._tracer.patches.units[call.unit]
-        known = [one for one in self._tracer.seen if one.unit == call.unit and one.inputs == call.inputs]
-        if not known:
+        known = self._seen(call)
+        if known is None:
             raise SplitError(
                 f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
                 "called with other shapes than when the module was whole, keep it and its neighbours whole "
                 f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
             ) from cause
-        call.flops, call.cost, call.work = known[0].flops, known[0].cost, known[0].work
+        return self._again(call, known, given)
+
+    def _seen(self, call: "Call") -> "Call | None":
+        calls = self._tracer.seen
+        return next((one for one in calls if (one.unit, one.inputs) == (call.unit, call.inputs)), None)
+
+    def _like(self, call: "Call") -> "Call | None":
+        """A call in an earlier trace that does the same."""
+        known = self._seen(call)
+        return known if known is not None and known.closed and known.asked == call.asked else None
+
+    def _again(self, call: "Call", known: "Call", given: Given) -> Any:
+        """What an earlier call returned, with new placeholders."""
+        call.flops, call.cost, call.work = known.flops, known.cost, known.work
+        call.reads |= {tag for tag in known.reads if tag.kind == "state"}
         grad = torch.is_grad_enabled()
-        specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known[0].specs]
-        return given.put_together(list(map(self._tracer.mode.make, specs)), known[0].structure)
+        specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known.specs]
+        return given.put_together(list(map(self._tracer.mode.make, specs)), known.structure)
 
     def count(
         self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

@@ -23,6 +23,7 @@ from lightning_pipeline.model.tensors import (
     weights_needed,
     written_tensors,
 )
+from lightning_pipeline.model.trace.choices import is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import refuse
 
@@ -86,6 +87,7 @@ class Glue:
             if empty:
                 raise weights_needed(tags, self._tracer.root)
             self._tracer.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
+            self._tracer.trace.steered = True
         if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._tracer.trace.draws_unseen = True
         result = func(*args, **kwargs)
@@ -241,9 +243,16 @@ class GlueFunctions(TorchFunctionMode):
                     )
             elif func is Tensor.register_hook:
                 tracer.glue.hook_registered(args[0])
+            elif is_tensor_read(func) and not is_placeholder(args[0]):
+                tracer.trace.steered = True
         tracer.glue.draws = func in RANDOM_FUNCTIONS
         try:
-            return func(*args, **(kwargs or {}))
+            if not tracer.glue.draws or tracer.inside is not None or tracer.seeds is None:
+                return func(*args, **(kwargs or {}))
+            before = tracer.seeds.drawing((kwargs or {}).get("generator"))
+            result = func(*args, **(kwargs or {}))
+            tracer.seeds.drawn(before)
+            return result
         finally:
             tracer.glue.draws = False
 

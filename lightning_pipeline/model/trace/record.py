@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -31,6 +31,7 @@ from lightning_pipeline.model.tensors import (
     random_state_kept,
     user_line,
 )
+from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.effects import Effect
 from lightning_pipeline.model.trace.patches import UnitPatches
@@ -63,6 +64,8 @@ class Call:
         deferred: Those that a split backward keeps until W.
         deferred_gradients: Bytes of gradients that it keeps beside them.
         activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
+        asked: How its arguments are put together, with the constants among them.
+        closed: Whether all values that it reads are among its arguments.
     """
 
     index: int
@@ -81,6 +84,8 @@ class Call:
     deferred: set[int] = field(default_factory=set)
     deferred_gradients: int = 0
     activation_bytes: int = 0
+    asked: Structure = NOTHING
+    closed: bool = True
 
 
 @dataclass(slots=True)
@@ -118,6 +123,10 @@ class Trace:
         transient: Containers that units fill and the end of the step empties.
         losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
         weighted_inside: Those by weights of the classes: the unit's name, and the line.
+        steered: Whether code between units reads a random number or a value of the batch, which may choose
+            what it calls next.
+        steered_by_index: Whether it compares the index of the batch, or computes with it.
+        leaves: Numbers and strings of the micro-batch that was traced.
     """
 
     root: nn.Module
@@ -149,6 +158,14 @@ class Trace:
     transient: frozenset[PortPlace] = frozenset()
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
     weighted_inside: dict[str, str] = field(default_factory=dict)
+    steered: bool = False
+    steered_by_index: bool = False
+    leaves: Hashable = None
+
+    @property
+    def path(self) -> tuple[int, ...]:
+        """Numbers of the units in the order of their calls."""
+        return tuple(call.unit for call in self.calls)
 
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""
@@ -167,6 +184,26 @@ class Trace:
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
+class Seeding(Protocol):
+    """The random numbers of one micro-batch. See `replay.seeds`."""
+
+    def enter(self, unit: int) -> Any:
+        """A unit is called."""
+        ...
+
+    def leave(self, entered: Any, given: Any, *, again: bool) -> Any:
+        """The call is over."""
+        ...
+
+    def drawing(self, generator: Any = None) -> Any:
+        """A random call between units comes."""
+        ...
+
+    def drawn(self, before: Any) -> None:
+        """It is done."""
+        ...
+
+
 class Look(NamedTuple):
     """What a trace is to know beside the module.
 
@@ -175,12 +212,15 @@ class Look(NamedTuple):
         others: What the step may change beside the module.
         seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
         device: Where the step runs.
+        seeds: The random numbers of a micro-batch, where the trace is to draw those; `seen` then stands for
+            calls that are the same.
     """
 
     sinks: Sequence[str]
     others: Sequence[Owner]
     seen: Sequence[Call]
     device: torch.device
+    seeds: Seeding | None = None
 
 
 def trace_step(
@@ -197,6 +237,7 @@ def trace_step(
     others: Sequence[Owner] = (),
     seen: Sequence[Call] = (),
     device: torch.device | None = None,
+    seeds: Seeding | None = None,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -216,6 +257,8 @@ def trace_step(
         others: What the step may change beside the module.
         seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
         device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
+        seeds: The random numbers of the micro-batch, where its way through the model is looked for; calls
+            like one of `seen` then are not traced again.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
@@ -223,7 +266,7 @@ def trace_step(
     patched = patches or UnitPatches(units)
     placeholders = mode or PlaceholderMode()
     batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen, device or torch.device("cpu"))
+    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
 
     def once(porting: Porting | None = None) -> Trace:
         if patches is None:
@@ -244,6 +287,7 @@ def _traced(
     from lightning_pipeline.model.trace.tracer import Tracer
 
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
+    clone = with_noted_index(clone[0], index := NotedIndex.of(batch[0])), clone[1]
     saved, outside = ModuleState(root), Standing(look.others)
     grad_mode = torch.is_grad_enabled()
     tracer = None
@@ -262,7 +306,8 @@ def _traced(
         outside.restore()
         for place, replayed in kept:
             place.put(replayed)
-    trace.arguments = signature_of(*batch)
+    trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
+    trace.steered_by_index = index is not None and bool(index.noted)
     made = tracer.made
     del tracer, clone
     forget_placeholders(made)

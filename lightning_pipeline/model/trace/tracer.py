@@ -15,6 +15,7 @@ from lightning_pipeline.model.tensors import (
     StandIns,
     Tag,
     TagStore,
+    describe,
     is_placeholder,
     selective_checkpoints,
     storage_key,
@@ -55,7 +56,7 @@ class Tracer:
     ) -> None:
         self.root, self.patches, self.mode = root, patches, mode
         self.stand_ins, self.device = stand_ins, look.device
-        self.trace, self.seen = Trace(root, step, patches.units), look.seen
+        self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
         self._porting, self._modules = porting, list(root.modules())
         self.watch: Watch | None = None  # of a call with ports
         self._filled: dict[PortPlace, list[Any]] = {}  # containers that units fill, and what was in them
@@ -133,6 +134,7 @@ class Tracer:
             stack.enter_context(selective_checkpoints(self.keeping.kept_by_policy))
             self.effects.start()
             self._call_step(function, args, kwargs)
+            self._fake.glue_draws()
             self.effects.look()
         self.trace.transient = transient(self._modules, self._filled)
         self.effects.note()
@@ -187,9 +189,11 @@ class Tracer:
         given = Given(args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
         call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        call.asked, arguments = describe((args, kwargs), []), set(call.reads)
         self.watch = self._watch(unit, given)
         with self.watch or nullcontext():
             output = self._fake.run(call, args, kwargs, given)
+        call.closed = all(tag in arguments or tag.kind == "state" for tag in call.reads)
         if self.watch is None:
             self.effects.look_at_unit(unit)
             tensors, call.structure = given.take_apart(output)

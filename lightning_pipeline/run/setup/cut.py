@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
 from lightning_pipeline.hooks import LogRecorder, owners_beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
-from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states
+from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states, too_large
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
 from lightning_pipeline.ranks import Company, Outlet
@@ -96,6 +96,9 @@ class Cutting:
             names = [row.units[0] for row in table.rows[1:]]
             if names != [row.units[0] for row in chosen.table().rows[1:]]:
                 chosen = self._agreed(lambda: partition(chosen.trace, num_stages, how=names))
+        advice = too_large(chosen)
+        if advice is not None:
+            rank_zero_info(advice)
         return Cut(chosen, table)
 
     def look_at(self, cut: Cut, step: str, args: tuple[Any, ...]) -> Cut:

@@ -1,7 +1,7 @@
 """Run the stages of a split model one after another in this process, and one process for comparison."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,23 +43,26 @@ class Outcome:
     logs: dict[str, Tensor] = field(default_factory=dict)
 
 
-def split_arguments(batch: Any, num_microbatches: int) -> tuple[list[Any], list[float]]:
+def split_arguments(batch: Any, num_microbatches: int, index: int = 0) -> tuple[list[Any], list[float]]:
     """Arguments of each micro-batch and the weights of their losses."""
     parts = split_batch(batch, num_microbatches)
     total = sum(size for _, size in parts)
-    return [((part, 0), {}) for part, _ in parts], [size / total for _, size in parts]
+    return [((part, index), {}) for part, _ in parts], [size / total for _, size in parts]
 
 
 def alone(
-    module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step"
-) -> Outcome:
-    """One process that runs the same micro-batches with gradient accumulation."""
+    module: Any, batch: Any, num_microbatches: int = 2, steps: int = 1, step: str = "training_step",
+    each: Callable[[Any, int], Any] | None = None,
+) -> Outcome:  # fmt: skip
+    """One process that runs the same micro-batches with gradient accumulation. `each`: see `piped`."""
     module = copy.deepcopy(module)
     outcome = Outcome()
     training = step == "training_step"
     with torch.set_grad_enabled(training):
-        for _ in range(steps):
-            microbatches, weights = split_arguments(batch, num_microbatches)
+        for number in range(steps):
+            given = batch if each is None else each(module, number)
+            index = number if each is not None else 0
+            microbatches, weights = split_arguments(given, num_microbatches, index)
             counters = {
                 name: copy.deepcopy(getattr(module, name)) for name in getattr(module, "once_per_batch", ())
             }
@@ -90,9 +93,11 @@ def piped(
     step: str = "training_step", how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None,
     seed: int = 0, split_by: str | None = None, split_backward: bool = False,
     ranks: list[list[int]] | None = None, follow: bool = False,
+    each: Callable[[Any, int], Any] | None = None,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process.
 
+    `each`: called with each copy of the module before each step, and gives its batch.
     `follow`: divisors are followed, as the strategy does by default; `loss` and `logs` are the batch's then.
     """
     logged: list[tuple[int, str, Any]] = []
@@ -120,7 +125,9 @@ def piped(
     outcome.splits = splits
     for count in range(steps):
         outcome.logs.clear()
-        microbatches, weights = split_arguments(batch, num_microbatches)
+        for split in dict.fromkeys(splits) if each is not None else ():
+            batch = each(split.root, count)
+        microbatches, weights = split_arguments(batch, num_microbatches, count if each is not None else 0)
         whole = (((batch, 0), {}), weights, 1.0) if follow else None
         _run_batch(splits, microbatches, weights, step, count, outcome, split_backward, whole)
     outcome.logged = logged

@@ -1,0 +1,347 @@
+"""Which units a micro-batch calls, where that varies: by epoch, a drawn number, or what is in the batch.
+
+Every stage finds it out alike before the batch begins: it runs the code between the units with placeholders
+and the random numbers of the micro-batch. A way that was not seen before is traced then.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lightning_pipeline.data import signature_of
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, states_by_stage, torn
+from lightning_pipeline.model.replay.replay import Replay, StageDone
+from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
+from lightning_pipeline.model.state import CannotRepeatError
+from lightning_pipeline.model.tensors import Structure, TensorSpec
+from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
+
+if TYPE_CHECKING:
+    from lightning_pipeline.model.replay.stage import StageProgram
+
+Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
+TracedOutput = tuple[Structure, list[TensorSpec]]
+_MOST_DECIDED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One way through the model.
+
+    Attributes:
+        number: In the order in which they were seen, the same on all ranks.
+        trace: Of the step on this way.
+        liveness: What crosses the cuts.
+        goes_on: By stage, whether it has to run the step to its end.
+    """
+
+    number: int
+    trace: Trace
+    liveness: Liveness
+    goes_on: tuple[bool, ...]
+
+
+@dataclass(slots=True)
+class Node:
+    """All ways that begin with the same calls.
+
+    Attributes:
+        through: One of them.
+        ends: The one that has no further call.
+        following: By the unit that is called next.
+    """
+
+    through: Route
+    ends: Route | None = None
+    following: dict[int, "Node"] = field(default_factory=dict)
+
+
+class StepRoutes:
+    """The ways of one kind of step.
+
+    Args:
+        base: The first.
+        modules: Whose attributes code between units may read.
+    """
+
+    def __init__(self, base: Route, modules: Sequence[nn.Module]) -> None:
+        self.base = base
+        self.known = {base.trace.path: base}
+        self.ports: dict[tuple[int, int], PortSpec] = {}
+        self.decided: dict[Hashable, Route] = {}
+        self._modules = modules
+        self.start = Node(base)
+        self.add(base)
+
+    @property
+    def varies(self) -> bool:
+        """Whether there are several ways, or may be from one micro-batch to the next."""
+        return self.base.trace.steered or len(self.known) > 1
+
+    @property
+    def calls(self) -> list[Call]:
+        """Those of all ways."""
+        return [call for route in self.known.values() for call in route.trace.calls]
+
+    def add(self, route: Route) -> bool:
+        """One more. Whether the step leaves something else behind on it."""
+        self.known[route.trace.path] = route
+        self.ports.update(route.trace.ports)
+        node = self.start
+        for unit in route.trace.path:
+            node = node.following.setdefault(unit, Node(route))
+        node.ends = route
+        return self._join(self.base.trace, route.trace)
+
+    @staticmethod
+    def _join(base: Trace, other: Trace) -> bool:
+        """What a step does on one way or another, it may do."""
+        known = {effect.place.identity for effect in base.effects}
+        new = [effect for effect in other.effects if effect.place.identity not in known]
+        base.effects = [*base.effects, *new]
+        base.writes_batch |= other.writes_batch
+        base.late_states = sorted({*base.late_states, *other.late_states})
+        base.losses_inside |= other.losses_inside
+        base.weighted_inside.update(other.weighted_inside)
+        return bool(new)
+
+    def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
+        """What the way depends on where no number is read between units; None: it has to be looked for."""
+        trace = self.base.trace
+        if trace.steered:
+            return None
+        index = microbatch[0][1] if trace.steered_by_index else None
+        return plain_leaves(*microbatch), state, index
+
+    def state(self, root: nn.Module) -> Hashable:
+        """Flags and numbers of the module that a way may be chosen by."""
+        changed = {
+            (effect.place.owner.identity, effect.place.key)
+            for route in self.known.values()
+            for effect in route.trace.effects
+        }
+        return plain_state(root, self._modules, changed)
+
+
+class RouteFinder:
+    """Finds the ways of the micro-batches of each batch.
+
+    Args:
+        root: The LightningModule.
+        cut: Its partition.
+        program: One stage of this rank.
+        needed: The stages that hold each parameter and buffer.
+        traced: Traces a step with a micro-batch and its random numbers; calls of these traces are known.
+        apart: Inside, a run of a step leaves nothing behind.
+        forget: Told of a step that leaves more behind than was seen.
+    """
+
+    def __init__(
+        self, root: nn.Module, cut: Partition, program: "StageProgram",
+        needed: Mapping[str, Sequence[int]], *,
+        traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
+        apart: Callable[[str], AbstractContextManager[None]],
+        forget: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        self._root, self._cut, self._program, self._needed = root, cut, program, needed
+        self._traced, self._apart, self._forget = traced, apart, forget
+        self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
+        self._steps: dict[str, StepRoutes] = {}
+        units = [unit.module for unit in cut.trace.units]
+        inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
+        self._modules = [module for module in root.modules() if id(module) not in inside]
+        self._at_start = plain_state(root, self._modules, set())
+
+    def of_step(self, trace: Trace, liveness: Liveness) -> StepRoutes:
+        """The ways of a step that was traced."""
+        known = self._steps.get(trace.step)
+        if known is None:
+            known = self._steps[trace.step] = StepRoutes(self._route(0, trace, liveness), self._modules)
+            if trace.leaves is not None and known.state(self._root) == self._at_start:
+                known.decided[trace.leaves, self._at_start, None] = known.base
+        return known
+
+    def _route(self, number: int, trace: Trace, liveness: Liveness) -> Route:
+        stage_of = self._cut.stage_of
+        ends = tuple(goes_on(trace, stage_of, stage) for stage in range(self._cut.num_stages))
+        return Route(number, trace, liveness, ends)
+
+    def routes(
+        self, routes: StepRoutes, microbatches: Sequence[Microbatch], seeds: Callable[[int], MicrobatchSeeds]
+    ) -> list[Route]:
+        """The way of each micro-batch.
+
+        Args:
+            routes: Of the step.
+            microbatches: Arguments of each.
+            seeds: Sets the random numbers of a micro-batch.
+        """
+        state = None if routes.base.trace.steered else routes.state(self._root)
+        found = []
+        for number, microbatch in enumerate(microbatches):
+            key = routes.key(microbatch, state)
+            route = None if key is None else routes.decided.get(key)
+            if route is None:
+                route = self.find(routes, microbatch, partial(seeds, number))
+                if len(routes.decided) > _MOST_DECIDED:
+                    routes.decided.clear()
+                if key is not None:
+                    routes.decided[key] = route
+            found.append(route)
+        return found
+
+    def find(self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds]) -> Route:
+        """The way of one micro-batch.
+
+        Args:
+            routes: Of the step.
+            microbatch: Its arguments.
+            seeds: Sets its random numbers.
+        """
+        step = routes.base.trace.step
+        try:
+            with self._apart(step):
+                route = self._program.walk(microbatch, seeds, routes)
+        except CannotRepeatError:
+            return routes.base
+        if route is not None:
+            return route
+        trace = self._traced(step, microbatch, seeds(), routes.calls)
+        known = routes.known.get(trace.path)
+        if known is None:
+            self._check(trace)
+            known = self._route(len(routes.known), trace, self._cut.liveness(trace))
+            if routes.add(known):
+                self._forget(step)
+        return known
+
+    def outputs(
+        self,
+        context: tuple[Hashable, ...],
+        route: Route,
+        batch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+    ) -> dict[tuple[int, int], TracedOutput]:
+        """What units return for arguments of these shapes, on this way.
+
+        Args:
+            context: What that depends on beside, such as the mode of the module.
+            route: The way.
+            batch: The arguments.
+            seeds: Sets the random numbers of the micro-batch.
+        """
+        shapes, trace = signature_of(*batch), route.trace
+        key = (*context, route.number, shapes)
+        if key not in self._outputs:
+            if trace.arguments != shapes:
+                step = trace.step
+                trace = self._traced(step, batch, seeds() if self._steps[step].varies else None, ())
+            self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
+        return self._outputs[key]
+
+    def _check(self, trace: Trace) -> None:
+        """Refuse a way that the stages, as they are, cannot go."""
+        stage_of, units = self._cut.stage_of, trace.units
+        reason = torn(trace, stage_of)
+        wrong = backward_edges(trace, stage_of)
+        if wrong:
+            reason = f"the output of {wrong[0][0]!r} flows into {wrong[0][1]!r}, on an earlier stage"
+        for name, stages in states_by_stage(trace, stage_of, self._cut.num_stages).items():
+            if not stages <= set(self._needed.get(name, stages)):
+                reason = f"{name!r} is used on a stage that does not hold it"
+        if reason:
+            called = {call.unit for call in self._cut.trace.calls}
+            new = [units[unit].name for unit in dict.fromkeys(trace.path) if unit not in called]
+            more = f", which calls {new}" if new else ""
+            raise SplitError(
+                f"{trace.step} takes another way through the model than the one that it was cut by{more}: "
+                f"{reason}. Choose a partition that keeps these together"
+            )
+
+
+class _NewWay(BaseException):
+    """No known way goes on like this."""
+
+
+class Walk(Replay):
+    """One run of a step without any unit, to see which units it calls.
+
+    Args:
+        program: Of a stage.
+        seeds: Of the random draws.
+        routes: The ways that are known.
+        fit: The shape of a value in this micro-batch, from that in a trace.
+    """
+
+    def __init__(
+        self, program: "StageProgram", seeds: MicrobatchSeeds, routes: StepRoutes,
+        fit: Callable[[Route, TensorSpec], TensorSpec],
+    ) -> None:  # fmt: skip
+        super().__init__(program, 0, None, seeds)
+        self.is_last = False  # so that nothing is logged
+        self._node, self._depth, self._fit = routes.start, 0, fit
+
+    def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
+        """Call the step, up to where values are needed; None where the way is not known."""
+        try:
+            with self.functions, self._poison:
+                function(*args, **kwargs)
+        except StageDone:
+            pass
+        except _NewWay:
+            return None
+        except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
+            return self._node.ends or self._node.through
+        return self._node.ends
+
+    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nth = self._counts[unit]
+        self._counts[unit] = nth + 1
+        node = self._node.following.get(unit)
+        if node is None:
+            raise _NewWay
+        call = node.through.trace.calls[self._depth]
+        self._node, self._depth = node, self._depth + 1
+        specs = [self._fit(node.through, spec) for spec in call.specs]
+        tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.lose(again=unit in self._program.repeated)
+        if self._program.host_random and not self._seeds.host_is_users():
+            self._seeds.host(unit, nth)
+        return self._put_together(tensors, call.structure, self._around(unit, nth, args, kwargs))
+
+    def _reads_value(self, reason: str) -> BaseException:
+        return StageDone()
+
+
+def sizes_between(traced: Any, now: Any) -> dict[int, int]:
+    """Which sizes of a traced batch are others now, from what `signature_of` gave for both."""
+    found: dict[int, int] = {}
+    for one, other in _pairs(traced, now):
+        if one != other:
+            found.setdefault(one, other)
+    return found
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
+    if type(one) is int and type(other) is int:
+        yield one, other
+    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
+        for a, b in zip(one, other, strict=True):
+            yield from _pairs(a, b)
+
+
+def fitted(spec: TensorSpec, sizes: Mapping[int, int]) -> TensorSpec:
+    """A value's description with other sizes."""
+    if not sizes or not any(size in sizes for size in spec.shape):
+        return spec
+    shape = tuple(sizes.get(size, size) for size in spec.shape)
+    stride, following = [], 1
+    for size in reversed(shape):
+        stride.append(following)
+        following *= size
+    return spec._replace(shape=shape, stride=tuple(reversed(stride)))

@@ -1,0 +1,145 @@
+"""The units that are called differ from micro-batch to micro-batch: by draws, the epoch, what is in the batch."""
+
+import random
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from lightning_pipeline.errors import SplitError
+from tests.unit.split.nets import WIDTH, Block, seeded
+from tests.unit.split.pipe import Module, alone, assert_same, piped
+
+
+class Ways(Module):
+    """Six layers and three heads; which of them are called is chosen by `self.chosen(...)`."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.by, self.current_epoch = by, 0
+        self.emb = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Block(WIDTH) for _ in range(6))
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def left_out(self, batch, index, number):
+        match self.by:
+            case "torch":
+                return torch.rand([]) < 0.4
+            case "numpy":
+                return numpy.random.uniform() < 0.4
+            case "random":
+                return random.random() < 0.4
+            case "epoch":
+                return self.current_epoch < 1 and number >= 2
+            case "flag":
+                return number in self.layers[3].skipped
+            case "index":
+                return index % 2 and number < 2
+            case "values":
+                return bool(batch["x"][0, 0] > 0) and number in (0, 5)
+            case "listed":
+                return batch["x"][:, 0].tolist()[0] > 0 and number in (0, 5)
+        return False
+
+    def training_step(self, batch, batch_idx):
+        h = F.dropout(self.emb(batch["x"]), 0.1, self.by in ("torch", "numpy", "random"))
+        for number, layer in enumerate(self.layers):
+            if not self.left_out(batch, batch_idx, number):
+                h = layer(h)
+            elif self.by == "values":
+                h = layer(layer(h))
+        head = {"a": 0, "b": 1}[batch["task"][0]] if self.by == "task" else 2
+        loss = F.mse_loss(self.heads[head](h), batch["y"])
+        self.log("loss", loss)
+        return loss
+
+
+def batches(module, count):
+    module.current_epoch = count // 2
+    module.layers[3].skipped = () if count < 2 else (1, 3)
+    generator = torch.Generator().manual_seed(count)
+    x = torch.randn(4, WIDTH, generator=generator, dtype=torch.float64)
+    batch = {"x": x, "y": x.sin()}
+    return (
+        {**batch, "task": ["a", "a", "b", "a"] if count % 2 else ["b"] * 4} if module.by == "task" else batch
+    )
+
+
+@pytest.mark.parametrize("by", ["epoch", "flag", "index", "values", "listed", "task"])
+def test_what_is_called_by_epoch_batch_or_attribute_is_that_of_one_device(by):
+    made = seeded(lambda: Ways(by))
+    batches(made, 0)
+    options = {"steps": 4, "each": batches}
+    mine = piped(made, batches(made, 0), 3, **options)
+    assert_same(mine, alone(made, None, **options))
+    ways = {
+        route.number
+        for split in mine.splits
+        for route in split._finder._steps["training_step"].known.values()
+    }
+    assert len(ways) > 1
+
+
+@pytest.mark.parametrize(
+    ("by", "options"),
+    [
+        ("torch", {"stages": 3}),
+        ("numpy", {"stages": 2, "split_backward": True}),
+        ("random", {"stages": 4, "ranks": [[0, 2], [1, 3]]}),
+    ],
+)
+def test_layers_left_out_at_random_are_those_of_one_stage(by, options):
+    made = seeded(lambda: Ways(by))
+    common = {"steps": 2, "each": batches, "num_microbatches": 4}
+    mine, whole = (
+        piped(made, batches(made, 0), **options, **common),
+        piped(made, batches(made, 0), 1, **common),
+    )
+    assert_same(mine, whole)
+    finder = mine.splits[0]._finder._steps["training_step"]
+    assert len(finder.known) > 3
+    assert len({tuple(split._finder._steps["training_step"].known) for split in mine.splits}) == 1
+
+
+class Teacher(Ways):
+    """On another way, a parameter outside all units is used early."""
+
+    def __init__(self) -> None:
+        super().__init__("epoch")
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        if self.current_epoch:
+            h = self.layers[0](h * self.scale)
+        for layer in self.layers[1:]:
+            h = layer(h)
+        return F.mse_loss(self.heads[2](h) * self.scale, batch["y"])
+
+
+def test_a_way_that_needs_a_parameter_where_it_is_not_is_refused_by_name():
+    made = seeded(Teacher)
+    with pytest.raises(SplitError, match=r"another way .*calls \['layers.0'\]: 'scale' is used on a stage"):
+        piped(made, batches(made, 0), 2, steps=4, each=batches)
+
+
+def test_a_way_that_flows_back_is_refused_by_name():
+    class Back(Ways):
+        def training_step(self, batch, batch_idx):
+            layers = list(self.layers)
+            for layer in reversed(layers) if self.current_epoch else layers:
+                batch = {**batch, "x": layer(batch["x"])}
+            return F.mse_loss(batch["x"], batch["y"])
+
+    made = seeded(lambda: Back("epoch"))
+    with pytest.raises(SplitError, match="another way .*flows into .*on an earlier stage"):
+        piped(made, batches(made, 0), 2, steps=4, each=batches)
+
+
+def test_a_step_that_chooses_nothing_is_not_looked_at_twice():
+    made = seeded(lambda: Ways("nothing"))
+    mine = piped(made, batches(made, 0), 2, steps=3)
+    for split in mine.splits:
+        assert not split._finder._steps["training_step"].varies
