@@ -2,7 +2,7 @@
 
     python -m benchmarks.zoo --records zoo.jsonl            # what is not in there yet; the table at the end
     python -m benchmarks.zoo --records zoo.jsonl --only llama
-    python -m benchmarks.zoo --records zoo.jsonl --workers 0
+    python -m benchmarks.zoo --records zoo.jsonl --workers 0 --page docs/models.md
 
 Losses, every gradient and buffers of 2 and 3 stages against one process on the same micro-batches, in float64
 where the model allows it. One line for each (model type, class).
@@ -11,6 +11,7 @@ where the model allows it. One line for each (model type, class).
 import copy
 import json
 import multiprocessing
+import re
 import signal
 import time
 import warnings
@@ -157,8 +158,8 @@ def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> fl
 # ---- one pair
 
 
-def run_pair(kind: str, name: str) -> dict[str, Any]:
-    """What becomes of one architecture under one head."""
+def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
+    """What becomes of one architecture under one head, over so many stages."""
     record: dict[str, Any] = {"type": kind, "class": name}
     start = time.perf_counter()
     try:
@@ -179,7 +180,7 @@ def run_pair(kind: str, name: str) -> dict[str, Any]:
             whole.restore()
             reference = whole.root
         worst = 0.0
-        for stages in (2, 3):
+        for stages in counts:
             record["stages"] = stages
             cut = partition(trace, stages, how="uniform")
             shares = cut.table().rows
@@ -313,9 +314,84 @@ def table(records: Path) -> str:
     return "\n".join(lines)
 
 
+_BEGIN, _END = "<!-- written by benchmarks/zoo.py -->", "<!-- end -->"
+_KINDS = (
+    (r"requires the|ImportError", "needs a library that is not installed"),
+    (r"million parameters", "is larger than 40 million parameters even when made small"),
+    (r"no .* in the configuration", "has another configuration than its type"),
+    (r"inputs|input_|specify|argument|no recipe", "needs other inputs than the recipe makes"),
+)
+
+
+def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> str:
+    """The generated part of the page of models: one line for each model type."""
+    trained = {pair: record for pair, record in known.items() if record["outcome"] != "not run"}
+    equal = sum(record["outcome"] == "equal" for record in trained.values())
+    bits = sum(record.get("difference") == 0.0 for record in trained.values())
+    times = sorted(record["trace_s"] for record in trained.values() if "trace_s" in record)
+    lines = [
+        f"{len(known):,} of {num_pairs:,} pairs of architecture and head were tried. {len(trained):,} train "
+        f"in one process; **{equal:,} of these ({equal / max(len(trained), 1):.1%}) equal it** on 2 and on 3 "
+        f"stages, {bits:,} to the last bit.",
+        "",
+        "| outcome | pairs |",
+        "|---|---|",
+        *(f"| {o} | {n:,} |" for o in OUTCOMES if (n := sum(r["outcome"] == o for r in known.values()))),
+        f"| not tried | {num_pairs - len(known):,} |",
+        "",
+        f"Tracing took {times[len(times) // 2]:.2f} s in the median, {times[-1]:.1f} s at most.",
+        "",
+        "### Neither equal nor left out",
+        "",
+        *(
+            f"* `{name}` ({kind}), {record['outcome']}: {_told(record)}"
+            for (kind, name), record in sorted(trained.items())
+            if record["outcome"] != "equal"
+        ),
+        "",
+        "### By model type",
+        "",
+        "Classes without their ending; what does not train in one process stands in the last column.",
+        "",
+        "| type | equal | otherwise | not in one process |",
+        "|---|---|---|---|",
+    ]
+    for kind in sorted({kind for kind, _ in known}):
+        own = {name: record["outcome"] for (one, name), record in sorted(known.items()) if one == kind}
+        columns = [
+            [name for name, outcome in own.items() if outcome == "equal"],
+            [f"{name} ({o})" for name, o in own.items() if o not in ("equal", "not run")],
+            [name for name, outcome in own.items() if outcome == "not run"],
+        ]
+        lines.append(f"| {kind} | " + " | ".join(", ".join(column) for column in columns) + " |")
+    lines += ["", "### Why some do not train in one process", ""]
+    reasons = Counter(_reason(record) for record in known.values() if record["outcome"] == "not run")
+    lines += [f"* {count:,}: {reason}" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
+
+
+def _told(record: dict[str, Any]) -> str:
+    told: str = record.get("why") or f"largest difference {record.get('difference', 0):.1e}"
+    return re.sub(r"/\S*/", "", told.replace("\n", " "))[:300]
+
+
+def _reason(record: dict[str, Any]) -> str:
+    why = record["why"]
+    return next((text for pattern, text in _KINDS if re.search(pattern, why)), why.partition(":")[0])
+
+
+def write_page(page: Path, records: Path) -> None:
+    """Put the table between the two marks of a page."""
+    text = page.read_text()
+    head, _, rest = text.partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    table = page_text(_known(records), len(pairs()))
+    page.write_text(f"{head}{_BEGIN}\n\n{table}\n\n{_END}{tail}")
+
+
 def main(
     records: Path = Path("zoo.jsonl"), only: str = "", again: list[str] | None = None, workers: int = 1,
-    seconds: int = 90, limit: int = 0,
+    seconds: int = 90, limit: int = 0, page: Path | None = None,
 ) -> None:  # fmt: skip
     """Run what is not recorded yet and print the table.
 
@@ -326,10 +402,13 @@ def main(
         workers: Processes. 0: only print.
         seconds: Longest time for a pair.
         limit: Largest number of pairs. 0: all.
+        page: Is given the table, between two marks.
     """
     if workers:
         sweep(records, only, tuple(again or ()), workers, seconds, limit)
     print(table(records))
+    if page is not None:
+        write_page(page, records)
 
 
 if __name__ == "__main__":

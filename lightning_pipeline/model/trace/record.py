@@ -295,7 +295,8 @@ def _traced(
         stand_ins = StandIns(mode, look.device)
         weightless = stand_ins.put_into(root)
         tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
-        with random_state_kept(Generators(root.modules())):
+        # Code that torch.compile meets under a dispatch mode it would leave uncompiled for good.
+        with random_state_kept(Generators(root.modules())), torch.compiler.set_stance("force_eager"):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
         if tracer is not None:
