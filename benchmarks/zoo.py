@@ -275,6 +275,12 @@ def sweep(records: Path, only: str, again: tuple[str, ...], workers: int, second
         pair for pair in pairs()
         if only in "/".join(pair) and (pair not in known or known[pair]["outcome"] in again)
     ][: limit or None]  # fmt: skip
+    seen = Counter(kind for kind, _ in known)
+    nth: dict[tuple[str, str], int] = {}
+    for pair in todo:  # types that were not seen before come first, then the second head of each
+        nth[pair] = seen[pair[0]]
+        seen[pair[0]] += 1
+    todo.sort(key=lambda pair: nth[pair])
     shares = {index: todo[index::workers] for index in range(workers)}
     running: dict[int, Any] = {}
     context = multiprocessing.get_context("spawn")

@@ -437,7 +437,7 @@ class SplitModel:
 
     @contextmanager
     def _apart_in_silence(self, step: str) -> Iterator[None]:
-        with self._apart(step), self.set_aside(), self.told.silent_metrics():
+        with self._guards.lifted(), self._apart(step), self.set_aside(), self.told.silent_metrics():
             yield
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
