@@ -49,6 +49,7 @@ from lightning_pipeline.model.trace import (
     Owner,
     Place,
     Replayed,
+    Standing,
     Trace,
     UnitPatches,
     step_function,
@@ -437,8 +438,12 @@ class SplitModel:
 
     @contextmanager
     def _apart_in_silence(self, step: str) -> Iterator[None]:
-        with self._guards.lifted(), self._apart(step), self.set_aside(), self.told.silent_metrics():
-            yield
+        standing = Standing(self._others())
+        try:
+            with self._guards.lifted(), self._apart(step), self.set_aside(), self.told.silent_metrics():
+                yield
+        finally:
+            standing.restore()
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), result_dtypes(), self.root.training
