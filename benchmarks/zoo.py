@@ -161,7 +161,7 @@ def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> fl
 def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
     """What becomes of one architecture under one head, over so many stages."""
     record: dict[str, Any] = {"type": kind, "class": name}
-    start = time.perf_counter()
+    start = time.process_time()
     try:
         module, batches, expected = _trains(kind, name)
     except Exception as error:
@@ -169,12 +169,12 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str
     losses, reference = expected
     record["draws"] = not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
     precise = losses[0].dtype == torch.float64
-    record |= {"dtype": str(losses[0].dtype), "alone_s": round(time.perf_counter() - start, 2)}
+    record |= {"dtype": str(losses[0].dtype), "alone_s": round(time.process_time() - start, 2)}
     try:
-        start = time.perf_counter()
+        start = time.process_time()
         units = find_units(module, at_least=3)
         trace = trace_step(module, "training_step", *batches[0], units=units)
-        record |= {"trace_s": round(time.perf_counter() - start, 2), "units": len(units)}
+        record |= {"trace_s": round(time.process_time() - start, 2), "units": len(units)}
         if record["draws"]:  # the draws of one process are not promised: those of one stage are
             losses, (whole,) = staged(module, partition(trace, 1), batches)
             whole.restore()
@@ -234,12 +234,12 @@ def _limited(seconds: int) -> Iterator[None]:
     def stop(number: int, frame: Any) -> None:
         raise TimeoutError(f"more than {seconds} s")
 
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
+    signal.signal(signal.SIGPROF, stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds)  # of CPU time: other work on the machine does not count
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int) -> None:
@@ -345,7 +345,7 @@ def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> s
         *(f"| {o} | {n:,} |" for o in OUTCOMES if (n := sum(r["outcome"] == o for r in known.values()))),
         f"| not tried | {num_pairs - len(known):,} |",
         "",
-        f"Tracing took {times[len(times) // 2]:.2f} s in the median, {times[-1]:.1f} s at most.",
+        f"Tracing took {times[len(times) // 2]:.2f} s of CPU time in the median, {times[-1]:.1f} s at most.",
         "",
         "### Neither equal nor left out",
         "",
@@ -406,7 +406,7 @@ def main(
         only: Part of `type/class`.
         again: Outcomes that are run again.
         workers: Processes. 0: only print.
-        seconds: Longest time for a pair.
+        seconds: Longest CPU time for a pair.
         limit: Largest number of pairs. 0: all.
         page: Is given the table, between two marks.
     """
