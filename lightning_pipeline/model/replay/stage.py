@@ -270,7 +270,9 @@ class StageProgram:
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
             self._patches.runner, self.mode.watcher = replay, replay
-            emptied = Transient(self._modules, () if self.is_last else step.routes[microbatch].trace.transient)
+            emptied = Transient(
+                self._modules, () if self.is_last else step.routes[microbatch].trace.transient
+            )
             try:
                 with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
                     yield replay
