@@ -1,6 +1,5 @@
 """What the memory monitor reports of whole runs is what the stages hold, and what the plan foresees."""
 
-import logging
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -19,6 +18,7 @@ from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.schedules import Costs, get_schedule, simulate
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+from tests.ranks.sleeping import told
 
 Ranks = Callable[[int], Pool]
 GIB = 2**30
@@ -272,29 +272,11 @@ def test_only_chosen_steps_are_counted(ranks: Ranks, every: int | None, steps: i
     assert ranks(2)(fit_counting, every) == [steps] * 2  # of 57; the first is always counted
 
 
-class Lines(logging.Handler):
-    """Keeps what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def fit_briefly(options: dict[str, Any]) -> str:
-    kept = Lines()
-    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-    logger.addHandler(kept)
-    try:
-        monitor = StageMemoryMonitor(every_n_steps=2)
-        trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options).fit(
-            Regression(), loader(), loader(seed=4)
-        )
-    finally:
-        logger.removeHandler(kept)
-    return "\n".join(kept.lines)
+    lines, monitor = told(), StageMemoryMonitor(every_n_steps=2)
+    run = trainer({"stages": 2, "num_microbatches": 2}, callbacks=[monitor], **options)
+    run.fit(Regression(), loader(), loader(seed=4))
+    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -70,8 +71,14 @@ def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) ->
         capsys, "--model=gpt.GPT", "--model.layers=2", "--model.width=16", "--batch=4,9:int64", "--stages=2",
         "--measure",
     )  # fmt: skip
-    assert "Times of the stages were measured on this machine's CPU. A message takes " in text
-    assert " GB/s, as measured between two processes here. Memory" in text
+    link = re.search(
+        r"Times of the stages were measured on this machine's CPU\. A message takes ([\d.e+-]+) (us|ms) and its "
+        r"bytes at ([\d.e+-]+) GB/s, as measured between two processes here\. Memory",
+        " ".join(text.split()),
+    )
+    assert link is not None, text
+    assert 1e-5 < float(link[1]) * {"us": 1e-6, "ms": 1e-3}[link[2]] < 0.1
+    assert 0.01 < float(link[3]) < 1000
 
 
 def test_a_sweep_is_a_table_and_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
