@@ -22,7 +22,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import tell_of_folders
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
-from lightning_pipeline.hooks import called_once, with_global_norm
+from lightning_pipeline.hooks import called_once, of_stages
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
     CheckpointHooks,
@@ -358,7 +358,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def _serve_precision(self) -> None:
         """Once it is known whether there is anything to split: clip by the norm of all stages."""
         if self._precision_plugin is not None and not self.is_one_device:
-            self._precision_plugin = with_global_norm(self._precision_plugin, self.clip_grad_norm_)
+            self._precision_plugin = of_stages(self._precision_plugin, self.clip_grad_norm_, self._backward)
 
     @pipelined
     @contextmanager
@@ -400,6 +400,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         if self.is_one_device:
             return super().training_step(*args, **kwargs)
         batch = self._running.training_batch([*args, *kwargs.values()], stepping=not self._accumulating)
+        if self._by_hand:
+            return batch.train()
         with self._telling():
             outputs = batch.train()
         if outputs is None:
@@ -441,19 +443,17 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         finally:
             self._accumulating = False
 
-    @pipelined
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        module = self.lightning_module
-        assert module is not None
-        self.pre_backward(closure_loss)
-        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
-        self._running.split.put_gradients_back(stepping=not self._accumulating)
-        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
-        self.post_backward(closure_loss)
-        return closure_loss
+    @property
+    def _by_hand(self) -> bool:
+        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
+
+    def _backward(self, run: Callable[[], None]) -> None:
+        """Called by the precision plugin in the place of a backward, which the step has run."""
+        if self._by_hand:
+            run()
+            self._running.split.after_backward()
+        else:
+            self._running.split.put_gradients_back(stepping=not self._accumulating)
 
     @pipelined
     @override
@@ -476,6 +476,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         if self._alone:
             return
         if self._pipeline is not None:
+            self._pipeline.stages.meet()
             self._pipeline.world.barrier(f"the barrier {name!r}" if name else "a barrier")
         else:
             nccl = dist.get_backend() == "nccl"
@@ -496,6 +497,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         box = [obj]
         if not self._alone:
             if self._pipeline is not None:
+                self._pipeline.stages.meet()
                 box = [self._pipeline.world.share("a broadcast", lambda: obj, src)]
             else:
                 dist.broadcast_object_list(box, src)

@@ -1,6 +1,7 @@
 """Where Lightning calls the user's hooks."""
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Container, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -21,11 +22,23 @@ _WITHOUT_WEIGHTS = (
 )  # fmt: skip
 
 
-def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Enter a context around every hook of the user's; returns what undoes it.
+def around_hooks(
+    trainer: Trainer,
+    context: Callable[[], AbstractContextManager[None]],
+    gather: Callable[[Any], list[Any]],
+) -> Callable[[], None]:
+    """Enter a context around every hook of the user's that all ranks call; returns what undoes it.
 
     Each is called in `profiler.profile("[Callback]...")` or `("[LightningModule]...")`. Since 1.5.
+
+    Args:
+        trainer: Of the run.
+        context: Made for each hook.
+        gather: Collects an object of each rank: callbacks that not all have are called outside of it.
     """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    counts = [Counter(keys) for keys in gather([callback.state_key for callback in callbacks])]
+    common = {key for key, count in counts[0].items() if all(one[key] == count for one in counts)}
     profiler: Any = trainer.profiler  # type: ignore[attr-defined]
     original = profiler.profile
     known: dict[str, bool] = {}
@@ -37,18 +50,18 @@ def around_hooks(trainer: Trainer, context: Callable[[], AbstractContextManager[
 
     def profile(action_name: str) -> AbstractContextManager[str]:
         if action_name not in known:
-            known[action_name] = _does_something(trainer, action_name)
+            known[action_name] = _does_something(trainer, action_name, common)
         entered = known[action_name] and not is_interrupted(trainer)
         return around(action_name) if entered else original(action_name)
 
     return patch(profiler, "profile", profile)
 
 
-def _does_something(trainer: Trainer, action_name: str) -> bool:
-    """Whether a hook is of the user's, and not one of Lightning's that are empty."""
+def _does_something(trainer: Trainer, action_name: str, common: Container[str]) -> bool:
+    """Whether a hook is of the user's, on all ranks, and not one of Lightning's that are empty."""
     kind, _, rest = action_name.partition("]")
     owner, _, hook = rest.rpartition(".")
-    if kind not in ("[Callback", "[LightningModule"):
+    if kind not in ("[Callback", "[LightningModule") or (kind == "[Callback" and owner not in common):
         return False
     if kind == "[LightningModule" and _goes_over_parameters(trainer, hook):
         return True

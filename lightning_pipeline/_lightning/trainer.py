@@ -527,7 +527,7 @@ def brings_checkpoint_io(strategy: Any) -> bool:
 
 def configured_to_log_graph(logger: Any) -> bool:
     """`TensorBoardLogger(log_graph=True)` runs the model on rank 0 alone. Since 1.0."""
-    return getattr(logger, "_log_graph", False) is True  # a DummyLogger answers every name
+    return bool(vars(logger).get("_log_graph"))  # a DummyLogger answers every name
 
 
 def uploads_checkpoints(logger: Any) -> bool:

@@ -5,10 +5,12 @@ from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import GradientHooks, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
+from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
-from lightning_pipeline.hooks.precision import clip_by_norm, join_scaler, with_global_norm
+from lightning_pipeline.hooks.precision import clip_by_norm, join_scaler, of_stages
+from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
 __all__ = [
@@ -17,12 +19,16 @@ __all__ = [
     "FiniteSteps",
     "GradientHooks",
     "HookLogs",
+    "LockSteps",
     "LogRecorder",
     "OwnParts",
+    "RemoteUnits",
     "Report",
     "ReportChannel",
     "SetAside",
     "SharedMetrics",
+    "UncutBatch",
+    "answer_calls",
     "called_once",
     "clip_by_norm",
     "exchange",
@@ -31,9 +37,9 @@ __all__ = [
     "is_torchs",
     "join_scaler",
     "loss_of",
+    "of_stages",
     "owners_beside",
     "refuse_unserved",
     "replay",
-    "with_global_norm",
     "zeroed_unseen",
 ]

@@ -40,13 +40,15 @@ class EpochEndHooks:
         outlet: From the last stage's rank of this replica to the others.
         metrics: Those of the module.
         aside: Makes a context in which nothing is completed over the ranks.
+        place: Makes one in which ranks call units of each other.
     """
 
     def __init__(
         self, module: LightningModule, split: SplitModel, outlet: Outlet, metrics: SharedMetrics,
         aside: Callable[[], AbstractContextManager[None]],
+        place: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
-        self._aside = aside
+        self._aside, self._place = aside, place
         self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
         own = [n for n in STEP_OF_HOOK if getattr(type(module), n) is not getattr(LightningModule, n)]
         self.restore = all_undone([patch(module, n, Stand(module, n, self._wrapped(n))) for n in own])
@@ -60,9 +62,9 @@ class EpochEndHooks:
                 hook()
                 return
             with self._aside():  # the last stage alone runs the hook to its end
-                if not self._outlet.is_source:
-                    self._run_elsewhere(name, hook)
-                calls = self._outlet.share(lambda: self._run_here(hook))
+                with self._place():
+                    here = self._run_here(hook) if self._outlet.is_source else self._run_elsewhere(name, hook)
+                calls = self._outlet.share(lambda: here)
             for method, args, kwargs in calls:
                 getattr(self._module, method)(*self._found(args), **kwargs)
 
@@ -74,7 +76,7 @@ class EpochEndHooks:
             hook()
         return calls
 
-    def _run_elsewhere(self, name: str, hook: Callable[[], None]) -> None:
+    def _run_elsewhere(self, name: str, hook: Callable[[], None]) -> list[Call]:
         with self._metrics.elsewhere(), self._split.sinks_to(lambda *call: None):
             try:
                 hook()
@@ -82,6 +84,7 @@ class EpochEndHooks:
                 rank_zero_debug(
                     f"{name} ends here on this rank, as the values are on the last stage: {error}"
                 )
+        return []
 
     def _portable(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         """A logged torchmetrics object travels as its name; every rank logs its own."""

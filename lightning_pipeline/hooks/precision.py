@@ -24,29 +24,40 @@ from lightning_pipeline.model.tensors import is_placeholder
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
 ClipByNorm = Callable[[Iterable[Tensor], float], object]
+Backward = Callable[[Callable[[], None]], None]
 
 
-class _GlobalNorm(Precision):
-    """The part of a precision plugin that is ours: clipping by the norm of all stages' gradients."""
+class _OfStages(Precision):
+    """The part of a precision plugin that is ours: the backward, which the step has run, and clipping."""
 
     pipeline_clip_by_norm: ClipByNorm
+    pipeline_backward: Backward
 
     @override
     def __reduce__(self) -> Any:
-        plain = next(kind for kind in type(self).__mro__[1:] if kind is not _GlobalNorm)
+        plain = next(kind for kind in type(self).__mro__[1:] if kind is not _OfStages)
         return _blank, (plain,), dict(vars(self))
+
+    @override
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        self.pipeline_backward(
+            lambda: super(_OfStages, self).backward(tensor, model, optimizer, *args, **kwargs)
+        )
 
     @override
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         self.pipeline_clip_by_norm(self.main_params(optimizer), float(clip_val))
 
 
-def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
-    """Give a plugin clipping by the norm of all stages. The plugin that was handed in stays as it is.
+def of_stages(
+    plugin: Precision, clip_by_norm: ClipByNorm, backward: Callable[[Callable[[], None]], None]
+) -> Precision:
+    """Give a plugin our backward, and clipping by the norm of all stages. The one handed in stays as it is.
 
     Args:
         plugin: What Lightning made of `precision=`, or the user's own.
         clip_by_norm: Clips parameters (first argument) to a norm (second argument).
+        backward: Gives `.grad` what the step has made, or, given a backward, runs it.
 
     Returns:
         A copy, of a class with the same name: checkpoints know plugins by it.
@@ -56,9 +67,9 @@ def with_global_norm(plugin: Precision, clip_by_norm: ClipByNorm) -> Precision:
     """
     _refuse_unserved(plugin)
     kind = type(plugin)
-    wrapped: Any = _blank(kind) if not issubclass(kind, _GlobalNorm) else object.__new__(kind)
+    wrapped: Any = _blank(kind) if not issubclass(kind, _OfStages) else object.__new__(kind)
     vars(wrapped).update(vars(plugin))
-    wrapped.pipeline_clip_by_norm = clip_by_norm
+    wrapped.pipeline_clip_by_norm, wrapped.pipeline_backward = clip_by_norm, backward
     scaler = getattr(plugin, "scaler", None)
     if scaler is not None:
         wrapped.scaler = _of_all_stages(scaler)
@@ -85,7 +96,7 @@ def join_scaler(plugin: Precision, group: dist.ProcessGroup) -> Callable[[Tensor
     """Let the gradient scaler of a plugin skip a step where any stage has found inf or nan.
 
     Args:
-        plugin: From `with_global_norm`.
+        plugin: From `of_stages`.
         group: The ranks of a pipeline, for tensors on its devices.
 
     Returns:
@@ -101,7 +112,7 @@ def join_scaler(plugin: Precision, group: dist.ProcessGroup) -> Callable[[Tensor
 def _blank(kind: type[Precision]) -> Any:
     """An instance without attributes of a plugin's class with our part."""
     names = {"__qualname__": kind.__qualname__, "__module__": kind.__module__}
-    ours = type(kind.__name__, (_GlobalNorm, kind), names)
+    ours = type(kind.__name__, (_OfStages, kind), names)
     return object.__new__(ours)
 
 
@@ -119,7 +130,7 @@ def _refuse_unserved(plugin: Precision) -> None:
         )
     own = (kind for kind in type(plugin).__mro__ if kind.__module__.startswith("lightning."))
     kind = next(own, Precision)
-    if kind not in _SERVED and not issubclass(kind, _GlobalNorm):
+    if kind not in _SERVED and not issubclass(kind, _OfStages):
         raise ConfigurationError(
             f"precision plugin {type(plugin).__name__} replaces layers or needs its own strategy, and does "
             f"not work with PipelineStrategy: use one of {', '.join(k.__name__ for k in _SERVED)}"

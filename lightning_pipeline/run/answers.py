@@ -1,7 +1,8 @@
 """What the user, and the callbacks, may ask of the strategy."""
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -17,10 +18,12 @@ from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.run.forecasting import Prospect
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.run.stages import Stages
 from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
+from lightning_pipeline.weights import gathered
 
 
 class Places:
@@ -199,6 +202,41 @@ class Answers(Places):
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
         run = self._run
         return run.gather(value) if isinstance(run, OneDevice) else run.members.gather(value)
+
+    def whole_model(
+        self, on: Literal["rank_zero", "all"] = "rank_zero"
+    ) -> AbstractContextManager[LightningModule | None]:
+        """Gather the module for code that needs all of its weights at once; all ranks must enter together.
+
+        In a hook the module itself may be called by all ranks or by one, without this. Inside the block one
+        rank has every weight in its memory; what is done to copies of other stages' weights is refused.
+
+        Args:
+            on: Who gets it: global rank 0, or all ranks.
+
+        Returns:
+            A context, which gives the whole module, and `None` on ranks that only wait.
+
+        Raises:
+            ConfigurationError: `on` is something else, or no run is under way.
+            SplitError: At the end: a weight that another stage holds was changed.
+        """
+        if on not in ("rank_zero", "all"):
+            raise ConfigurationError(f"whole_model(on={on!r}) is not known: use 'rank_zero' or 'all'")
+        return nullcontext(self.lightning_module) if self._one_device is not None else self._whole(on)
+
+    @contextmanager
+    def _whole(self, on: str) -> Iterator[LightningModule | None]:
+        running, module = self._running, self.lightning_module
+        assert module is not None, "a run has a module"
+        stages, members = running.stages, running.members
+        with stages.aside():
+            if isinstance(stages, Whole):
+                yield module
+                return
+            held = held_states(module, transient=True)
+            with gathered(module, stages.split, held, members.replica, members.world, on) as whole:
+                yield whole
 
     @staticmethod
     def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:

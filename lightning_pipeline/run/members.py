@@ -28,6 +28,7 @@ class Members:
         failure: Ends all ranks when one fails.
         world: All ranks.
         replica: Those that hold the module together.
+        meetings: The same, in hooks: a rank that is alone in one meets nothing else there.
         ranks: The global ranks of this replica, by pipeline rank.
         from_zero: From global rank 0 to all ranks.
         from_last: From the rank with the last stage to the others of its replica.
@@ -46,6 +47,7 @@ class Members:
         self.failure = Failure(groups, asked=SIGTERMException)
         self.world = Company(groups.control, self.failure, groups.global_rank)
         self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
+        self.meetings = Company(groups.meetings, self.failure, groups.global_rank)
         self.ranks = groups.numbering.pipelines()[groups.replica]
         self.from_zero = Outlet(self.world, 0, groups.global_rank == 0)
         last = placement.rank_of(placement.num_stages - 1)
@@ -59,18 +61,14 @@ class Members:
     def gather(self, value: Any, what: str = "gathering from all stages") -> list[Any]:
         """An object of every rank of this replica, by pipeline rank."""
         with self.aside():
-            return self._by_rank(self.replica.gather(what, value))
+            return self.by_rank(self.replica.gather(what, value))
 
     def gather_for(self, what: str) -> Callable[[Any], list[Any]]:
         """`gather`, for something that messages are to name."""
         return lambda value: self.gather(value, what)
 
-    def meet(self, what: str, value: Any) -> list[Any]:
-        """`gather` in a group of its own: a rank that reads alone meets nothing else there."""
-        company = Company(self.groups.meetings, self.failure, self.groups.global_rank)
-        return self._by_rank(company.gather(what, value))
-
-    def _by_rank(self, found: Mapping[int, Any]) -> list[Any]:
+    def by_rank(self, found: Mapping[int, Any]) -> list[Any]:
+        """What was found by global rank, by pipeline rank of this replica."""
         return [found[rank] for rank in self.ranks]
 
     def any_of(self, *flags: bool) -> list[bool]:
@@ -81,3 +79,4 @@ class Members:
         """A failure is told: from now on nobody waits for another."""
         self.world.close()
         self.replica.close()
+        self.meetings.close()

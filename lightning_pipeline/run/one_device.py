@@ -129,19 +129,18 @@ class OneDevice:
             self._in_step = False
             (record.end if self._round == rounds else record.drop)()
 
-    @contextmanager
-    def backward(self) -> Iterator[None]:
-        """A backward, after the step or in it."""
+    def begin_backward(self) -> None:
+        """A backward begins, after the step or in it."""
         record = self._recording
-        if record is None or not record.actions:
-            yield
-            return
-        (record.end if self._in_step else record.extend)()
-        record.start(Action(0, "B", self._round))
-        self.memory.backward_begins()
-        try:
-            yield
-        finally:
+        if record is not None and record.actions:
+            (record.end if self._in_step else record.extend)()
+            record.start(Action(0, "B", self._round))
+            self.memory.backward_begins()
+
+    def end_backward(self) -> None:
+        """The backward is done."""
+        record = self._recording
+        if record is not None and record.actions:
             record.end()
             self.memory.backward_done()
             self._round += 1

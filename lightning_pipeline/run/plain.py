@@ -36,6 +36,7 @@ class PlainStrategy(Places, ParallelStrategy):
     num_nodes: int
     _one_device: OneDevice | None = None
     _stood: Mapping[str, Any] | None = None
+    _said_world_size = 1
     _is_set_up = _synced = False
     _steps: FiniteSteps | None = None
 
@@ -77,7 +78,11 @@ class PlainStrategy(Places, ParallelStrategy):
     @property
     @override
     def world_size(self) -> int:
-        return 1 if self._is_one_process else super().world_size
+        return self._said_world_size if self._is_one_process else super().world_size
+
+    @world_size.setter
+    def world_size(self, size: int) -> None:
+        self._said_world_size = size  # an attribute like any other on one device
 
     def set_world_ranks(self) -> None:
         """Tell the environment this rank's number; Lightning calls it."""
@@ -161,15 +166,6 @@ class PlainStrategy(Places, ParallelStrategy):
             return super().training_step(*args, **kwargs)
 
     @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        if self._one_device is None:
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-        with self._one_device.backward():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
-
-    @override
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
@@ -216,6 +212,13 @@ class PlainStrategy(Places, ParallelStrategy):
         assert module is not None, "a run has a module"
         if isinstance(model, nn.parallel.DistributedDataParallel) and not module.automatic_optimization:
             prepare_for_backward(model, closure_loss)
+        if self._one_device is not None:
+            self._one_device.begin_backward()
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._one_device is not None:
+            self._one_device.end_backward()
 
     # Collectives
 
@@ -331,6 +334,7 @@ class PlainStrategy(Places, ParallelStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         if self._replicated:
             _lightning.explain_ddp(exception)
 

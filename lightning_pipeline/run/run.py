@@ -16,7 +16,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import Checkpoints, options_of
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
-from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.hooks import LogRecorder, UncutBatch
 from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within
@@ -24,6 +24,7 @@ from lightning_pipeline.run.batch import Batch, Plans, samples_of, split_argumen
 from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
+    BY_HAND,
     Cut,
     Cutting,
     headline,
@@ -148,6 +149,8 @@ class Pipeline:
 
     def _headline(self, batch_size: int | None, number: int) -> str:
         settings, trains = self._settings, self._trainer.training
+        if trains and not self._module.automatic_optimization:
+            return BY_HAND
         return headline(
             self._plans.plan(number, forward_only=not trains), settings.schedule,
             batch_size=batch_size, replicas=self.groups.numbering.replicas,
@@ -212,7 +215,7 @@ class Pipeline:
 
     # Steps
 
-    def training_batch(self, args: Sequence[Any], *, stepping: bool) -> Batch:
+    def training_batch(self, args: Sequence[Any], *, stepping: bool) -> Batch | UncutBatch:
         """A batch to be trained on; its gradients are set aside.
 
         Args:
@@ -223,7 +226,7 @@ class Pipeline:
         self.feed.check(args[0], self._trainer.fit_loop.batch_idx, "training_step")
         return self.split.training_batch(args, stepping=stepping)
 
-    def evaluated_batch(self, step: str, args: Sequence[Any]) -> Batch:
+    def evaluated_batch(self, step: str, args: Sequence[Any]) -> Batch | UncutBatch:
         """A batch of validation, test or predict."""
         batch_idx = _lightning.evaluation_loop(self._trainer).batch_progress.current.ready - 1
         self.feed.check(args[0], batch_idx, step)

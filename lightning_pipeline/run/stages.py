@@ -1,7 +1,7 @@
 """What a run has once its module is split: this rank's stages, and all that works on them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,10 +17,13 @@ from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
     EpochEndHooks,
     HookLogs,
+    LockSteps,
     LogRecorder,
     OwnParts,
     ReportChannel,
     SharedMetrics,
+    UncutBatch,
+    answer_calls,
     exchange,
     is_torchs,
     join_scaler,
@@ -29,7 +32,15 @@ from lightning_pipeline.hooks import (
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
-from lightning_pipeline.run.batch import Batch, Gradients, Plans, Reordering, Steps, watch_memory
+from lightning_pipeline.run.batch import (
+    Batch,
+    Gradients,
+    Plans,
+    Reordering,
+    Steps,
+    split_arguments,
+    watch_memory,
+)
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
     Cut,
@@ -103,21 +114,37 @@ class Stages:
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
-        self.meeting = split.meeting(
-            self._placement.rank_of, self._placement.num_ranks, members.meet, lambda: trainer.optimizers
-        )
-        members.aside = self.meeting.aside
-        self._undo.append(_lightning.around_hooks(trainer, self.meeting.hook))
+        self._let_hooks_call()
+        self._undo.append(_lightning.around_hooks(trainer, self.meeting.hook, members.gather))
         start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
         metrics = self._serve_hooks(end_batch)
+        self.lockstep = LockSteps(
+            self._module, split, self.meeting, metrics, members.replica, members.from_last,
+            plugin.forward_context,
+        )  # fmt: skip
         reports = ReportChannel(members.from_last, self._device, groups.pipeline)
-        if self._settings.on_nonfinite != "ignore" and trainer.training and scaled is None:
+        looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
+        if looks and trainer.training and scaled is None:
             self.gradients.look(reports)  # a gradient scaler decides by itself
         self.steps = Steps(
             self._module, split, self.executor, plans, reports, recorder, metrics, groups.replica,
             members.from_last, self._settings.loss_weighting, num_microbatches, at_least, self._reordering(),
         )  # fmt: skip
         self.memory = watch_memory(trainer, split, self.executor, self.steps, self.gradients.aside)
+
+    def _let_hooks_call(self) -> None:
+        """What hooks read is completed, and units that they call are called where they are."""
+        members, trainer, placement = self._members, self._trainer, self._placement
+        self.units = units = answer_calls(
+            self._module, self.split, placement, members.ranks, members.meetings, self._device
+        )
+        self.meeting = self.split.meeting(
+            placement.rank_of, placement.num_ranks,
+            lambda what, value: members.by_rank(units.tell(what, value)), lambda: trainer.optimizers,
+            units.end,
+        )  # fmt: skip
+        units.join(self.meeting)
+        members.aside = self.aside
 
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
@@ -140,7 +167,9 @@ class Stages:
             members.failure.watch,
         )  # fmt: skip
         metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
-        epoch_end = EpochEndHooks(self._module, self.split, members.from_last, metrics, self.meeting.aside)
+        epoch_end = EpochEndHooks(
+            self._module, self.split, members.from_last, metrics, self.meeting.aside, self.units.place
+        )
         gather = members.gather_for("logging in a hook")
         logs = HookLogs(self._trainer, gather, asks_all, self.meeting.later)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore]
@@ -211,7 +240,7 @@ class Stages:
 
     # Batches
 
-    def training_batch(self, args: Sequence[Any], *, stepping: bool) -> Batch:
+    def training_batch(self, args: Sequence[Any], *, stepping: bool) -> Batch | UncutBatch:
         """One that is trained on; its gradients are set aside.
 
         Args:
@@ -219,6 +248,8 @@ class Stages:
             stepping: Whether the optimizer steps on it.
         """
         trainer = self._trainer
+        if not self._module.automatic_optimization:
+            return self.lockstep.batch("training_step", args)
         of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
         batch = Batch(self.steps, "training_step", args, (of_run,), trainer.accumulate_grad_batches)
 
@@ -230,7 +261,7 @@ class Stages:
         batch.around, batch.around_backwards = around, self.gradients.of_backwards
         return batch
 
-    def evaluated_batch(self, step: str, args: Sequence[Any], batch_idx: int) -> Batch:
+    def evaluated_batch(self, step: str, args: Sequence[Any], batch_idx: int) -> Batch | UncutBatch:
         """One of validation, test or predict.
 
         Args:
@@ -239,11 +270,18 @@ class Stages:
             batch_idx: Of the batch.
         """
         trainer = self._trainer
-        batch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
+        uncut = self.lockstep.takes(
+            step, lambda: split_arguments(self._module, args, self.steps.num_microbatches).args[0]
+        )
+        aside = nullcontext if uncut else self.meeting.aside
+        batch: Batch | UncutBatch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
+        if uncut:
+            batch = self.lockstep.batch(step, args)
 
         @contextmanager
         def around() -> Iterator[None]:
-            yield
+            with aside():
+                yield
             if trainer.received_sigterm and trainer.predicting:  # where Lightning does not look
                 raise SIGTERMException
 
@@ -261,6 +299,12 @@ class Stages:
         if stepping:
             with self.meeting.aside():
                 self.gradients.average()
+
+    def after_backward(self) -> None:
+        """One of manual optimization has given parameters their gradients: average over replicas."""
+        with self.meeting.aside():
+            self.gradients.average()
+        self.meeting.changed()
 
     @contextmanager
     def stepping(self, optimizer: Optimizer) -> Iterator[None]:
@@ -293,7 +337,12 @@ class Stages:
 
     def aside(self) -> AbstractContextManager[None]:
         """Inside a hook: around what is no code of the user's, such as a save that it asks for."""
+        self.meet()
         return self.meeting.aside()
+
+    def meet(self) -> None:
+        """Inside a hook, before all ranks do something together: those that call units first are answered."""
+        self.units.meet()
 
     def complete(self, value: Any) -> Any:
         """A value, as far as a hook made it of other stages' tensors."""

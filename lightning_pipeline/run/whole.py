@@ -72,6 +72,9 @@ class Whole:
         """Inside a hook: around what is no code of the user's."""
         return nullcontext()
 
+    def meet(self) -> None:
+        """Nobody calls units of another rank."""
+
     def complete(self, value: Any) -> Any:
         """Values are whole."""
         return value

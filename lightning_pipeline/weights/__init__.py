@@ -7,6 +7,7 @@ from lightning_pipeline.weights.files import holds_weights_only, open_weights, p
 from lightning_pipeline.weights.load import fillers, load_weights
 from lightning_pipeline.weights.save import save_weights
 from lightning_pipeline.weights.staged import Staging
+from lightning_pipeline.weights.whole import gathered
 
 __all__ = [
     "Format",
@@ -15,6 +16,7 @@ __all__ = [
     "fetch_absent",
     "fillers",
     "gather_weights",
+    "gathered",
     "holds_weights_only",
     "load_weights",
     "open_weights",

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
@@ -17,6 +16,7 @@ from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_cl
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
 from lightning_pipeline.model.replay.guards import IdleRunner
 from lightning_pipeline.model.replay.left_behind import LeftBehind
+from lightning_pipeline.model.replay.outside_steps import OutsideSteps
 from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step
@@ -25,13 +25,11 @@ from lightning_pipeline.model.state import (
     AttributeGuards,
     CannotRepeatError,
     Elsewhere,
-    Meeting,
     Merge,
     Outside,
     Residence,
     SetByUnit,
     SharedParameter,
-    Sources,
     StepState,
 )
 from lightning_pipeline.model.tensors import (
@@ -76,7 +74,7 @@ class StepResult:
     parts: list[Tensor | None]
 
 
-class SplitModel:
+class SplitModel(OutsideSteps):
     """This rank's stages of a module, with every patch that replay needs.
 
     Args:
@@ -125,7 +123,9 @@ class SplitModel:
         self._guards = AttributeGuards()
         self._others = others
         self._spread = self._shared_modules()
-        self._known: dict[str, tuple[Trace, Liveness]] = {cut.trace.step: (cut.trace, cut.liveness())}
+        self._known: dict[str, tuple[Trace, Liveness]] = {}
+        if not cut.trace.is_made_up:
+            self._known[cut.trace.step] = cut.trace, cut.liveness()
         for trace in later:
             self._know(trace)
         self._modules = list(root.modules())
@@ -222,41 +222,6 @@ class SplitModel:
             spec: Of the tensor.
         """
         return self._residence.absent.make(name, spec)
-
-    def meeting(
-        self, rank_of: Callable[[int], int], num_ranks: int, gather: Callable[[str, Any], list[Any]],
-        optimizers: Callable[[], Iterable[Optimizer]],
-    ) -> Meeting:  # fmt: skip
-        """What completes values of several stages in the user's hooks.
-
-        Args:
-            rank_of: The pipeline rank of a stage.
-            num_ranks: Of the pipeline.
-            gather: Collects an object of each pipeline rank; told for what.
-            optimizers: Of the run.
-        """
-        holders = {name: frozenset(map(rank_of, stages)) for name, stages in self._residence.needed.items()}
-        partly = {name: ranks for name, ranks in holders.items() if len(ranks) < num_ranks}
-
-        def listed() -> Iterator[tuple[str, list[Tensor]]]:
-            states = list(optimizers())
-            for name, tensor in self.root.named_parameters():
-                kept = [t for o in states for t in tensors_in(o.state.get(tensor, ()))]
-                yield name, [tensor, *([] if tensor.grad is None else [tensor.grad]), *kept]
-            yield from ((name, [buffer]) for name, buffer in self.root.named_buffers())
-
-        sources = Sources(lambda: ((name, found) for name, found in listed() if name in partly))
-        return Meeting(
-            self._residence.absent, sources, partly, num_ranks, gather, self._residence.show_gradients
-        )
-
-    def note_gradients(self, made: bool) -> None:
-        """Let the next hook see a gradient at each trained parameter of other stages, or at none.
-
-        Args:
-            made: Whether a backward has run; otherwise `.grad` was set to None with no hook in between.
-        """
-        self._residence.has_gradients = made
 
     def parameter_names(self) -> list[str]:
         """Names of all parameters of the whole module, tied ones once, in its order."""
@@ -527,6 +492,20 @@ class SplitModel:
 
     def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
         return self._know(self._traced(step, microbatch))
+
+    def refusal(self, step: str, microbatch: MicrobatchArguments) -> SplitError | None:
+        """Why a step cannot be cut; None where it can.
+
+        Args:
+            step: Name of the user's method.
+            microbatch: Arguments and keyword arguments of the first one.
+        """
+        try:
+            if step not in self._known:
+                self._trace(step, microbatch)
+        except SplitError as error:
+            return error
+        return None
 
     def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
         wrong = backward_edges(trace, self._stage_of)

@@ -108,15 +108,16 @@ class Meeting:
         num_ranks: Of the pipeline.
         gather: Collects an object of each pipeline rank; told for what.
         enter: Called before code of a hook runs, to show it what a step has made.
+        leave: Called after code of a hook that ran to its end.
     """
 
     def __init__(
         self, absent: AbsentTensors, sources: Sources, holders: Mapping[str, frozenset[int]],
-        num_ranks: int, gather: Gather, enter: Callable[[], None],
+        num_ranks: int, gather: Gather, enter: Callable[[], None], leave: Callable[[], None],
     ) -> None:  # fmt: skip
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
-        self._gather, self._enter = gather, enter
+        self._gather, self._enter, self._leave = gather, enter, leave
         self._inside = False
         self._late: list[tuple[Tensor, Callable[[Any], None]]] = []
         self._modes = _Operations(self), _Reads(self)
@@ -132,8 +133,14 @@ class Meeting:
         try:
             with self._modes[0], self._modes[1], self._settling():
                 yield
+            self._leave()
         finally:
             self._inside = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether code of the user runs that every rank comes to."""
+        return self._inside
 
     def aside(self) -> AbstractContextManager[None]:
         """Inside a hook: around what is no code of the user's, such as a step."""

@@ -1,12 +1,14 @@
 """Which parameters and buffers live on this rank, and what stands for the others."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.state.absent import AbsentTensors
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder
 
@@ -113,6 +115,39 @@ class Residence:
         for parameter in self.stand_ins.values():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = self._gradients[id(parameter)]
+
+    @contextmanager
+    def filled(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Inside, the tensors of other stages are here too.
+
+        Args:
+            states: Their values, by any of their names.
+
+        Raises:
+            SplitError: One of them was changed, which their stages would not see.
+        """
+        before: list[tuple[Any, str, Any]] = []
+        made: dict[int, Tensor] = {}
+        for item in self._dropped:
+            registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
+            value = states.get(self._first_names[item.full_name], states.get(item.full_name))
+            if value is not None:
+                before.append((registry, item.name, registry[item.name]))
+                value = value.to(self._device)
+                registry[item.name] = made.setdefault(id(item.tensor), _replacement(item, value))
+        versions = {key: tensor._version for key, tensor in made.items()}
+        try:
+            yield
+        finally:
+            for registry, name, stand_in in before:
+                registry[name] = stand_in
+        changed = {key for key, tensor in made.items() if tensor._version != versions[key]}
+        names = [item.full_name for item in self._dropped if id(item.tensor) in changed]
+        if names:
+            raise SplitError(
+                f"{', '.join(names[:5])} were changed inside whole_model(), where they are copies: "
+                "change them outside of it, on all ranks"
+            )
 
     def restore(self, states: Mapping[str, Tensor], *, on_meta: bool = False) -> None:
         """Put the tensors back, with values where `states` has them under any of their names.

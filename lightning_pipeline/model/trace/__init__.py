@@ -4,7 +4,13 @@ from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_re
 from lightning_pipeline.model.trace.choices import plain_leaves, plain_state
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.effects import Effect, tensors_held
-from lightning_pipeline.model.trace.patches import BackwardHooks, Stand, UnitPatches, has_backward_hooks
+from lightning_pipeline.model.trace.patches import (
+    BackwardHooks,
+    Runner,
+    Stand,
+    UnitPatches,
+    has_backward_hooks,
+)
 from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
@@ -21,7 +27,6 @@ from lightning_pipeline.model.trace.record import (
     Call,
     Seeding,
     Trace,
-    needs_values,
     step_function,
     trace_step,
 )
@@ -33,6 +38,7 @@ from lightning_pipeline.model.trace.sinks import (
     stub_sinks,
 )
 from lightning_pipeline.model.trace.units import find_units, finer_names
+from lightning_pipeline.model.trace.untraced import untraced
 
 __all__ = [
     "FLOPS_PER_BYTE",
@@ -48,6 +54,7 @@ __all__ = [
     "Place",
     "PortSpec",
     "Replayed",
+    "Runner",
     "Seeding",
     "Stand",
     "Standing",
@@ -62,7 +69,6 @@ __all__ = [
     "has_backward_hooks",
     "metrics_of",
     "named_metrics",
-    "needs_values",
     "plain_leaves",
     "plain_state",
     "reentrant_checkpoint_replaced",
@@ -71,4 +77,5 @@ __all__ = [
     "stub_sinks",
     "tensors_held",
     "trace_step",
+    "untraced",
 ]

@@ -9,12 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
-from lightning_pipeline._torch import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
-    in_a_transform,
-)
+from lightning_pipeline._torch import in_a_transform
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
@@ -38,8 +33,6 @@ from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Owner, Place, Standing
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec
 from lightning_pipeline.model.trace.units import Unit
-
-_NO_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 @dataclass(slots=True)
@@ -127,6 +120,7 @@ class Trace:
             what it calls next.
         steered_by_index: Whether it compares the index of the batch, or computes with it.
         leaves: Numbers and strings of the micro-batch that was traced.
+        is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
     """
 
     root: nn.Module
@@ -161,6 +155,7 @@ class Trace:
     steered: bool = False
     steered_by_index: bool = False
     leaves: Hashable = None
+    is_made_up: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -346,12 +341,6 @@ def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
 def refuse(reason: str, root: nn.Module) -> SplitError:
     """The error for something that the split cannot carry, with the user's line."""
     return SplitError(f"{reason} [at {user_line(root)}]")
-
-
-def needs_values(error: SplitError) -> bool:
-    """Whether a trace was refused for what no cut allows, and not for an error in the step itself."""
-    cause = error.__cause__
-    return cause is None or isinstance(cause, (SplitError, *_NO_VALUES))
 
 
 def in_function_transform() -> bool:

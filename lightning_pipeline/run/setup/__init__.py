@@ -2,7 +2,7 @@
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize, split_module
-from lightning_pipeline.run.setup.headline import headline, too_small
+from lightning_pipeline.run.setup.headline import BY_HAND, headline, too_small
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
     as_the_loop_will,
@@ -14,6 +14,7 @@ from lightning_pipeline.run.setup.trainer import (
 from lightning_pipeline.run.setup.whole import held_states, make_whole, move, start_equal
 
 __all__ = [
+    "BY_HAND",
     "Cut",
     "Cutting",
     "as_the_loop_will",

@@ -69,12 +69,13 @@ def _training(module: LightningModule) -> Iterator[str]:
         yield "it has no training_step: write one that returns the loss"
     if not is_overridden("configure_optimizers", module):
         yield "it has no configure_optimizers: write one that returns an optimizer"
-    if not module.automatic_optimization:
+    policy = module.trainer.strategy._settings.on_nonfinite  # type: ignore[attr-defined]
+    if not module.automatic_optimization and policy != "ignore":
         yield (
-            "automatic_optimization=False: manual optimization runs backward inside training_step, where the "
-            "other stages are not there to take part: use automatic optimization"
+            f"on_nonfinite={policy!r} looks at gradients before Lightning's own steps, and manual "
+            "optimization makes its steps itself: leave it out"
         )
-    if is_overridden("backward", module):
+    if module.automatic_optimization and is_overridden("backward", module):
         yield "it overrides backward, but each stage runs its own part of backward per micro-batch: remove it"
 
 
@@ -101,8 +102,11 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
                 "a pipeline are folders: nothing will be uploaded. save_distributed_checkpoint=False writes "
                 "one file"
             )
-        if configured_to_log_graph(logger):
-            yield f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage"
+        if configured_to_log_graph(logger) and trainer.lightning_module.example_input_array is not None:
+            yield (
+                f"{type(logger).__name__}(log_graph=True) runs the model on rank 0, which has one stage, on "
+                "example_input_array: leave one of them out"
+            )
 
 
 def _callbacks(trainer: Trainer) -> Iterator[str]:

@@ -14,7 +14,7 @@ from lightning_pipeline.hooks import LogRecorder, owners_beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states, too_large
 from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.model.trace import Trace, find_units, needs_values, trace_step
+from lightning_pipeline.model.trace import Trace, find_units, trace_step, untraced
 from lightning_pipeline.ranks import Company, Outlet
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
 from lightning_pipeline.settings import Settings
@@ -62,6 +62,9 @@ class Cutting:
     ) -> Cut:
         """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than others'.
 
+        With manual optimization, and where a step of evaluation cannot be cut, nothing is traced: every rank
+        runs the step.
+
         Args:
             step: Name of the step to trace.
             args: Its arguments, of one micro-batch.
@@ -70,13 +73,18 @@ class Cutting:
                 made.
 
         Raises:
-            SplitError: The step cannot be cut.
+            SplitError: The training step cannot be cut.
             PartitionError: The asked-for stages are not possible.
         """
+        how, trains = self._settings.partition, step == "training_step"
 
         def choose() -> Partition:
             units = find_units(self._module, at_least=num_stages, keep_whole=self._settings.units)
-            return partition(self._trace(step, args, units=units), num_stages, how=self._settings.partition)
+            if whole:
+                return partition(untraced(self._module, step, units), num_stages, how=how)
+            return partition(self._trace(step, args, units=units), num_stages, how=how)
+
+        whole = trains and not self._module.automatic_optimization
 
         with as_the_loop_will(self._trainer, step):
             try:
@@ -84,13 +92,15 @@ class Cutting:
             except PartitionError:
                 raise
             except (SplitError, StageFailedError) as error:
-                if not built:
+                whole = not trains
+                if built:
+                    built.make()
+                    rank_zero_warn(
+                        f"the step cannot be traced without weights, so every process built the whole "
+                        f"module, {sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
+                    )
+                elif trains:
                     raise
-                built.make()
-                rank_zero_warn(
-                    f"the step cannot be traced without weights, so every process built the whole module, "
-                    f"{sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
-                )
                 chosen = self._agreed(choose)
             table: StageTable = self._from_zero.share(chosen.table)
             names = [row.units[0] for row in table.rows[1:]]
@@ -102,17 +112,15 @@ class Cutting:
         return Cut(chosen, table)
 
     def look_at(self, cut: Cut, step: str, args: tuple[Any, ...]) -> Cut:
-        """The cut with the trace of another step: what no stage could run is refused before the run.
+        """The cut with the trace of another step, made while the module is whole.
 
-        A step that stumbles over what hooks before it are to set is left to be traced when it comes.
+        A step that stumbles over what hooks before it are to set is left to be traced when it comes, and one
+        that cannot be cut is run by every rank.
 
         Args:
             cut: Of its first step.
             step: Name of the other one.
             args: Its arguments, of one micro-batch.
-
-        Raises:
-            SplitError: The step cannot be cut.
         """
 
         def look() -> Cut:
@@ -120,9 +128,7 @@ class Cutting:
             try:
                 with torch.no_grad():
                     trace = self._trace(step, args, units=first.units, seen=first.calls)
-            except SplitError as error:
-                if needs_values(error):
-                    raise
+            except SplitError:
                 return cut
             return replace(cut, later=(*cut.later, trace))
 

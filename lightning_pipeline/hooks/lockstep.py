@@ -1,0 +1,123 @@
+"""Steps that are not cut: every rank runs them whole, and units are called by message.
+
+A loop over tokens that ends early, a branch on what a layer gave, a backward in the middle of the step: what
+no pipeline of micro-batches can run, all ranks run together on the whole batch. The code between the units
+runs on every rank, on real values; each unit runs where it is. So the result is that of one device, and the
+stages work one after the other.
+"""
+
+import pickle
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_pipeline.data import random_states, set_random_states
+from lightning_pipeline.hooks.metrics import SharedMetrics
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import Meeting
+from lightning_pipeline.model.trace import step_function
+from lightning_pipeline.ranks import Company, Outlet
+
+
+class LockSteps:
+    """Runs steps that are not cut.
+
+    Args:
+        module: The LightningModule.
+        split: This rank's stages of it.
+        meeting: Of the ranks, while code of the user's runs.
+        metrics: Those of the module.
+        replica: The ranks that hold the module together.
+        from_last: From the rank of the last stage to the others.
+        context: Makes the precision's context for a step.
+    """
+
+    def __init__(
+        self, module: LightningModule, split: SplitModel, meeting: Meeting, metrics: SharedMetrics,
+        replica: Company, from_last: Outlet, context: Callable[[], AbstractContextManager[Any]],
+    ) -> None:  # fmt: skip
+        self._module, self._split, self._meeting, self._metrics = module, split, meeting, metrics
+        self._replica, self._from_last, self._context = replica, from_last, context
+        self._decided: dict[str, bool] = {}
+
+    def takes(self, step: str, first: Callable[[], Sequence[Any]]) -> bool:
+        """Whether a step of evaluation cannot be cut; decided on its first batch, by all ranks.
+
+        Args:
+            step: Its name.
+            first: Gives the arguments of its first micro-batch.
+        """
+        if step not in self._decided:
+            error = self._split.refusal(step, (tuple(first()), {}))
+            refused = self._replica.any_of(f"looking at {step}", error is not None)[0]
+            if refused:
+                rank_zero_warn(
+                    f"{step} cannot be cut into stages, so every rank runs it on whole batches, and layers "
+                    f"of other stages are called by message, one after the other: {error}"
+                )
+            self._decided[step] = refused
+        return self._decided[step]
+
+    def run(self, step: str, args: Sequence[Any]) -> Any:
+        """Run a step; all ranks of the replica call.
+
+        Args:
+            step: Its name.
+            args: Of the whole batch.
+
+        Returns:
+            What the step returned, on every rank.
+        """
+        self._draw_alike()
+        with self._meeting.hook(), self._metrics.in_step(), self._context():
+            output = step_function(self._module, step)(*args)
+            return self._meeting.whole(output)
+
+    def batch(self, step: str, args: Sequence[Any]) -> "UncutBatch":
+        """A batch of such a step.
+
+        Args:
+            step: Its name.
+            args: Of the whole batch.
+        """
+        return UncutBatch(self, step, args, keeps=self._split.has_last_stage)
+
+    def _draw_alike(self) -> None:
+        """Code between the units draws the same random numbers on all ranks."""
+        place = zlib.crc32(pickle.dumps(random_states()))
+        found = self._replica.numbers("comparing random states", [place])
+        if any(one != found[0] for one in found):
+            set_random_states(self._from_last.share(random_states))
+
+
+class UncutBatch:
+    """One batch on its way through a step that every rank runs.
+
+    Args:
+        steps: Runs it.
+        step: Name of the user's method.
+        args: Its arguments.
+        keeps: Whether this rank gets what a step of evaluation returns.
+
+    Attributes:
+        around: Made around the step.
+    """
+
+    def __init__(self, steps: LockSteps, step: str, args: Sequence[Any], *, keeps: bool) -> None:
+        self._steps, self._step, self._args, self._keeps = steps, step, args, keeps
+        self.around: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def train(self) -> Any:
+        """Run a training step, in which the user's backwards are; what it returns is on every rank."""
+        with self.around():
+            return self._steps.run(self._step, self._args)
+
+    def evaluate(self) -> Any:
+        """Run a step of validation, test or predict; what it returns is on the last stage, as elsewhere."""
+        with self.around():
+            output = self._steps.run(self._step, self._args)
+        return output if self._keeps else None

@@ -1,0 +1,512 @@
+"""Units of other stages, called by message: `pl_module(x)` in a hook, `generate`, steps that cannot be cut.
+
+Code that all ranks run, such as a hook, may call any unit. Where it does, the ranks of the replica meet, and
+each says what it is at: it calls this unit with these arguments, it tells the others values, or it has come
+to the end of the hook. The rank that has the unit runs it, once for all that call it alike, and they get what
+it gave. A rank at the end of the hook answers calls of the others until all have come there, so that code for
+one rank alone, as under `rank_zero_only`, has the whole model too.
+
+So every rank that calls runs the code between the units itself, on real values, and random numbers that a
+unit draws move on all of them. Where all ranks call, gradients flow through: in the backward they meet again.
+"""
+
+import pickle
+import traceback
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_pipeline import data
+from lightning_pipeline.errors import SplitError, StageFailedError
+from lightning_pipeline.hooks.call_values import (
+    Answer,
+    Before,
+    Packed,
+    Values,
+    arrived,
+    arrived_by_number,
+    checksum,
+    portable,
+)
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.state import Meeting
+from lightning_pipeline.model.tensors import user_line
+from lightning_pipeline.model.trace import Runner, UnitPatches
+from lightning_pipeline.ranks import Company
+from lightning_pipeline.schedules import Plan
+
+_END, _READ, _MEET, _CALL, _BACKWARD = range(5)
+_DOES = {
+    _END: "has come to the end of the hook",
+    _READ: "reads values of other stages",
+    _MEET: "is in a collective of the strategy",
+    _CALL: "calls a unit",
+    _BACKWARD: "runs a backward",
+}
+_DEVICES = ("cpu", "cuda")
+Told = dict[int, tuple[int, int, int]]
+"""By global rank: what it is at, the unit or call, and a number that differs where arguments do."""
+
+
+class Modes:
+    """In which modes a unit is called: those of autograd, autocast and of its own modules.
+
+    Args:
+        unit: That is called.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES
+        ]
+        self.training = [module.training for module in unit.modules()]
+
+    @contextmanager
+    def entered(self, unit: nn.Module) -> Iterator[None]:
+        """Run in these on another rank."""
+        modules = list(unit.modules())
+        before = [module.training for module in modules]
+        for module, mode in zip(modules, self.training, strict=True):
+            module.training = mode
+        try:
+            with ExitStack() as stack:
+                for kind, enabled, dtype in self.autocast:
+                    if enabled != torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                stack.enter_context(torch.inference_mode(self.inference))
+                stack.enter_context(torch.set_grad_enabled(self.gradients))
+                yield
+        finally:
+            for module, mode in zip(modules, before, strict=True):
+                module.training = mode
+
+
+@dataclass
+class _Failed:
+    """A call that raised."""
+
+    error: BaseException
+    where: str
+
+    def portable(self, rank: int) -> "_Failed":
+        """As it is sent: not every exception can be pickled."""
+        text = traceback.format_exception_only(self.error)[-1].strip()
+        try:
+            error = pickle.loads(pickle.dumps(self.error))
+        except Exception:  # whatever its pickling does, the text is there
+            error = StageFailedError(f"{self.where} failed on global rank {rank}: {text}")
+        error.add_note(f"This was {self.where} on global rank {rank}.")
+        return _Failed(error, self.where)
+
+
+@dataclass
+class _Given:
+    """What a unit gave on the rank that has it.
+
+    Attributes:
+        answer: For the callers.
+        random: Where the random numbers stand afterwards; None: where they stood.
+        inputs: What gradients flow to: tensors among the arguments, then parameters.
+    """
+
+    answer: Answer
+    random: tuple[Any, ...] | None
+    inputs: list[Tensor]
+
+
+class RemoteUnits:
+    """Answers calls of units outside of steps.
+
+    Args:
+        root: The LightningModule.
+        patches: Of the units.
+        idle: Answers where the ranks do not meet: own units run, those of other stages raise.
+        holder: The global rank that has a unit.
+        company: The ranks of the replica, in a group of their own.
+        device: Of this rank.
+    """
+
+    inside = False
+
+    def __init__(
+        self, root: nn.Module, patches: UnitPatches, idle: Runner, holder: Callable[[int], int],
+        company: Company, device: torch.device,
+    ) -> None:  # fmt: skip
+        self._root, self._patches, self._idle, self._holder = root, patches, idle, holder
+        self._company, self._device = company, device
+        self._values = Values(root)
+        self._shared = _held_twice(patches, holder)
+        self._answering = False
+        self._place = 0
+        self._meeting: Meeting | None = None
+
+    def join(self, meeting: Meeting) -> None:
+        """Inside its hooks, answer.
+
+        Args:
+            meeting: Completes values of several stages among arguments.
+        """
+        self._meeting = meeting
+
+    @property
+    def _is_open(self) -> bool:
+        """Whether this rank is at a place that all ranks come to."""
+        return bool(self._place) or (self._meeting is not None and self._meeting.is_inside)
+
+    # ---- where the ranks meet
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Around code that every rank comes to, if not all run the same of it; at its end they wait."""
+        self._place += 1
+        try:
+            yield
+            self.end()
+        finally:
+            self._place -= 1
+
+    def end(self) -> None:
+        """The code of the user's has ended on this rank: answer the others until it has on all."""
+        self._until_all(_END)
+
+    def tell(self, what: str, value: Any) -> dict[int, Any]:
+        """An object of every rank, by global rank; those that call units first are answered.
+
+        Args:
+            what: For messages.
+            value: Of this rank.
+        """
+        self._until_all(_READ)
+        return self._company.gather(what, value)
+
+    def meet(self) -> None:
+        """A collective comes next, if this is in a hook; ranks that call units first are answered."""
+        if self._is_open:
+            self._until_all(_MEET)
+
+    def _until_all(self, kind: int) -> None:
+        if len(self._company.ranks) == 1 or self._answering:
+            return
+        while True:
+            told = self._round(kind)
+            kinds = {found for found, _, _ in told.values()}
+            if kinds == {kind}:
+                return
+            if _CALL not in kinds:
+                raise self._refusal(told)
+            self._turn(told, None)
+
+    def _round(self, kind: int, number: int = 0, digest: int = 0) -> Told:
+        what = "a hook, where ranks call units of each other"
+        found = self._company.numbers(what, [kind, number, digest])
+        whole = [(int(one[0]), int(one[1]), int(one[2])) for one in found]
+        return dict(zip(self._company.ranks, whole, strict=True))
+
+    def _refusal(self, told: Told) -> SplitError:
+        lines = "; ".join(f"global rank {rank} {_DOES[kind]}" for rank, (kind, _, _) in told.items())
+        return SplitError(
+            f"the ranks are not at the same place of a hook: {lines}. All ranks must run collectives, "
+            "backward and what reads weights of other stages; one rank alone may call the module. Let all "
+            "ranks do it, or use `with trainer.strategy.whole_model() as module:`, which all enter "
+            f"[at {user_line(self._root)}]"
+        )
+
+    # ---- a call
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer a call of a unit. See `Runner`."""
+        apart = len(self._company.ranks) == 1 or self._answering
+        if apart or self._meeting is None or not self._is_open:
+            return self._idle.call(unit, args, kwargs)
+        value = self._meeting.whole((args, kwargs))
+        with self._aside():
+            given = self._values.pack(value, self._name(unit))
+            digest = given.digest() ^ self._flows(unit, given)
+            while True:
+                told = self._round(_CALL, unit, digest)
+                answered, result = self._turn(told, given)
+                if answered:
+                    return result
+
+    @contextmanager
+    def _aside(self) -> Iterator[None]:
+        assert self._meeting is not None, "a call is answered inside a hook"
+        with self._meeting.aside():
+            self._answering = True
+            try:
+                yield
+            finally:
+                self._answering = False
+
+    def _name(self, unit: int) -> str:
+        return f"unit {self._patches.units[unit].name!r}"
+
+    def _parameters(self, unit: int) -> list[nn.Parameter]:
+        return [one for one in self._patches.units[unit].module.parameters() if one.requires_grad]
+
+    def _flows(self, unit: int, given: Packed) -> bool:
+        """Whether what a unit gives has a gradient."""
+        inputs = any(tensor.requires_grad for tensor in given.tensors)
+        return torch.is_grad_enabled() and (inputs or bool(self._parameters(unit)))
+
+    def _turn(self, told: Told, own: Packed | None) -> tuple[bool, Any]:
+        """Answer the first of the calls that ranks wait in, together with those that are alike.
+
+        Args:
+            told: What the ranks are at.
+            own: Arguments of this rank's call, if it waits in one.
+
+        Returns:
+            Whether this rank's call was answered, and the output.
+        """
+        first = next(one for one in told.values() if one[0] == _CALL)
+        callers = [rank for rank, one in told.items() if one == first]
+        unit, rank, owner = first[1], self._company.rank, self._holder(first[1])
+        given = own if rank in callers else None
+        made: _Given | _Failed | None = None
+        if owner not in callers:
+            sent = self._company.share(self._name(unit), lambda: self._request(unit, own), callers[0])
+            if rank == owner:
+                made = self._answer_request(unit, sent)
+        elif rank == owner:
+            assert given is not None, "the owner of the unit calls it"
+            made = self._run(unit, given)
+        if callers != [owner]:
+            reply = self._company.share(
+                f"what {self._name(unit)} gave", lambda: _portable_reply(made, rank), owner
+            )
+            made = made if rank == owner else _arrived_reply(reply, self._device)
+        if rank not in callers:
+            return False, None
+        assert made is not None, "the owner has answered"
+        assert given is not None, "this rank calls"
+        if isinstance(made, _Failed):
+            raise made.error
+        if made.random is not None:
+            self._draw_from(made.random)
+        together = len(callers) == len(self._company.ranks)
+        new = self._with_gradients(unit, given, made, owner, together=together)
+        return True, self._values.apply(made.answer, new, given, self._patches.units[unit].module)
+
+    def _request(self, unit: int, given: Packed | None) -> tuple[Any, ...]:
+        assert given is not None, "the caller has arguments"
+        modes = Modes(self._patches.units[unit].module)
+        return given.skeleton, portable(given.tensors), modes, self._random()
+
+    def _answer_request(self, unit: int, sent: tuple[Any, ...]) -> _Given | _Failed:
+        """Run a unit for another rank, and leave this one's modes and random numbers as they are."""
+        skeleton, tensors, modes, random = sent
+        module, before = self._patches.units[unit].module, self._random()
+        answering, self._answering = self._answering, True
+        try:
+            self._draw_from(random)
+            with modes.entered(module):
+                return self._run(unit, Packed(skeleton, arrived(tensors, self._device), []))
+        finally:
+            self._answering = answering
+            self._draw_from(before)
+
+    def _run(self, unit: int, given: Packed) -> _Given | _Failed:
+        """Run an own unit on copies of what it is given."""
+        name, module, before = self._name(unit), self._patches.units[unit].module, self._random()
+        flows = self._flows(unit, given)
+        leaves = [_leaf(tensor) if flows else tensor for tensor in given.tensors]
+        try:
+            value = self._values.unpack(given.skeleton, leaves)
+            copied = self._values.pack(value, name)
+            then = Before(copied, module)
+            output = self._patches.originals[unit](*value[0], **value[1])
+            answer = self._values.answer(output, copied, then, module, name)
+            if flows and any(leaves[number].requires_grad for number in answer.changed):
+                raise SplitError(
+                    f"{name} changes a tensor that it is given in place, and gradients flow through it: let "
+                    "it return a new one"
+                )
+        except Exception as error:  # told to the callers, which raise it
+            return _Failed(error, name)
+        after = self._random()
+        inputs = [leaf for leaf in leaves if leaf.requires_grad] if flows else []
+        return _Given(answer, after if after != before else None, [*inputs, *self._parameters(unit)])
+
+    def _random(self) -> tuple[Any, ...]:
+        """Where random numbers stand."""
+        on_device = self._device.type == "cuda"
+        return data.random_states(), torch.cuda.get_rng_state(self._device).tolist() if on_device else None
+
+    def _draw_from(self, states: tuple[Any, ...]) -> None:
+        host, device = states
+        data.set_random_states(host)
+        if device is not None:
+            torch.cuda.set_rng_state(torch.tensor(device, dtype=torch.uint8), self._device)
+
+    # ---- gradients
+
+    def _with_gradients(
+        self, unit: int, given: Packed, made: _Given, owner: int, *, together: bool
+    ) -> list[Tensor]:
+        """New tensors as the caller gets them: gradients flow from them to what the unit was given."""
+        answer = made.answer
+        plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in answer.made]
+        if not (any(answer.flows) and self._flows(unit, given)):
+            return plain
+        inputs = [tensor for tensor in given.tensors if tensor.requires_grad]
+        held = [*inputs, *self._parameters(unit)]
+        passage = _Passage(self, unit, owner, made if owner == self._company.rank else None, held, together)
+        flowing = [number for number, flows in enumerate(answer.flows) if flows]
+        given_out = [plain[number] for number in flowing]
+        through = _Through.apply(passage, given_out, *held)  # type: ignore[no-untyped-call]
+        passage.roots = [answer.made[number] for number in flowing]
+        for number, tensor in zip(flowing, through, strict=True):
+            plain[number] = tensor
+        return plain
+
+    def backward(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The backward of a call that all ranks made: it runs where the unit is."""
+        name = self._name(passage.unit)
+        if not passage.together:
+            raise SplitError(
+                f"a backward goes through {name}, which not all ranks called with the same arguments: all "
+                "ranks must call it alike, or call it under torch.no_grad()"
+            )
+        if self._answering or not self._is_open:
+            raise SplitError(f"a backward through {name} runs after the hook that called it has ended")
+        with self._aside():
+            digest = zlib.crc32(repr([g is None or checksum(g) for g in gradients]).encode())
+            told = self._round(_BACKWARD, passage.unit, digest)
+            if len(set(told.values())) != 1:
+                raise self._refusal(told)
+            found = self._company.share(
+                f"the backward of {name}", lambda: self._gradients_of(passage, gradients), passage.owner
+            )
+        return self._gradients_here(passage, found)
+
+    def _gradients_of(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> Any:
+        """On the rank that has the unit: the gradients that others need, and which there are."""
+        assert passage.made is not None, "this rank ran the unit"
+        pairs = [(r, g) for r, g in zip(passage.roots, gradients, strict=True) if g is not None]
+        if not pairs:
+            passage.own = [None] * len(passage.made.inputs)
+        else:
+            roots, seeds = zip(*pairs, strict=True)
+            passage.own = list(
+                torch.autograd.grad(roots, passage.made.inputs, seeds, retain_graph=True, allow_unused=True)
+            )
+        inputs = len(passage.made.inputs) - len(self._parameters(passage.unit))
+        sent: list[Any] = []
+        for number, (held, gradient) in enumerate(zip(passage.held, passage.own, strict=True)):
+            needed = number < inputs or id(held) in self._shared
+            sent.append(portable([gradient])[0] if needed and gradient is not None else gradient is not None)
+        return sent
+
+    def _gradients_here(self, passage: "_Passage", found: list[Any]) -> list[Tensor | None]:
+        if passage.own is not None:
+            own, passage.own = passage.own, None
+            return own
+        here: list[Tensor | None] = []
+        for held, sent in zip(passage.held, found, strict=True):
+            if isinstance(sent, bool):
+                here.append(torch.empty_like(held) if sent else None)  # stands for another stage's
+            else:
+                here.append(arrived([sent], self._device)[0])
+        return here
+
+
+@dataclass
+class _Passage:
+    """A call that gradients flow through.
+
+    Attributes:
+        units: Who answers.
+        unit: That was called.
+        owner: The global rank that has it.
+        made: What it gave, on that rank.
+        held: Of this rank: tensors among the arguments, then parameters or what stands for them.
+        together: Whether all ranks made the call.
+        roots: What the unit gave, on its rank in the graph of its own.
+        own: On that rank, the gradients that were just worked out.
+    """
+
+    units: RemoteUnits
+    unit: int
+    owner: int
+    made: _Given | None
+    held: list[Tensor]
+    together: bool
+    roots: Sequence[Tensor] = ()
+    own: list[Tensor | None] | None = None
+
+
+class _Through(torch.autograd.Function):
+    """What a unit gave, on every rank; its backward runs on one."""
+
+    @staticmethod
+    def forward(ctx: Any, passage: _Passage, given: list[Tensor], *held: Tensor) -> tuple[Tensor, ...]:
+        ctx.passage = passage
+        ctx.set_materialize_grads(False)
+        return tuple(given)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        return None, None, *ctx.passage.units.backward(ctx.passage, gradients)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_() if tensor.requires_grad else tensor
+
+
+def _held_twice(patches: UnitPatches, holder: Callable[[int], int]) -> set[int]:
+    """Parameters that units of several ranks share, each of which has a copy."""
+    holders: dict[int, set[int]] = {}
+    for number, unit in enumerate(patches.units):
+        for parameter in unit.module.parameters():
+            holders.setdefault(id(parameter), set()).add(holder(number))
+    return {identity for identity, ranks in holders.items() if len(ranks) > 1}
+
+
+def _portable_reply(made: _Given | _Failed | None, rank: int) -> Any:
+    assert made is not None, "the owner has run the unit"
+    if isinstance(made, _Failed):
+        return made.portable(rank)
+    answer = made.answer
+    changed = dict(zip(answer.changed, portable(answer.changed.values()), strict=True))
+    return answer.skeleton, portable(answer.made), answer.flows, changed, made.random
+
+
+def _arrived_reply(reply: Any, device: torch.device) -> "_Given | _Failed":
+    if isinstance(reply, _Failed):
+        return reply
+    skeleton, made, flows, changed, random = reply
+    new = [tensor.detach() for tensor in arrived(made, device)]
+    return _Given(Answer(skeleton, new, flows, arrived_by_number(changed, device)), random, [])
+
+
+def answer_calls(
+    module: nn.Module, split: SplitModel, placement: Plan, ranks: Sequence[int], company: Company,
+    device: torch.device,
+) -> RemoteUnits:  # fmt: skip
+    """From now on ranks answer each other's calls of units in hooks.
+
+    Args:
+        module: The LightningModule.
+        split: This rank's stages of it.
+        placement: Which pipeline rank holds which stage.
+        ranks: Global ranks of the replica, by pipeline rank.
+        company: Those ranks, in a group that is used for nothing else.
+        device: Of this rank.
+    """
+
+    def made(patches: Any, idle: Any, stage_of: Sequence[int]) -> RemoteUnits:
+        def holder(unit: int) -> int:
+            return ranks[placement.rank_of(stage_of[unit])]
+
+        return RemoteUnits(module, patches, idle, holder, company, device)
+
+    return split.answer_calls(made)

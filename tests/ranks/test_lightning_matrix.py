@@ -1,0 +1,78 @@
+"""docs/lightning.md: each row is tried out."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_pipeline.errors import PipelineError
+from tests.matrix import ROWS, Row, on_the_page, table
+from tests.pool import Pool, RankFailure
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+TWO = {"stages": 2, "num_microbatches": 2}
+ROWS_BY_NAME = {row.name: row for row in ROWS}
+
+
+def ran(pipeline: dict[str, Any] | None, names: list[str], folder: str) -> list[Any]:
+    """Weights and logs of each, or what the refusal says."""
+    return [_ran(pipeline, row, f"{folder}/{number}") for number, row in enumerate(_rows(names))]
+
+
+def _ran(pipeline: dict[str, Any] | None, row: Row, folder: str) -> Any:
+    pl.seed_everything(3, verbose=False)
+    module = Regression()
+    try:
+        run = trainer(pipeline, **{"max_epochs": 2, **row.options(folder)})
+        run.fit(module, loader(), loader(seed=4))
+    except PipelineError as error:
+        return str(error)
+    logged = {} if row.timed else {name: float(value) for name, value in run.callback_metrics.items()}
+    return weights(module), logged
+
+
+def _rows(names: list[str]) -> list[Row]:
+    return [ROWS_BY_NAME[name] for name in names]
+
+
+PARTS = {
+    f"{section} {start}": names[start : start + 6]
+    for section in dict.fromkeys(row.section for row in ROWS)
+    for names in [[row.name for row in ROWS if row.section == section]]
+    for start in range(0, len(names), 6)
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_what_a_trainer_is_given_does_what_the_page_says(ranks: Ranks, tmp_path: Path, part: str) -> None:
+    names = PARTS[part]
+    served = [row.name for row in _rows(names) if not row.refused]
+    expected = dict(zip(served, ran(None, served, str(tmp_path / "one")), strict=True))
+    for found in ranks(2)(ran, TWO, names, str(tmp_path / "two")):
+        for row, result in zip(_rows(names), found, strict=True):
+            if row.refused:
+                assert row.refused in result, row.name
+            else:
+                assert not isinstance(result, str), (row.name, result)
+                assert_same(result, expected[row.name], row.tolerance)
+
+
+def graphed(folder: str) -> None:
+    module = Regression()
+    module.example_input_array = torch.zeros(1, FEATURES)
+    trainer(TWO, **ROWS_BY_NAME["`TensorBoardLogger(log_graph=True)`"].options(folder)).fit(module, loader())
+
+
+def test_a_graph_is_not_logged(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(
+        RankFailure, match="runs the model on rank 0, which has one stage, on example_input_array"
+    ):
+        ranks(2)(graphed, str(tmp_path))
+
+
+def test_the_page_shows_the_table() -> None:
+    assert on_the_page() == table(), "run python -m tests.matrix"

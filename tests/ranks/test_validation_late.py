@@ -1,0 +1,26 @@
+"""A validation that stumbles over what hooks before it set is traced when it comes."""
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, fit
+
+Ranks = Callable[[int], Pool]
+TWO = {"stages": 2, "num_microbatches": 2}
+
+
+class SetLate(Regression):
+    """Its validation reads what a hook before it sets."""
+
+    def on_validation_start(self) -> None:
+        self.scale = 2.0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.scale * self.loss(batch))
+
+
+def test_a_validation_that_reads_what_a_hook_sets_runs(ranks: Ranks) -> None:
+    expected = fit(None, SetLate)
+    for found in ranks(2)(fit, TWO, SetLate):
+        assert_same(found, expected)

@@ -1,0 +1,164 @@
+"""The whole model in a hook: called by all ranks or by one, equal to one device."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_only
+from torch import Tensor, nn
+
+from tests.pool import Pool, RankFailure
+from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+
+
+class Drops(Regression):
+    """Draws in its layers, where a hook asks for it, and keeps running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(2, nn.Dropout(0.0))
+        self.net.insert(2, nn.BatchNorm1d(8).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def inputs() -> Tensor:
+    return torch.linspace(-1, 1, 5 * FEATURES, dtype=torch.float64).reshape(5, FEATURES)
+
+
+class Samples(Callback):
+    """Calls the module in hooks of training and validation, in both modes."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        torch.manual_seed(trainer.global_step)
+        module.net[3].p = 0.5
+        with torch.no_grad():
+            self.seen.append(module(inputs() + 0.1 * torch.randn(5, FEATURES, dtype=torch.float64)))
+        self.seen.append(torch.randn(2))
+        module.net[3].p = 0.0
+
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module(inputs()))
+        module.log("sampled", self.seen[-1].mean())
+
+
+class SamplesAlone(Samples):
+    """The same, under `rank_zero_only`."""
+
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        module.eval()
+        super().on_train_batch_end(trainer, module)
+        module.train()
+
+    @rank_zero_only
+    def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+        self.seen.append(module(inputs()).argmax(-1))
+
+
+def sampled(pipeline: dict[str, Any] | None, kind: type[Samples]) -> Any:
+    module, samples = Drops(), kind()
+    run = trainer(pipeline, writes=True, callbacks=[samples], inference_mode=True, default_root_dir="here")
+    run.fit(module, loader(drop_last=True), loader(seed=4))
+    return samples.seen, {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.parametrize("kind", [Samples, SamplesAlone])
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_hook_may_call_the_module(
+    ranks: Ranks, kind: type[Samples], stages: int, tmp_path: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    seen, weights = sampled(None, kind)
+    pipeline = {"stages": stages, "num_microbatches": 1}
+    for rank, (found, held) in enumerate(ranks(stages)(sampled, pipeline, kind, group=False)):
+        if kind is Samples or rank == 0:
+            torch.testing.assert_close(found, seen)
+        torch.testing.assert_close(held, weights)
+
+
+class LooksAtAll(Callback):
+    """Gathers the module on rank 0 in a hook, and tells what it has there."""
+
+    def __init__(self, on: str) -> None:
+        self.on, self.seen = on, []
+
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.whole_model(self.on) as whole, torch.no_grad():
+            if whole is not None:
+                whole.eval()
+                self.seen += [whole(inputs()), {name: p.clone() for name, p in whole.named_parameters()}]
+                whole.train()
+
+
+def gathered(on: str) -> Any:
+    module, looks = Drops(), LooksAtAll(on)
+    trainer({"stages": 2, "num_microbatches": 2}, max_epochs=1, callbacks=[looks]).fit(module, loader())
+    return looks.seen, dict(module.named_parameters()), module(inputs())
+
+
+@pytest.mark.parametrize("on", ["rank_zero", "all"])
+def test_the_gathered_module_has_all_weights(ranks: Ranks, on: str) -> None:
+    for rank, (seen, weights, _) in enumerate(ranks(2)(gathered, on, group=False)):
+        if rank == 0 or on == "all":
+            torch.testing.assert_close(seen[1], weights)
+            assert seen[0].shape == (5, 3)
+        else:
+            assert seen == []
+
+
+class ChangesACopy(Callback):
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.whole_model("all") as whole, torch.no_grad():
+            whole.net[0].weight.zero_()
+            whole.net[-1].weight.zero_()
+
+
+def changed() -> None:
+    trainer({"stages": 2}, max_epochs=1, callbacks=[ChangesACopy()]).fit(Drops(), loader())
+
+
+def test_changes_of_copies_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match=r"were changed inside whole_model\(\)"):
+        ranks(2)(changed, group=False)
+
+
+class Counts(Callback):
+    """Of rank 0 alone, and calls nothing of the module."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        self.batches = 1 + getattr(self, "batches", 0)
+
+
+def counted() -> int:
+    mine = [Counts()] if int(os.environ["RANK"]) == 0 else []
+    trainer({"stages": 2}, max_epochs=1, callbacks=[*mine, Samples()]).fit(Drops(), loader())
+    return sum(one.batches for one in mine)
+
+
+def test_a_callback_of_one_rank_does_not_stop_the_others(ranks: Ranks) -> None:
+    assert ranks(2)(counted, group=False) == [3, 0]
+
+
+class ReadsAlone(Callback):
+    @rank_zero_only
+    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
+        float(module.net[0].weight.norm())
+
+
+def read_alone() -> None:
+    trainer({"stages": 2}, max_epochs=1, callbacks=[ReadsAlone()]).fit(Drops(), loader())
+
+
+def test_what_one_rank_reads_alone_is_refused_at_once(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="reads values of other stages; global rank 1 has come to the end"):
+        ranks(2)(read_alone, group=False)
