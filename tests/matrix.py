@@ -62,7 +62,7 @@ def _said(value: Any) -> str:
 def _callback(name: str, make: Callable[[str], Any], **more: Any) -> Row:
     def options(folder: str) -> dict[str, Any]:
         callback = make(folder)
-        saves = isinstance(callback, given.ModelCheckpoint)
+        saves = isinstance(callback, given.Checkpoint)
         return {"callbacks": [callback], "enable_checkpointing": saves}
 
     return Row("Callbacks", f"`{name}`", options, **more)
@@ -118,10 +118,10 @@ ROWS: list[Row] = [
     Row(_PROFILERS, "`AdvancedProfiler`", lambda folder: {"profiler": AdvancedProfiler(folder, "advanced")}),
     Row(_PROFILERS, "`PyTorchProfiler`",
         lambda folder: {"profiler": PyTorchProfiler(folder, "torch", export_to_chrome=False)}),
-    Row(_PLUGINS, "`TorchCheckpointIO`", lambda folder: {
-        "plugins": [TorchCheckpointIO()], "default_root_dir": folder, "enable_checkpointing": True},
+    Row(_PLUGINS, "a `CheckpointIO` of your own", lambda folder: {
+        "plugins": [_OwnFiles()], "default_root_dir": folder, "enable_checkpointing": True},
         refused="writes one file from one rank, and no rank of a pipeline has the whole model",
-        note="with `save_distributed_checkpoint=False` the strategy writes one file itself"),
+        note="with `PipelineStrategy(save_distributed_checkpoint=False)` it writes the one file"),
     Row(_PLUGINS, "`AsyncCheckpointIO`", lambda folder: {
         "plugins": [AsyncCheckpointIO()], "default_root_dir": folder, "enable_checkpointing": True},
         refused="writes one file from one rank, and no rank of a pipeline has the whole model",
@@ -159,6 +159,10 @@ ROWS: list[Row] = [
     _callback("ModelPruning", lambda folder: given.ModelPruning("l1_unstructured", amount=0.5),
               refused="ranks the parameters of the whole model, and a rank holds one stage"),
 ]  # fmt: skip
+
+
+class _OwnFiles(TorchCheckpointIO):
+    """One of the user's own."""
 
 
 class _Finetuning(given.BaseFinetuning):
