@@ -87,7 +87,11 @@ def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
     ("kind", "pipeline", "message"),
     [
         ("lbfgs", {"stages": 2}, "ConfigurationError: LBFGS"),
-        ("manual", {"stages": 2}, "ConfigurationError: Manual cannot run .*automatic_optimization=False"),
+        (
+            "manual",
+            {"stages": 2, "on_nonfinite": "raise"},
+            "ConfigurationError: Manual cannot run .*on_nonfinite='raise' looks at gradients",
+        ),
         ("steers", {"stages": 2}, "(Split|Placeholder)Error.*test_lightning_failure.py"),
         ("pruning", {"stages": 2}, "ConfigurationError.*ModelPruning"),
         ("plain", {"stages": 2, "partition": ["net.9"]}, "PartitionError: .*net.9"),
