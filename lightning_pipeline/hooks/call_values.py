@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
+from lightning_pipeline._torch import tree_leaves
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import is_placeholder
 
