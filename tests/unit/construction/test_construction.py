@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -241,6 +242,31 @@ def test_pretrained_folders_are_read_in_parts(tmp_path: Path) -> None:
     construction.make()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
     assert module.lm_head.weight is module.transformer.wte.weight
+
+
+@pytest.mark.parametrize("kind", ["torch", "safetensors"])
+def test_states_that_are_loaded_in_the_constructor_are_read_in_parts(tmp_path: Path, kind: str) -> None:
+    def layers() -> nn.Sequential:
+        return nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(8)])
+
+    expected, path = layers().state_dict(), tmp_path / "weights"
+    size = sum(tensor.nbytes for tensor in expected.values())
+    torch.save(expected, path) if kind == "torch" else save_file(expected, path)
+
+    def make() -> nn.Module:
+        net = layers()
+        net.load_state_dict(torch.load(path, mmap=True) if kind == "torch" else load_file(path))
+        return net
+
+    gc.collect()
+    before = anonymous()
+    module, construction = build(make)
+    construction.make({"0.weight", "0.bias"})
+    assert anonymous() - before < size / 2
+    assert torch.equal(module[0].weight, expected["0.weight"])
+    assert module[7].weight.is_meta
+    construction.make()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
 
 
 def anonymous() -> int:
