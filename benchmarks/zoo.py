@@ -320,6 +320,7 @@ def table(records: Path) -> str:
     return "\n".join(lines)
 
 
+_NAMES = {"not run": "does not train in one process"}
 _BEGIN, _END = "<!-- written by benchmarks/zoo.py -->", "<!-- end -->"
 _KINDS = (
     (r"requires the|ImportError", "needs a library that is not installed"),
@@ -336,13 +337,14 @@ def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> s
     bits = sum(record.get("difference") == 0.0 for record in trained.values())
     times = sorted(record["trace_s"] for record in trained.values() if "trace_s" in record)
     lines = [
-        f"{len(known):,} of {num_pairs:,} pairs of architecture and head were tried. {len(trained):,} train "
+        f"{len(known):,} of {num_pairs:,} pairs of architecture and head were tried, of "
+        f"{len({kind for kind, _ in known}):,} model types. {len(trained):,} train "
         f"in one process; **{equal:,} of these ({equal / max(len(trained), 1):.1%}) equal it** on 2 and on 3 "
         f"stages, {bits:,} to the last bit.",
         "",
         "| outcome | pairs |",
         "|---|---|",
-        *(f"| {o} | {n:,} |" for o in OUTCOMES if (n := sum(r["outcome"] == o for r in known.values()))),
+        *(f"| {_NAMES.get(o, o)} | {n:,} |" for o, n in _counts(known)),
         f"| not tried | {num_pairs - len(known):,} |",
         "",
         f"Tracing took {times[len(times) // 2]:.2f} s of CPU time in the median, {times[-1]:.1f} s at most.",
@@ -356,8 +358,6 @@ def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> s
         ),
         "",
         "### By model type",
-        "",
-        "Classes without their ending; what does not train in one process stands in the last column.",
         "",
         "| type | equal | otherwise | not in one process |",
         "|---|---|---|---|",
@@ -374,6 +374,11 @@ def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> s
     reasons = Counter(_reason(record) for record in known.values() if record["outcome"] == "not run")
     lines += [f"* {count:,}: {reason}" for reason, count in reasons.most_common()]
     return "\n".join(lines)
+
+
+def _counts(known: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, int]]:
+    found = Counter(record["outcome"] for record in known.values())
+    return [(outcome, found[outcome]) for outcome in OUTCOMES if found[outcome]]
 
 
 def _told(record: dict[str, Any]) -> str:
