@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -42,8 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     try:
         {"plan": plan, "checkpoint": checkpoint}[given[0]](given[1:])
+        sys.stdout.flush()
     except PipelineError as error:
         sys.exit(f"{type(error).__name__}: {error}")
+    except BrokenPipeError:  # `... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        sys.exit(141)  # as a shell has it
 
 
 if __name__ == "__main__":

@@ -225,11 +225,8 @@ def selective_checkpoints(note: Callable[[Tensor], None]) -> Iterator[None]:
             if isinstance(value, Tensor):
                 note(value)
 
-    module._VersionWrapper = Noted
-    try:
+    with patched(module, {"_VersionWrapper": Noted}):
         yield
-    finally:
-        module._VersionWrapper = wrapper
 
 
 def _pack(tensor: Tensor) -> tuple[Tensor, int]:

@@ -1,7 +1,9 @@
 """`lightning-pipeline checkpoint inspect` and `verify`: what they print, and that they run nothing."""
 
+import os
 import pickle
 import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -115,3 +117,13 @@ def test_typos_are_told_in_a_line(arguments: list[str], told: str) -> None:
     said = str(stopped.value.code)
     assert told in said
     assert len(said.splitlines()) == 1
+
+
+def test_output_that_nobody_reads_ends_quietly(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)
+    with os.fdopen(writes, "w") as closed, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", closed)
+        with pytest.raises(SystemExit) as stopped:
+            main(["checkpoint", "inspect", str(folder)])
+    assert stopped.value.code == 141
