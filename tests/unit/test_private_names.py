@@ -21,6 +21,7 @@ WRITES = {
     "model/state/absent.py": "a mark on a placeholder of ours",
     "model/state/elsewhere.py": "methods of our own classes",
     "model/state/parameters.py": "a buffer that a stage has not",
+    "model/trace/choices.py": "comparisons of a class of ours, when it is made",
     "model/trace/places.py": "what the user's step has set, put back or set",
     "model/trace/ports.py": "the same",
     "patching/ledger.py": "the one way",
