@@ -6,11 +6,16 @@ from typing import Any
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import Prediction, predict
-from lightning_pipeline.forecast.profile import StageProfile
-from lightning_pipeline.forecast.rates import Rates, rates
-from lightning_pipeline.forecast.texts import basis_text, operations_text, seconds_text
 from lightning_pipeline.forecast.verdict import verdict
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import (
+    Rates,
+    StageProfile,
+    Workload,
+    basis_text,
+    operations_text,
+    rates,
+    seconds_text,
+)
 from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
 from lightning_pipeline.schedules import Schedule, draw
 from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, title_of

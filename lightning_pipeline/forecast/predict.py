@@ -4,10 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lightning_pipeline.errors import PartitionError, ScheduleError
-from lightning_pipeline.forecast.candidates import name_of, named_schedules
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.memory import RankMemory, memory_of
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import RankMemory, Workload, memory_of, name_of, named_schedules
 from lightning_pipeline.schedules import Auto, Plan, Schedule, Simulation, simulate
 from lightning_pipeline.schedules.plans import training_plan
 

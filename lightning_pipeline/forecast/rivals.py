@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.memory import RankMemory, alone
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import RankMemory, Workload, alone
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,15 @@ from typing import Any, NamedTuple
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.rates import rates
 from lightning_pipeline.forecast.rivals import Rivals
-from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text, write_csv
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import (
+    Workload,
+    basis_text,
+    number_text,
+    rates,
+    seconds_text,
+    write_csv,
+)
 from lightning_pipeline.model.cut import size_text, text_table
 from lightning_pipeline.schedules import OneFOneB
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from lightning_pipeline.errors import ConfigurationError, PartitionError
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.texts import basis_text, number_text, seconds_text, write_csv
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import Workload, basis_text, number_text, seconds_text, write_csv
 from lightning_pipeline.model.cut import size_text, text_table
 
 _SHOWN = 20

@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.memory import RankMemory
 from lightning_pipeline.forecast.predict import Prediction
 from lightning_pipeline.forecast.rivals import Rivals
-from lightning_pipeline.forecast.texts import seconds_text
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload import RankMemory, Workload, seconds_text
 from lightning_pipeline.model.cut import size_text
 
 

@@ -26,6 +26,7 @@ ROOMS = [
     "checkpoint.folder",
     "measure",
     "forecast",
+    "forecast.workload",
     "forecast.machine",
     "model.replay",
     "model.state",

@@ -8,11 +8,11 @@ from torch import nn
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError, ScheduleError
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.memory import alone
 from lightning_pipeline.forecast.outcome import Forecast, forecast
 from lightning_pipeline.forecast.predict import Prediction, predict
-from lightning_pipeline.forecast.texts import number_text, operations_text, seconds_text
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload.memory import alone
+from lightning_pipeline.forecast.workload.texts import number_text, operations_text, seconds_text
+from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.schedules import GPipe, Plan, Schedule, get_schedule
 from tests.unit.split.pipe import Module
 

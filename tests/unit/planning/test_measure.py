@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.unit_times import MeasuredWorkload
+from lightning_pipeline.forecast.workload.unit_times import MeasuredWorkload
 from tests.naps import Nap
 from tests.unit.split.pipe import Module
 

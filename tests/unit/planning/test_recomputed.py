@@ -14,9 +14,9 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.memory import memory_of
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload.memory import memory_of
+from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.schedules import OneFOneB
 from tests.unit.split.pipe import Module
 

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from typing_extensions import override
 
-from lightning_pipeline.forecast.profile import StageProfile, State, profile
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload.profile import StageProfile, State, profile
+from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition, StageActivations, stage_activations
 from lightning_pipeline.model.trace import Work
 

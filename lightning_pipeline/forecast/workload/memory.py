@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.profile import StageProfile, State
+from lightning_pipeline.forecast.workload.profile import StageProfile, State
 from lightning_pipeline.model.cut import StageActivations, peak_activations
 from lightning_pipeline.schedules import Plan
 

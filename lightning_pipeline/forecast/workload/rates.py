@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.profile import StageProfile
-from lightning_pipeline.forecast.texts import days_text, number_text
+from lightning_pipeline.forecast.workload.profile import StageProfile
+from lightning_pipeline.forecast.workload.texts import days_text, number_text
 
 BACKWARD_OVER_FORWARD = 2.0
 """Operations of a backward over those of a forward, by which a model's operations are counted everywhere."""

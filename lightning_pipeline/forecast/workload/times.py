@@ -3,9 +3,9 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from lightning_pipeline.forecast.candidates import SPLIT_SURPLUS
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.profile import StageProfile
+from lightning_pipeline.forecast.workload.candidates import SPLIT_SURPLUS
+from lightning_pipeline.forecast.workload.profile import StageProfile
 from lightning_pipeline.model.trace import Work
 from lightning_pipeline.schedules import Costs
 

@@ -8,10 +8,10 @@ from typing import Any
 from torch import enable_grad, nn
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.optimizer_states import optimizer_states
-from lightning_pipeline.forecast.profile import StageProfile, State, profile
-from lightning_pipeline.forecast.rates import tokens_of
-from lightning_pipeline.forecast.times import StageTimes, estimated
+from lightning_pipeline.forecast.workload.optimizer_states import optimizer_states
+from lightning_pipeline.forecast.workload.profile import StageProfile, State, profile
+from lightning_pipeline.forecast.workload.rates import tokens_of
+from lightning_pipeline.forecast.workload.times import StageTimes, estimated
 from lightning_pipeline.model.cut import Partition, StageActivations, StageTable, partition, stage_activations
 from lightning_pipeline.model.trace import Trace, find_units, trace_step
 

@@ -13,8 +13,8 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.times import StageTimes, hops_of
-from lightning_pipeline.forecast.workload import Workload
+from lightning_pipeline.forecast.workload.times import StageTimes, hops_of
+from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.tensors import Generators, ModuleState, random_state_kept

@@ -7,7 +7,7 @@ from dataclasses import astuple, fields
 from typing import Any
 
 from lightning_pipeline.forecast.machine import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
-from lightning_pipeline.forecast.memory import DEFAULT_COPIES
+from lightning_pipeline.forecast.workload.memory import DEFAULT_COPIES
 from lightning_pipeline.model.cut import size_text
 
 
