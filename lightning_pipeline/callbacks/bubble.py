@@ -5,12 +5,13 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar, cast
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.callbacks.detaching import DetachingCallback
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
 from lightning_pipeline.measure import Measurement, Meter, Report, run_of, stage_names
 
@@ -34,7 +35,7 @@ def _counted(hook: Hook) -> Hook:
     return cast(Hook, counted)
 
 
-class BubbleMonitor(Callback):
+class BubbleMonitor(DetachingCallback):
     """Measures, for every rank and step, what the time goes to.
 
     Logged under the same keys on every rank, means over the steps since the last time and over the replicas:
@@ -99,7 +100,7 @@ class BubbleMonitor(Callback):
     @_counted
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        self._detach()
+        self.detach()
         self._meter, self._batches = Meter(run, trainer), 0
         self._total = self._early = self._unpublished = self._reported = None
         self._names = stage_names(run.gather_from_pipeline(run.stages_here))
@@ -186,7 +187,7 @@ class BubbleMonitor(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._report(trainer)
-        self._detach()
+        self.detach()
 
     def _report(self, trainer: Trainer) -> None:
         self._collect(last=True)
@@ -201,14 +202,8 @@ class BubbleMonitor(Callback):
             rank_zero_info(str(report))
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Let go of the meter."""
         if self._meter is not None:
             self._meter.detach()
             self._meter = None

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_pipeline.callbacks.detaching import DetachingCallback
 from lightning_pipeline.callbacks.publishing import count_problem, refuse
 from lightning_pipeline.forecast import name_of
 from lightning_pipeline.measure import (
@@ -47,7 +48,7 @@ class _Taken:
     reduced: Mark | None
 
 
-class PipelineTimeline(Callback):
+class PipelineTimeline(DetachingCallback):
     """Records chosen steps and shows them as they happened, below how they were planned.
 
     For step 9, say, global rank 0 writes `timeline-9.json`, a trace for https://ui.perfetto.dev or
@@ -108,7 +109,7 @@ class PipelineTimeline(Callback):
         if run.replica_index == 0 and not run.clock_offsets:
             run.align_clocks()
         self._batches, self._recording, self._recorded = 0, None, 0
-        self._detach()
+        self.detach()
         self._clock = BatchClock(run, trainer)
         self._default = int(min(_TENTH, max(_batches_left(trainer) - 1, 0)))
         self._missing = set(self.steps or ())
@@ -157,14 +158,8 @@ class PipelineTimeline(Callback):
             self._clock.pause()
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._detach()
-
-    @override
-    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._detach()
-
-    def _detach(self) -> None:
+    def detach(self) -> None:
+        """Let go of the clock."""
         self._unwatch()
         self._taken = None
         if self._clock is not None:
