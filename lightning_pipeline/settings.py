@@ -11,9 +11,10 @@ from lightning_pipeline.errors import ConfigurationError, PipelineError
 from lightning_pipeline.schedules import ForwardOnly, Schedule, get_schedule
 
 Seconds = float | timedelta
+Copying = Literal["never", "only", "faster"]
 PARTITIONS = ("auto", "uniform", "parameters")
 DATA = ("auto", "replicate", "broadcast")
-TRANSPORTS = ("auto", "nccl", "host")
+TRANSPORTS = ("auto", "nccl", "ipc", "host")
 START_METHODS = ("popen", "fork", "spawn", "forkserver")
 LOSS_WEIGHTING = ("auto", "samples", "sum")
 GATHER_WEIGHTS = ("auto", "all", "rank_zero", "none")
@@ -72,7 +73,22 @@ class Settings:
         """
         if self.transport == "auto":
             return backend if device.type == "cuda" and backend == "nccl" else None
-        return None if self.transport == "host" else (self.process_group_backend or "nccl")
+        if self.transport != "nccl":
+            return None
+        return "nccl" if self.process_group_backend in (None, "gloo") else self.process_group_backend
+
+    def copies(self, device: torch.device) -> Copying:
+        """Whether processes of one machine copy tensors between their memories, by CUDA's IPC.
+
+        Args:
+            device: Where tensors live.
+
+        Returns:
+            "never", "only", or "faster": where that works and is not slower than the backend.
+        """
+        if self.transport == "auto" and device.type == "cuda":
+            return "faster"
+        return "only" if self.transport == "ipc" else "never"
 
 
 def read_settings(

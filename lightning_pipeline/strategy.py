@@ -60,8 +60,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             one rank per replica loads and sends. "auto": as "replicate", but where the ranks' first batches
             differ, as data made without a seed do, as "broadcast", with a warning.
         transport: How tensors cross a cut. "nccl": from device to device, by communicators of their own.
-            "host": through host memory, over gloo. "auto": the first where collectives use NCCL, else the
-            second.
+            "ipc": by copies between the memories of two processes of one machine. "host": through host
+            memory, over gloo. "auto": between CUDA devices the faster of "nccl" (where collectives use it)
+            and "ipc" (where it works), measured once for each two neighbours; else "host".
         process_group_backend: For collectives, and between devices. Default: Lightning's choice.
         init_timeout: Longest wait for a rank to come to the start of a run, and while groups are made.
             Seconds or timedelta.
@@ -112,7 +113,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         units: list[str] | None = None,
         data_parallel_size: int | Literal["auto"] = "auto",
         data: Literal["auto", "replicate", "broadcast"] = "auto",
-        transport: Literal["auto", "nccl", "host"] = "auto",
+        transport: Literal["auto", "nccl", "ipc", "host"] = "auto",
         process_group_backend: str | None = None,
         init_timeout: float | timedelta = 300,
         step_timeout: float | timedelta = 300,

@@ -55,3 +55,21 @@ def ranks() -> Iterator[Callable[[int], Pool]]:
     yield pool_of
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def apart() -> Iterator[Callable[[int], Pool]]:
+    """Pools that know the device of `tests/island.py`: a process that has heard of it keeps it."""
+    from tests import island
+
+    pools: dict[int, Pool] = {}
+
+    def pool_of(size: int) -> Pool:
+        if size not in pools:
+            pools[size] = Pool(size)
+            pools[size](island.register)  # before the first backward, which counts the devices
+        return pools[size]
+
+    yield pool_of
+    for pool in pools.values():
+        pool.close()

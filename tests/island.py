@@ -3,18 +3,25 @@
 Every operator runs on the CPU's kernels, but only on tensors of the device: one that mixes it with host
 tensors is refused, as CUDA refuses it, and so is Python code that asks for a tensor's memory. What reads a
 value to the host is counted. Importing this module changes nothing; `register` is for a process of its own.
+
+`work_late` makes it a device that works later than the host asks, by streams: results are no numbers until
+then, and memory that was let go of is filled with no numbers as soon as its stream may use it again.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils import backend_registration
 
+from tests import streams
 from tests.ranks import serial_backend
 
 NAME = "island"
@@ -31,36 +38,30 @@ _storages: dict[int, torch.UntypedStorage] = {}  # by the address of the device'
 _libraries: list[torch.library.Library] = []
 
 
-class Stream:
-    """The device works while the host waits, so there is nothing to order."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-    def wait_stream(self, other: "Stream") -> None:
-        """Nothing is under way."""
+late: list[bool] = []
+"""Not empty while the device works later than the host asks."""
+_let_go: list["_Memory"] = []
 
 
 class _Module(backend_registration._DummyBackendModule):
     """What `torch.island` is."""
 
-    Stream = Stream
+    Stream = streams.Stream
+    Event = streams.Event
 
-    def current_stream(self, device: object = None) -> Stream:
-        return Stream()
+    def current_stream(self, device: object = None) -> streams.Stream:
+        return streams.current()
 
     @contextlib.contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        yield
+    def stream(self, stream: streams.Stream) -> Iterator[None]:
+        with streams.using(stream):
+            yield
 
     def set_device(self, device: object) -> None:
         pass
 
     def synchronize(self, device: object = None) -> None:
-        pass
+        streams.current().synchronize()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.float16, torch.bfloat16]
@@ -79,10 +80,64 @@ def register() -> None:
             aten.impl(name, kernel, "PrivateUse1")
         _libraries.extend((everything, aten))
         torch.Tensor.__deepcopy__ = _deepcopy  # type: ignore[method-assign]
+        torch.Tensor.record_stream = _record_stream  # type: ignore[method-assign]
         serial_backend.SerialGroup.memory = staticmethod(
             lambda tensor: on_host(tensor) if is_here(tensor) else tensor
         )
+        serial_backend.SerialGroup.works_late = staticmethod(lambda tensor: bool(late) and is_here(tensor))
         serial_backend.register(NAME)
+
+
+def work_late(lanes: int) -> None:
+    """From now on the device of this process works later than the host asks.
+
+    Args:
+        lanes: Queues that its streams share; 0: each has its own.
+    """
+    os.environ["LANES"] = str(lanes)
+    streams.forget()
+    late[:] = [True]
+
+
+def work_at_once() -> None:
+    """The device has done what it was given, and works while the host waits again."""
+    if late:
+        streams.current().synchronize()
+    late.clear()
+    _let_go.clear()
+
+
+class _Memory:
+    """Bytes of the device, and who uses them."""
+
+    def __init__(self, base: Tensor, cpu: torch.UntypedStorage) -> None:
+        self.of = StorageWeakRef(base.untyped_storage())
+        self.cpu, self.streams = cpu, [streams.current()]
+
+    def spoil(self) -> None:
+        """The allocator gives it to the next one who asks, on the stream that it was made on."""
+        own, *others = self.streams
+        for other in others:
+            own.wait_stream(other)
+        own.queue.put(lambda: _spoil(self.cpu))
+
+
+def _spoil(cpu: torch.UntypedStorage) -> None:
+    torch.empty(0, dtype=torch.uint8).set_(cpu).fill_(255)  # type: ignore[call-overload]
+
+
+def _sweep() -> None:
+    """Spoil what was let go of since the last time."""
+    for memory in [memory for memory in _let_go if memory.of.expired()]:
+        _let_go.remove(memory)
+        memory.spoil()
+
+
+def _record_stream(self: Tensor, stream: streams.Stream) -> None:
+    address = self.untyped_storage()._cdata
+    for memory in _let_go:
+        if memory.of.cdata == address and stream not in memory.streams:
+            memory.streams.append(stream)
 
 
 def is_here(value: object) -> bool:
@@ -97,9 +152,13 @@ def on_host(tensor: Tensor) -> Tensor:
     return shared.set_(storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[arg-type]
 
 
-def _made(cpu: Tensor) -> Tensor:
+def made(cpu: Tensor) -> Tensor:
+    """A tensor of the device over the bytes of a CPU tensor."""
     base = torch._C._acc.create_empty_tensor((0,), cpu.dtype)
     _storages[base.untyped_storage()._cdata] = cpu.untyped_storage()
+    if late:
+        _sweep()
+        _let_go.append(_Memory(base, cpu.untyped_storage()))
     return _view(base, cpu)
 
 
@@ -126,7 +185,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     operator, args = _on_cpu(operator, args)
     host_args, host_kwargs = pytree.tree_map(down, (args, kwargs))
     with torch._C._AutoDispatchBelowAutograd():
-        result = operator(*host_args, **host_kwargs)
+        result = (_later if late else _now)(operator, host_args, host_kwargs)
     for cpu, tensor in pairs:
         _resize(tensor, cpu)
     memory = {cpu.untyped_storage()._cdata: tensor for cpu, tensor in pairs}
@@ -135,7 +194,7 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
         base = memory.get(value.untyped_storage()._cdata)
-        return _made(value) if base is None else _view(base, value)
+        return made(value) if base is None else _view(base, value)
 
     returns = operator._schema.returns
     if not returns:
@@ -151,6 +210,76 @@ def _run(operator: Any, *args: Any, **kwargs: Any) -> Any:
     return wrapped[0] if len(returns) == 1 else wrapped
 
 
+def _now(operator: Any, args: Any, kwargs: Any) -> Any:
+    return operator(*args, **kwargs)
+
+
+def _later(operator: Any, args: Any, kwargs: Any) -> Any:
+    """Let the current stream run an operator; what is returned is filled then, and is no number before."""
+    schema, returns = operator._schema, operator._schema.returns
+    writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+    if not writes and any(one.alias_info is not None for one in returns):
+        return operator(*args, **kwargs)  # a view: no byte is read
+    outs = [kwargs[one.name] for one in schema.arguments if one.kwarg_only and one.is_out]
+    sizes = schema.name in _SIZES or any(out.numel() == 0 for out in outs)  # it gets its size now
+    in_place = all(one.alias_info is not None and one.alias_info.is_write for one in returns)
+    draws = torch.Tag.nondeterministic_seeded in operator.tags
+    if draws or sizes or schema.name in _WRITES or (writes and not in_place):
+        streams.current().synchronize()
+        return operator(*args, **kwargs)
+    if writes:
+        streams.current().queue.put(partial(operator, *args, **kwargs))
+        return None if len(returns) == 1 else (None,) * len(returns)
+    result = operator(*args, **kwargs)  # of what happens to be there: its sizes are right
+    leaves = pytree.tree_leaves(result)
+    if any(not isinstance(leaf, Tensor) for leaf in leaves if leaf is not None):
+        streams.current().synchronize()
+        return operator(*args, **kwargs)
+    given = {one.untyped_storage()._cdata for one in pytree.tree_leaves((args, kwargs)) if _is_tensor(one)}
+    if any(_is_tensor(leaf) and leaf.untyped_storage()._cdata in given for leaf in leaves):
+        return result  # a view that the schema does not tell of
+    for leaf in leaves:
+        _blank(leaf)
+
+    def run() -> None:
+        for leaf, real in zip(leaves, pytree.tree_leaves(operator(*args, **kwargs)), strict=True):
+            if leaf is not None:
+                leaf.copy_(real)
+
+    streams.current().queue.put(run)
+    return result
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, Tensor)
+
+
+_WRITES = ("aten::native_batch_norm",)
+"""Operators that write what their schema does not tell of."""
+_SIZES = ("aten::resize_", "aten::set_", "aten::resize_as_")
+
+
+def _blank(tensor: Tensor | None) -> Tensor | None:
+    """No number where there is such a thing; zero is an index that exists."""
+    if tensor is not None and late:
+        if tensor.dtype.is_floating_point:
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(255 if tensor.dtype is torch.uint8 else 0)
+    return tensor
+
+
+def _do(operation: Any, *, reads_to_host: bool = False) -> None:
+    """Now, or when the current stream comes to it."""
+    if not late:
+        operation()
+    elif reads_to_host:
+        streams.current().synchronize()
+        operation()
+    else:
+        streams.current().queue.put(operation)
+
+
 def _on_cpu(operator: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     """The operator that the CPU has for one that torch leaves to extensions."""
     if operator is torch.ops.aten.convolution_backward_overrideable.default:
@@ -164,6 +293,8 @@ def _allowed(operator: Any, value: Any) -> Any:
     """An operand that is no tensor of the device."""
     if isinstance(value, torch.device) and value.type == NAME:
         return torch.device("cpu")
+    if late and isinstance(value, Tensor) and not value.dim():
+        return value.clone()  # a number is handed over when the host says so
     if isinstance(value, Tensor) and value.dim() and operator.name() not in _MIXES:
         raise RuntimeError(
             f"{operator.name()}: expected all tensors to be on the same device, but found at least two "
@@ -193,22 +324,26 @@ def _empty(
     size: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     memory_format: Any = None,
 ) -> Tensor:  # fmt: skip
-    return _made(torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format))
+    cpu = torch.empty(size, dtype=dtype, device="cpu", memory_format=memory_format)
+    _blank(cpu)
+    return made(cpu)
 
 
 def _empty_strided(
     size: Any, stride: Any, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None
 ) -> Tensor:
-    return _made(torch.empty_strided(size, stride, dtype=dtype, device="cpu"))
+    cpu = torch.empty_strided(size, stride, dtype=dtype, device="cpu")
+    _blank(cpu)
+    return made(cpu)
 
 
 def _copy(into: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    here = source
-    if is_here(source):
-        here = on_host(source)
-        if not is_here(into):
-            reads.append(tuple(source.shape))
-    (on_host(into) if is_here(into) else into).copy_(here)
+    to_host = is_here(source) and not is_here(into)
+    if to_host:
+        reads.append(tuple(source.shape))
+    here = on_host(source) if is_here(source) else source.detach().clone()
+    target = on_host(into) if is_here(into) else into
+    _do(lambda: target.copy_(here), reads_to_host=to_host)
     return into
 
 
@@ -220,16 +355,24 @@ def _to(
     tensor: Tensor, *, dtype: Any = None, layout: Any = None, device: Any = None, pin_memory: Any = None,
     non_blocking: bool = False, memory_format: Any = None,
 ) -> Tensor:  # fmt: skip
-    here = on_host(tensor) if is_here(tensor) else tensor
-    made = here.to(dtype=dtype or here.dtype, copy=True)
-    if device is not None and torch.device(device).type == "cpu":
+    here = on_host(tensor) if is_here(tensor) else tensor.detach().clone()
+    to_host = device is not None and torch.device(device).type == "cpu"
+    if to_host and late:
+        streams.current().synchronize()
+    cpu = here.to(dtype=dtype or here.dtype, copy=True)
+    if to_host:
         reads.append(tuple(tensor.shape))
-        return made
-    return _made(made)
+        return cpu
+    if late:
+        _blank(cpu)
+        _do(lambda: cpu.copy_(here))
+    return made(cpu)
 
 
 def _item(tensor: Tensor) -> Any:
     reads.append(tuple(tensor.shape))
+    if late:
+        streams.current().synchronize()
     return on_host(tensor).item()
 
 

@@ -31,7 +31,7 @@ class StageMeasures:
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other stages."""
-        return sum(link.bytes_sent for link in self._groups.links.values())
+        return sum(channel.bytes_sent for channel in self._executor.channels.values())
 
     @property
     def clock_offsets(self) -> list[Offset]:

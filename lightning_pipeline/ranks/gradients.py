@@ -7,13 +7,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
-from lightning_pipeline.ranks.lookout import talks_on_host
-
 _PIECE_BYTES = 32 * 2**20
 
 
 def average_gradients(
-    parameters: Iterable[Parameter], group: dist.ProcessGroup | None, *, numbers: Sequence[int] = ()
+    parameters: Iterable[Parameter],
+    group: dist.ProcessGroup | None,
+    flags: dist.ProcessGroup | None = None,
+    *,
+    numbers: Sequence[int] = (),
 ) -> list[int]:
     """Average gradients over the data-parallel replicas.
 
@@ -24,6 +26,8 @@ def average_gradients(
     Args:
         parameters: This rank's, in the same order on all replicas. Those that need no gradient are skipped.
         group: The replicas. None or a single one: nothing to do.
+        flags: The same ranks, for tensors of the host, where the group carries those of a device: reading
+            which gradients there are off the device would wait for it.
         numbers: To be added up over the replicas along with it; as many on each.
 
     Returns:
@@ -31,38 +35,46 @@ def average_gradients(
     """
     if group is None or group.size() == 1:
         return list(numbers)
-    return _reduce([p for p in parameters if p.requires_grad], group, divide_by=group.size(), numbers=numbers)
+    own = [p for p in parameters if p.requires_grad]
+    return _reduce(own, group, flags, divide_by=group.size(), numbers=numbers)
 
 
-def sum_gradients(parameters: Iterable[Parameter], group: dist.ProcessGroup | None) -> None:
+def sum_gradients(
+    parameters: Iterable[Parameter], group: dist.ProcessGroup | None, flags: dist.ProcessGroup | None = None
+) -> None:
     """Sum gradients of parameters that several stages share, before clipping and stepping.
 
     Args:
         parameters: This rank's copies, in the same order on all ranks of the group.
         group: The ranks that hold a copy. None: one rank holds all.
+        flags: The same ranks, as of `average_gradients`.
     """
     if group is not None and group.size() > 1:
-        _reduce([p for p in parameters if p.requires_grad], group, divide_by=1)
+        _reduce([p for p in parameters if p.requires_grad], group, flags, divide_by=1)
 
 
 def sum_shared(
     copies: Iterable[tuple[tuple[int, ...], Parameter | None]],
     group_of: Callable[[tuple[int, ...]], dist.ProcessGroup | None],
+    flags_of: Callable[[dist.ProcessGroup | None], dist.ProcessGroup | None] = lambda group: group,
 ) -> None:
     """Sum the gradients of all parameters that several stages share.
 
     Args:
         copies: The stages of each, in the same order everywhere, and this rank's copy, if any.
         group_of: The ranks that hold these stages; None where one rank holds them all.
+        flags_of: The same ranks as a group, as of `average_gradients`.
     """
     every = list(copies)
     for stages in sorted({stages for stages, _ in every}):
-        sum_gradients([own for of, own in every if of == stages and own is not None], group_of(stages))
+        group = group_of(stages)
+        sum_gradients([own for of, own in every if of == stages and own is not None], group, flags_of(group))
 
 
 def _reduce(
     parameters: Sequence[Parameter],
     group: dist.ProcessGroup,
+    flags: dist.ProcessGroup | None,
     *,
     divide_by: int,
     numbers: Sequence[int] = (),
@@ -70,7 +82,7 @@ def _reduce(
     if not parameters and not numbers:
         return []
     present = torch.tensor([*(p.grad is not None for p in parameters), *numbers], dtype=torch.int64)
-    works = [_start(present.to(_device_of(parameters, group)), group)]
+    works = [_start(present, flags or group)]
     pieces = [(piece, _flat(piece, divide_by)) for piece in _pieces(parameters)]
     works += [_start(flat, group) for _, flat in pieces]
     for work, _ in works:
@@ -80,12 +92,6 @@ def _reduce(
     for piece, flat in pieces:
         _hand_back(piece, flat, somewhere)
     return [int(number) for number in told[len(parameters) :]]
-
-
-def _device_of(parameters: Sequence[Parameter], group: dist.ProcessGroup) -> torch.device:
-    if parameters:
-        return parameters[0].device
-    return torch.device("cpu" if talks_on_host(group) else "cuda")
 
 
 def _start(tensor: Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, Tensor]:

@@ -16,9 +16,11 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from lightning_pipeline._torch import set_group_timeout
 from lightning_pipeline.ranks.aside import Aside
-from lightning_pipeline.ranks.lookout import Lookout, break_off
+from lightning_pipeline.ranks.edges import Ways
+from lightning_pipeline.ranks.lookout import Lookout, abort_devices, break_off
 from lightning_pipeline.ranks.notes import CAUSE, Notes
-from lightning_pipeline.wire import Edge, Link, Wait, Waits
+from lightning_pipeline.settings import Copying
+from lightning_pipeline.wire import Edge, Link, LinkError, Wait, Waits
 
 _SPARE = timedelta(seconds=60)
 _LONGEST_NAP = 0.05  # seconds between two looks at the notes
@@ -131,12 +133,15 @@ class Groups:
         step_timeout: Longest wait for a rank that is stopped, or for ranks that wait for each other.
         hook_timeout: Longest wait for a rank that is alive inside the user's own code.
         edge_backend: Of the communicators that move tensors between neighbours, from device to device. None:
-            there are none; tensors go through host memory, with their headers.
+            there are none; tensors go through host memory, with their headers, or are copied.
+        copies: Whether processes of one machine copy tensors between their memories: "never", "only", or
+            "faster", where that works and is not slower than the backend.
         device: Where those tensors live.
         within: Does what all ranks do together before somebody watches over waits.
 
     Attributes:
-        edges: By the neighbour's pipeline rank; empty without `edge_backend`.
+        edges: By the neighbour's pipeline rank; empty where tensors go through host memory.
+        ways: How tensors of this replica travel, as text; empty likewise.
         pipeline: The ranks of this replica, for tensors.
         pipeline_control: The same ranks, for objects, over gloo.
         meetings: The same, for what the user's hooks read; a rank that reads alone meets nothing else there.
@@ -156,6 +161,7 @@ class Groups:
         step_timeout: timedelta = timedelta(seconds=300),
         hook_timeout: timedelta = timedelta(seconds=1800),
         edge_backend: str | None = None,
+        copies: Copying = "never",
         device: torch.device | None = None,
         within: Within | None = None,
     ) -> None:
@@ -167,6 +173,9 @@ class Groups:
         self.waits = Waits()
         self.aborted = False
         self._made: list[dist.ProcessGroup] = []
+        if "nccl" in (backend, edge_backend):  # its watchdog would end the process before a cause is known
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        self._flags: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
         self._shared: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
         self.within: Within = within or (lambda what, work: work())
         everyone = [list(range(self.numbering.world_size))]
@@ -180,6 +189,7 @@ class Groups:
             pipeline_rank=lambda rank: self.numbering.coordinates(rank)[0],
             step_timeout=step_timeout, hook_timeout=hook_timeout, host=self.host,
         )  # fmt: skip
+        self.lookout.groups = self._made
         self.lookout.start()
         pipelines = self.numbering.pipelines()
         self.pipeline = _required(self._make(pipelines, "pipeline", backend, init_timeout))
@@ -189,11 +199,13 @@ class Groups:
             self.pipeline_control = _required(self._make(pipelines, "objects", "gloo", init_timeout))
         self.meetings = _required(self._make(pipelines, "meetings", "gloo", init_timeout))
         replicated = self.numbering.replicated() if replicas > 1 else []
-        self.data_parallel = self._make(replicated, "data", backend, init_timeout)
+        self.data_parallel = self._make_with_flags(replicated, "data")
         self.links = self._make_links(placement, init_timeout)
         self.edges: dict[int, Edge] = {}
-        if edge_backend is not None:
-            self._make_edges(placement, edge_backend, device or torch.device("cpu"))
+        self.ways = ""
+        if edge_backend is not None or copies != "never":
+            ways = Ways(edge_backend, copies, device or torch.device("cpu"))
+            self._make_edges(placement, ways)
         for group in self._made:
             self._be_patient(group)
         self.within = self._watched
@@ -229,6 +241,24 @@ class Groups:
         result: T = aside.result()
         return result
 
+    def _make_with_flags(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """A group for tensors, and where it is one of devices a second one for those of hosts."""
+        own = self._make(rank_lists, name, self._backend, self.init_timeout)
+        if self._backend != "gloo":
+            flags = self._make(rank_lists, f"{name}_flags", "gloo", self.init_timeout)
+            if own is not None and flags is not None:
+                self._flags[own] = flags
+        return own
+
+    def flags_of(self, group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+        """The same ranks as a group that carries tensors in host memory."""
+        return None if group is None else self._flags.get(group, group)
+
+    @property
+    def replicas(self) -> tuple[dist.ProcessGroup | None, dist.ProcessGroup | None]:
+        """The ranks that hold the same stages: for tensors, and for those of hosts."""
+        return self.data_parallel, self.flags_of(self.data_parallel)
+
     def _make_links(self, placement: Placement, init_timeout: timedelta) -> dict[int, Link]:
         links = {}
         for low, high in neighbours(placement):
@@ -242,18 +272,31 @@ class Groups:
                 links[low] = Link(low, _required(down), _required(up), timeout=timeout, waits=self.waits)
         return links
 
-    def _make_edges(self, placement: Placement, backend: str, device: torch.device) -> None:
+    def _make_edges(self, placement: Placement, ways: Ways) -> None:
         # The last resort where nothing else ends a rank; our own deadline and words come long before.
         timeout = 2 * self.step_timeout + timedelta(seconds=60)
+        places: list[Any] = [None] * self.numbering.world_size
+        dist.all_gather_object(places, ways.place, group=self.control)
         for low, high in neighbours(placement):
             pairs = [(pipeline[low], pipeline[high]) for pipeline in self.numbering.pipelines()]
-            up = self._make(pairs, f"edge_{low}_{high}", backend, timeout)
-            down = self._make(pairs, f"edge_{high}_{low}", backend, timeout)
+            up = down = None
+            if ways.backend is not None and ways.may_communicate([(places[a], places[b]) for a, b in pairs]):
+                up = self._make(pairs, f"edge_{low}_{high}", ways.backend, timeout)
+                down = self._make(pairs, f"edge_{high}_{low}", ways.backend, timeout)
             for own, peer, outgoing, incoming in ((low, high, up, down), (high, low, down, up)):
                 if self.rank == own:
-                    out, into = _required(outgoing), _required(incoming)
-                    self.edges[peer] = Edge(peer, out, into, device=device, timeout=self.step_timeout)
-                    self.edges[peer].warm_up()
+                    ranks = self.numbering.pipelines()[self.replica]
+                    edge = ways.choose(
+                        self.links[peer], outgoing, incoming, places[ranks[own]], places[ranks[peer]],
+                        f"{low} and {high}",
+                    )  # fmt: skip
+                    if edge is not None:
+                        self.edges[peer] = edge
+        told: list[Any] = [None] * self.numbering.world_size
+        dist.all_gather_object(told, ways.told, group=self.control)
+        mine = [told[rank] for rank in self.numbering.pipelines()[self.replica]]
+        found = [text for texts in mine for text in texts]
+        self.ways = f"Tensors between stages travel {'; '.join(found)}" if found else ""
 
     def _own_store(self) -> Store:
         """A part of the default group's store that no earlier pipeline of this process has written to."""
@@ -268,10 +311,11 @@ class Groups:
             ranks = self._ranks_of(stages, placement)
             if len(ranks) > 1 and ranks not in self._shared:
                 lists = [[pipeline[rank] for rank in ranks] for pipeline in self.numbering.pipelines()]
-                made = self._make(lists, f"shared_{ranks}", self._backend, self.init_timeout)
+                made = self._make_with_flags(lists, f"shared_{ranks}")
                 self._shared[ranks] = made
-                if made is not None:
-                    self._be_patient(made)
+                for group in (made, self.flags_of(made)):
+                    if group is not None:
+                        self._be_patient(group)
 
     def shared(self, stages: Sequence[int], placement: Placement) -> dist.ProcessGroup | None:
         """The group over the ranks that hold these stages; None where one rank holds them all."""
@@ -292,6 +336,7 @@ class Groups:
             for group in self._made:
                 if group.size() > 1:
                     break_off(group)
+            abort_devices(self._made)
             self._drop()
             self.lookout.stop()
 
@@ -304,7 +349,7 @@ class Groups:
         Returns:
             Whether all have come; else a rank failed on its way here, or did not come in time.
         """
-        if self.aborted:
+        if self.aborted or not self._settled():
             return False
         self.aborted = True
         came = self._all_come("closed", "the end of the run", host_stays=goes_on)
@@ -312,6 +357,16 @@ class Groups:
         if not (came and goes_on):
             self.lookout.stop()
         return came
+
+    def _settled(self) -> bool:
+        """Whether this rank's device has done what edges have launched: their memory is about to go."""
+        try:
+            for edge in self.edges.values():
+                edge.settle()
+        except LinkError:
+            self.abort()
+            return False
+        return True
 
     def leave(self) -> bool:
         """Wait, after `close`, until every rank has come to the end of the user's last hook, or one failed.
@@ -356,6 +411,7 @@ class Groups:
         for edge in self.edges.values():
             edge.abort()
         self._shared.clear()
+        self._flags.clear()
         del self.control, self.pipeline, self.pipeline_control, self.meetings, self.data_parallel
         while self._made:
             dist.destroy_process_group(self._made.pop())

@@ -15,7 +15,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -58,6 +58,8 @@ class Lookout:
         doing: Tells where this rank is while it waits for nobody.
         recent: Gives this rank's last actions as lines of text.
         decided: What ended a wait of this rank, by the key of the wait.
+        groups: Of the run. Those of devices are aborted when a rank is lost: a host that waits for its
+            device, anywhere in the user's code, is not seen to wait.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Lookout:
         self.doing: Callable[[], str] = lambda: "code outside a step"
         self.recent: Callable[[], list[str]] = list
         self.decided: dict[str, Cause] = {}
+        self.groups: list[dist.ProcessGroup] = []
         self._beats = 0
         self._seen: dict[int, _Seen] = {}
         self._stop = threading.Event()
@@ -107,6 +110,25 @@ class Lookout:
         for lane in ("run", "saving"):
             for wait in self.waits.of(lane):
                 self._judge(wait, lane)
+        if any(map(works_on_device, list(self.groups))):
+            self._free_devices()
+
+    def _free_devices(self) -> None:
+        """End what devices run once there is a cause, or a rank is silent for longer than it may."""
+        told = self.notes.get(CAUSE)
+        if not told:
+            self._look()
+            now = time.monotonic()
+            silent = [rank for rank, seen in self._seen.items() if now - seen.changed > self.step_timeout]
+            lost = [rank for rank in silent if rank != self._rank]
+            if not lost or self.notes.silent_for() > self._silence:
+                return
+            wait = Wait(self.doing, (lost[0],), None, since=now - self.step_timeout)
+            own = self._silent(wait, self.step_timeout, lost[0]).to_text()
+            told = self.notes.put_first(CAUSE, own) or own
+        self.decided[CAUSE] = Cause.from_text(told)
+        abort_devices(self.groups)
+        self.groups = []
 
     def _state(self) -> str:
         """What this rank tells of itself; the number makes every sign of life another."""
@@ -260,6 +282,8 @@ class Lookout:
         wait.is_over = True
         if wait.group is not None:
             break_off(wait.group)
+            if works_on_device(wait.group):
+                abort_devices(self.groups)
 
 
 WAY_OUT = (
@@ -295,8 +319,38 @@ def break_off(group: dist.ProcessGroup) -> None:
     connections of its group.
     """
     _break_off_host(group)
-    if torch.cuda.is_available() and torch.device("cuda") in group._device_types:
-        group._get_backend(torch.device("cuda")).abort()
+
+
+def abort_devices(groups: Iterable[dist.ProcessGroup]) -> None:
+    """Abort the communicators of devices, from any thread: what they run ends, and so do waits for it.
+
+    All together, for one may wait for what another's kernel holds up (pytorch#119797).
+    """
+    chosen = [group for group in groups if group.size() > 1 and works_on_device(group)]
+    nccl = next((backend for group in chosen if (backend := _nccl_of(group)) is not None), None)
+    if nccl is not None:
+        nccl._group_start()
+    try:
+        for group in chosen:
+            group.abort()
+    except RuntimeError:
+        _LOG.exception("communicators could not be aborted")
+    finally:
+        if nccl is not None:
+            nccl._group_end()
+
+
+def works_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether a group runs on a device, which nothing but its abort can end: NCCL, or a backend of others."""
+    return type(group) is not dist.ProcessGroup or _nccl_of(group) is not None
+
+
+def _nccl_of(group: dist.ProcessGroup) -> Any:
+    cuda = torch.device("cuda")
+    if not dist.is_nccl_available() or cuda not in group._device_types:
+        return None
+    backend = group._get_backend(cuda)
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None
 
 
 def _break_off_host(group: dist.ProcessGroup) -> None:

@@ -172,9 +172,9 @@ class Timeline:
         return self.stream if self._watchers else None
 
     @property
-    def tells_work(self) -> bool:
-        """Whether the last run's times are those of who worked."""
-        return self.stream is None or self.last.stream is not None
+    def work(self) -> Recording:
+        """The last run, if its times are those of who worked; else one without actions."""
+        return self.last if self.stream is None or self.last.stream is not None else Recording(-1, ())
 
     def begin(self, actions: Sequence[Action]) -> None:
         """Start a new recording."""

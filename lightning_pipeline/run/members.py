@@ -41,8 +41,8 @@ class Members:
         self.groups = groups = Groups(
             placement, replicas=dist.get_world_size() // placement.num_ranks, backend=backend,
             init_timeout=settings.init_timeout, step_timeout=settings.step_timeout,
-            hook_timeout=settings.hook_timeout,
-            edge_backend=settings.edge_backend(device, backend), device=device,
+            hook_timeout=settings.hook_timeout, copies=settings.copies(device),
+            edge_backend=settings.edge_backend(device, backend), device=device, within=within,
         )  # fmt: skip
         self.failure = Failure(groups, asked=SIGTERMException)
         self.world = Company(groups.control, self.failure, groups.global_rank)

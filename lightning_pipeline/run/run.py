@@ -295,8 +295,7 @@ class Pipeline:
             self._undo_last()
         if isinstance(stages, Stages):
             if stages.last_plan is not None and not self._failed and self._placement.num_ranks > 1:
-                timeline = stages.executor.timeline
-                text = too_small(timeline.last) if timeline.tells_work else None
+                text = too_small(stages.executor.timeline.work)
                 if text is not None:
                     rank_zero_info(text)
             stages.join(failed=self._failed, staged=self._built_in_parts)

@@ -68,6 +68,7 @@ class Stages:
         says: What the run does, in a line.
 
     Attributes:
+        says: That, and how tensors travel between stages.
         split: This rank's part of the module.
         executor: Runs plans on it.
         gradients: What batches make of them.
@@ -80,7 +81,8 @@ class Stages:
         self, members: Members, settings: Settings, placement: Plan, trainer: Trainer, cut: Cut,
         split: SplitModel, says: str,
     ) -> None:  # fmt: skip
-        self.split, self.says, self.table = split, says, cut.table
+        self.split, self.table = split, cut.table
+        self.says = "\n".join(filter(None, [says, members.groups.ways]))
         self._members, self._settings, self._placement = members, settings, placement
         self._trainer, self._module = trainer, trainer.lightning_module
         self._partition = cut.partition

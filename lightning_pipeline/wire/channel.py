@@ -40,6 +40,11 @@ class Channel:
         self._inbox = Inbox(link, device=device, sent=self._sent, edge=edge)
 
     @property
+    def bytes_sent(self) -> int:
+        """Headers and tensors."""
+        return self.link.bytes_sent + (0 if self.edge is None else self.edge.bytes_sent)
+
+    @property
     def buffer_bytes(self) -> int:
         """The most that buffers of messages have taken: in flight, posted, or kept to be filled again."""
         return max(self.link.peak_bytes, self._agreements.idle_bytes + self._inbox.idle_bytes)
@@ -68,7 +73,7 @@ class Channel:
 
     def send_values(self, stage: int, microbatch: int, values: Values) -> None:
         """Send what a stage hands to `stage` on the peer."""
-        began, bytes_before = now(), self.link.bytes_sent
+        began, bytes_before = now(), self.bytes_sent
         key = Key(wire.FORWARD, stage, microbatch)
         agreed = self._agreements.get(stage, microbatch)
         if values.empty:
@@ -87,7 +92,7 @@ class Channel:
 
     def _log(self, action: Action, began: int, bytes_before: int) -> None:
         if self.link.log is not None:
-            self.link.log.add(action, self.link.peer, self.link.bytes_sent - bytes_before, began)
+            self.link.log.add(action, self.link.peer, self.bytes_sent - bytes_before, began)
 
     def _deviation(self, key: Key, agreed: Agreement | None, actual: Agreement) -> Iterator[Tensor]:
         """Messages before values that are not as agreed: that they are not, and what they are."""
@@ -112,7 +117,7 @@ class Channel:
 
     def send_gradients(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
         """Send back to `stage` on the peer the gradients of what it sent, one entry per tensor."""
-        began, bytes_before = now(), self.link.bytes_sent
+        began, bytes_before = now(), self.bytes_sent
         agreement = self._inbox.taken.pop((stage + 1, microbatch))
         chosen = [gradients[index] for index in agreement.with_gradient]
         for spec, gradient in zip(agreement.gradients.specs, chosen, strict=True):
@@ -159,7 +164,7 @@ class Channel:
         """The buffer, with the header of the next message."""
         link = self.link
         fields = Header(wire.MAGIC, key.kind, status, key.stage, key.microbatch, link.sent, link.received,
-                        checksum, count, size)  # fmt: skip
+                        checksum, count, size, 0 if self.edge is None else self.edge.copied)  # fmt: skip
         write_header(buffer, fields, missing)
         return buffer
 

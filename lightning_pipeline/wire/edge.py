@@ -1,26 +1,90 @@
-"""Tensors to and from one neighbouring rank by communicators of the device, one for each direction.
+"""Tensors to and from one neighbouring rank, from device to device.
 
-A link tells the peer's host what comes (the header); an edge moves the tensors behind it. Operations of an
-edge are launched in the order of `schedules.communicate`, which is free of deadlock even where a device
+A link tells the peer's host what comes (the header); an edge moves the tensors behind it: by a communicator
+of the device for each direction, here, or by copies between processes (`copies`). Operations of an edge are
+launched in the order of `schedules.communicate`, which is free of deadlock even where a device
 runs everything that a rank has launched one after the other, and a send ends only when its receive runs:
 NCCL and CUDA promise no more than that.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pipeline.wire.link import LinkError
+from lightning_pipeline.wire.link import Link, LinkError
 from lightning_pipeline.wire.packing import Layout, TensorSpec
 
 _PAUSE = 0.0005  # seconds between looks at operations of the last run
+
+
+class Operation(Protocol):
+    """What was given to a device; a `dist.Work` is one."""
+
+    def wait(self) -> object:
+        """Let the current stream wait for it."""
+        ...
+
+    def is_completed(self) -> bool:
+        """Whether the device has come to its end."""
+        ...
+
+
+class Edge(Protocol):
+    """Moves tensors between this rank and one neighbour.
+
+    Attributes:
+        peer: Pipeline rank at the other end.
+        bytes_sent: Of tensors.
+        bytes_received: Of tensors.
+    """
+
+    peer: int
+    bytes_sent: int
+    bytes_received: int
+
+    @property
+    def copied(self) -> int:
+        """Messages that this rank's device has copied out of the peer's memory."""
+        ...
+
+    def peer_copied(self, count: int) -> None:
+        """The peer has `copied` so many: their memory is free here."""
+        ...
+
+    def warm_up(self) -> None:
+        """Make connections; on both ends, by all ranks in the order of `neighbours`."""
+        ...
+
+    def send(self, layout: Layout, tensors: Sequence[Tensor | None]) -> None:
+        """Launch the sending of tensors behind what the current stream has been given so far.
+
+        Args:
+            layout: How they lie in the message; starts at byte 0.
+            tensors: One for each spec of the layout; what is None leaves its place undefined.
+        """
+        ...
+
+    def receive(self, layout: Layout) -> "Arrival":
+        """Launch the receive of what the peer sends next."""
+        ...
+
+    def settle(self) -> None:
+        """Wait for the operations of the last run: the host is never more than one step ahead of the device.
+
+        Raises:
+            LinkError: The lookout has ended the wait, or it took longer than the link allows.
+        """
+        ...
+
+    def abort(self) -> None:
+        """Drop what the edge holds."""
+        ...
 
 
 class Arrival:
@@ -30,66 +94,74 @@ class Arrival:
         work: The operation; None where no byte travels.
         buffer: What it fills.
         layout: What lies in the buffer.
-        timeout: Longest wait of the host; None for a device, whose stream waits.
+        link: By which the host waits; None for a device, whose stream waits.
     """
 
-    def __init__(
-        self, work: dist.Work | None, buffer: Tensor, layout: Layout, timeout: timedelta | None
-    ) -> None:
-        self._work, self._buffer, self._layout, self._timeout = work, buffer, layout, timeout
+    def __init__(self, work: Operation | None, buffer: Tensor, layout: Layout, link: Link | None) -> None:
+        self._work, self._buffer, self._layout, self._link = work, buffer, layout, link
 
     def tensors(self) -> list[Tensor]:
         """Views of what arrives. The current stream waits for it; the host does not, except on CPU."""
         if self._work is not None:
-            wait_for(self._work, self._timeout)
-            if self._buffer.is_cuda:  # allocated on the receiving stream, used on this one
-                self._buffer.record_stream(torch.cuda.current_stream(self._buffer.device))
+            wait_for(self._work, self._link)
+            if self._buffer.device.type != "cpu":  # allocated on the receiving stream, used on this one
+                module = torch.get_device_module(self._buffer.device)
+                self._buffer.record_stream(module.current_stream(self._buffer.device))
         return self._layout.view(self._buffer)
 
 
-def wait_for(work: dist.Work, timeout: timedelta | None) -> None:
+def wait_for(work: Operation, link: Link | None) -> None:
     """Let the current stream wait, or on CPU the host.
 
     Args:
         work: The operation.
-        timeout: Of the host. With one, NCCL's `wait` blocks the host, so that a device is given none.
+        link: By which the host waits. NCCL's `wait` would block the host if it were given a timeout.
     """
-    if timeout is None:
-        work.wait()
-    else:
-        work.wait(timeout)
+    if link is not None:
+        wait_until(work.is_completed, lambda: None, link)
+    work.wait()
 
 
-class Edge:
-    """Moves tensors between this rank and one neighbour.
+def wait_until(is_over: Callable[[], bool], look: Callable[[], object], link: Link) -> None:
+    """Look at operations until they are over; the host sleeps meanwhile, and the lookout watches.
+
+    Raises:
+        LinkError: The lookout has ended the wait, or it took longer than the link allows.
+    """
+    if is_over():
+        return
+    deadline = time.monotonic() + link.timeout.total_seconds()
+    with link.waiting() as wait:
+        while not is_over():
+            if wait.is_over or time.monotonic() > deadline:
+                raise LinkError(link.peer, timed_out=True, reason="tensors that were launched did not arrive")
+            time.sleep(_PAUSE)
+            look()
+
+
+class Communicators:
+    """An edge of two communicators, such as NCCL's.
 
     Args:
-        peer: Pipeline rank at the other end.
+        link: To the neighbour, whose hosts it joins.
         outgoing: Two-rank group for what leaves.
         incoming: Two-rank group for what arrives.
         device: Where the tensors live.
-        timeout: Longest time that an operation may take after the step in which it was launched.
-
-    Attributes:
-        host_waits: How often the host has waited for tensors of a device in a step: never.
     """
 
+    copied = 0
+
     def __init__(
-        self,
-        peer: int,
-        outgoing: dist.ProcessGroup,
-        incoming: dist.ProcessGroup,
-        *,
-        device: torch.device,
-        timeout: timedelta,
+        self, link: Link, outgoing: dist.ProcessGroup, incoming: dist.ProcessGroup, *, device: torch.device
     ) -> None:
-        self.peer = peer
+        self._link, self.peer = link, link.peer
         self.bytes_sent = self.bytes_received = 0
         self._outgoing: dist.ProcessGroup | None = outgoing
         self._incoming: dist.ProcessGroup | None = incoming
         self._peer_in_group = 1 - outgoing.rank()
-        self._device, self._timeout = device, timeout
-        self._stream: Any = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = device
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._module is None else self._module.Stream(device)
         # An operation and what it reads or fills, until the device has come to its end.
         self._launched: deque[tuple[dist.Work, Tensor]] = deque()
 
@@ -104,15 +176,18 @@ class Edge:
         first, second = (self._outgoing.send, self._incoming.recv), (self._incoming.recv, self._outgoing.send)
         for operation in first if self._is_lower else second:
             tensor = out if operation == self._outgoing.send else into
-            wait_for(operation([tensor], self._peer_in_group, 0), self._host_timeout)
+            wait_for(operation([tensor], self._peer_in_group, 0), self._host_link)
+
+    def peer_copied(self, count: int) -> None:
+        """A communicator's messages are free when they have ended."""
 
     @property
     def _is_lower(self) -> bool:
         return self._peer_in_group == 1
 
     @property
-    def _host_timeout(self) -> timedelta | None:
-        return None if self._stream is not None else self._timeout
+    def _host_link(self) -> Link | None:
+        return None if self._stream is not None else self._link
 
     def send(self, layout: Layout, tensors: Sequence[Tensor | None]) -> None:
         """Launch the sending of tensors behind what the current stream has been given so far.
@@ -121,9 +196,10 @@ class Edge:
             layout: How they lie in the message; starts at byte 0.
             tensors: One for each spec of the layout; what is None leaves its place undefined.
         """
-        if not _bare_bytes(layout) or all(tensor is None for tensor in tensors):
+        if not travels(layout, tensors):
             return
         assert self._outgoing is not None, "an aborted edge sends nothing"
+        self._let_go()
         payload = _as_it_lies(layout, tensors)
         if payload is None:
             payload = torch.empty(layout.num_bytes, dtype=torch.uint8, device=self._device)
@@ -138,16 +214,17 @@ class Edge:
     def receive(self, layout: Layout) -> Arrival:
         """Launch the receive of what the peer sends next."""
         assert self._incoming is not None, "an aborted edge receives nothing"
-        size = _bare_bytes(layout)
+        self._let_go()
+        size = bare_bytes(layout)
         # An operation waits for the stream on which it is launched: on the compute stream this one would
         # wait for the work that is to hide it.
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+        with nullcontext() if self._stream is None else self._module.stream(self._stream):
             buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             work = self._launch(self._incoming.recv, buffer) if size else None
         if work is not None:
             self._launched.append((work, buffer))
         self.bytes_received += size
-        return Arrival(work, buffer, layout, self._host_timeout)
+        return Arrival(work, buffer, layout, self._host_link)
 
     def _launch(self, operation: Any, buffer: Tensor) -> dist.Work:
         try:
@@ -156,20 +233,19 @@ class Edge:
             raise LinkError(self.peer, timed_out=False, reason=str(error).splitlines()[0]) from None
         return work
 
+    def _let_go(self) -> None:
+        """Drop what operations have read or filled that have ended: what was sent need not be held."""
+        while self._launched and self._launched[0][0].is_completed():
+            self._launched.popleft()
+
     def settle(self) -> None:
         """Wait for the operations of the last run: the host is never more than one step ahead of the device.
 
         Raises:
-            LinkError: One has not ended within the timeout.
+            LinkError: The lookout has ended the wait, or it took longer than the link allows.
         """
-        deadline = time.monotonic() + self._timeout.total_seconds()
-        while self._launched:
-            if self._launched[0][0].is_completed():
-                self._launched.popleft()
-            elif time.monotonic() > deadline:
-                raise LinkError(self.peer, timed_out=True, reason="tensors that were launched did not arrive")
-            else:
-                time.sleep(_PAUSE)
+        self._let_go()
+        wait_until(lambda: not self._launched, self._let_go, self._link)
 
     def abort(self) -> None:
         """Drop groups and operations."""
@@ -177,7 +253,12 @@ class Edge:
         self._outgoing = self._incoming = None
 
 
-def _bare_bytes(layout: Layout) -> int:
+def travels(layout: Layout, tensors: Sequence[Tensor | None]) -> bool:
+    """Whether there is a byte to send."""
+    return bare_bytes(layout) > 0 and any(tensor is not None for tensor in tensors)
+
+
+def bare_bytes(layout: Layout) -> int:
     """Bytes that travel: a single tensor travels as it lies in memory, without padding behind it."""
     if len(layout.specs) == 1:
         spec: TensorSpec = layout.specs[0]

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-MAGIC = 0x4C50_0001
+MAGIC = 0x4C50_0002
 OPEN, FORWARD, BACKWARD = 1, 2, 3
 AGREED, DEVIATES, EMPTY = 0, 1, 2
 METADATA_BYTES = 4096
 
-_FIXED = struct.Struct("<IBBxxIIIIIIQ")
+_FIXED = struct.Struct("<IBBxxIIIIIIQI")
 _ALIGNMENT = 64
 
 
@@ -30,6 +30,7 @@ class Header(NamedTuple):
         checksum: Of the agreed metadata; of plan and signatures for `OPEN`.
         num_tensors: Tensors in the message.
         size: Bytes of pickled metadata.
+        copied: Tensors' messages that the sender's device has copied out of the receiver's memory.
     """
 
     magic: int
@@ -42,6 +43,7 @@ class Header(NamedTuple):
     checksum: int
     num_tensors: int
     size: int
+    copied: int = 0
 
 
 def header_bytes(num_flags: int) -> int:

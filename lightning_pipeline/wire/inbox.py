@@ -136,16 +136,22 @@ class Inbox:
             self.post_ahead()
         assert self._expected, "the plan has a receive without a send"
         key = self._expected[0]
-        began, bytes_before = now(), self._link.bytes_received
+        began, bytes_before = now(), self._bytes_received
         buffer = self._link.take()
         self._expected.popleft()
         header = self._checked(buffer, key)
         self._link.acknowledged(header.received)
+        if self._edge is not None:
+            self._edge.peer_copied(header.copied)
         self._unpack[key.kind](key, header, buffer)
         if self._link.log is not None and key.kind != wire.OPEN:
             action = Action(key.stage, "RECV_F" if key.kind == wire.FORWARD else "RECV_B", key.microbatch)
-            self._link.log.add(action, self._link.peer, self._link.bytes_received - bytes_before, began)
+            self._link.log.add(action, self._link.peer, self._bytes_received - bytes_before, began)
         self.post_ahead()
+
+    @property
+    def _bytes_received(self) -> int:
+        return self._link.bytes_received + (0 if self._edge is None else self._edge.bytes_received)
 
     def _checked(self, buffer: Tensor, key: Key) -> Header:
         header = read_header(buffer)

@@ -1,7 +1,8 @@
 """Bytes to and from one neighbouring rank: two communicators, one for each direction."""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -86,6 +87,11 @@ class Link:
         self._posted: tuple[dist.Work, Tensor] | None = None
 
     @property
+    def is_first(self) -> bool:
+        """Whether this rank comes first of the two, where one must."""
+        return self._peer_in_group == 1
+
+    @property
     def is_free(self) -> bool:
         """Whether no receive is posted that was not waited for."""
         return self._posted is None
@@ -166,6 +172,14 @@ class Link:
             raise self._explain(error) from None
         finally:
             self._waits.leave()
+
+    @contextmanager
+    def waiting(self) -> Iterator[Wait]:
+        """The block waits for tensors of the peer, beside this link; the lookout says when it is over."""
+        text = f"(for tensors of rank {self.peer})"
+        wait = Wait(lambda: f"{self.where()} {text}", self._leaving.ranks, None, looks=True)
+        with self._waits.inside(wait) as counted:
+            yield counted
 
     def _explain(self, error: RuntimeError) -> RuntimeError:
         """What the communicator raised is a lost peer; what a signal's handler raised meanwhile is itself."""

@@ -13,6 +13,7 @@ from lightning_pipeline.executor.executor import Executor
 from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.schedules import get_schedule
 from lightning_pipeline.settings import Settings
+from tests import streams
 from tests.pool import Pool
 from tests.ranks import serial_backend
 from tests.ranks.lightning_cases import assert_same, fit
@@ -34,7 +35,7 @@ def groups_of(plan: Any, lanes: int | None, step_timeout: float = 20.0) -> Group
         return Groups(plan)
     os.environ["LANES"] = str(lanes)
     serial_backend.register()
-    serial_backend.SerialGroup.lanes, serial_backend.SerialGroup.made = [], 0
+    streams.forget()
     return Groups(plan, edge_backend=serial_backend.NAME, step_timeout=timedelta(seconds=step_timeout))
 
 
@@ -114,7 +115,7 @@ def test_a_failure_with_tensors_in_flight_has_one_cause(ranks: Ranks) -> None:
 def fit_serially(pipeline: dict[str, Any]) -> Any:
     os.environ["LANES"] = "1"
     serial_backend.register()
-    serial_backend.SerialGroup.lanes, serial_backend.SerialGroup.made = [], 0
+    streams.forget()
     with pytest.MonkeyPatch.context() as patch:  # as if "nccl" named the serial backend
         patch.setattr(Settings, "edge_backend", lambda *_: serial_backend.NAME)
         return fit({**pipeline, "transport": "nccl"})

@@ -2,7 +2,7 @@
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,6 @@ from tests.ranks.lightning_cases import (
 )
 
 Ranks = Callable[[int], Pool]
-
-
-@pytest.fixture(scope="module")
-def apart() -> Iterator[Ranks]:
-    """Pools of their own, for the device stays known to a process."""
-    pools: dict[int, Pool] = {}
-
-    def pool_of(size: int) -> Pool:
-        if size not in pools:
-            pools[size] = Pool(size)
-            pools[size](island.register)  # before the first backward, which counts the devices
-        return pools[size]
-
-    yield pool_of
-    for pool in pools.values():
-        pool.close()
 
 
 class Residual(Regression):

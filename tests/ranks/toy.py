@@ -14,8 +14,9 @@ class Toy:
     """A stage with a linear layer; two tensors cross each cut, and an integer one that needs no gradient."""
 
     def __init__(
-        self, index: int, num_stages: int, num_microbatches: int, *, shape: Any = lambda k: 4
-    ) -> None:
+        self, index: int, num_stages: int, num_microbatches: int, *, shape: Any = lambda k: 4,
+        device: str = "cpu",
+    ) -> None:  # fmt: skip
         self.index = index
         self.last = index == num_stages - 1
         self.num_microbatches = num_microbatches
@@ -25,12 +26,13 @@ class Toy:
         self.half: dict[int, Any] = {}
         self.losses: dict[int, Tensor] = {}
         torch.manual_seed(index)
-        self.layer = nn.Linear(6, 6)
+        self.layer, self.device = nn.Linear(6, 6).to(device), device
 
     def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
         if incoming is None:
             x = torch.randn(self.shape(microbatch), 6, generator=torch.Generator().manual_seed(microbatch))
-            received, values = [], [x, x.t() * 2, torch.arange(3)]
+            x = x.to(self.device)
+            received, values = [], [x, x.t() * 2, torch.arange(3).to(self.device)]
         else:
             received = values = incoming.tensors
         hidden = self.layer(values[0]).tanh()
@@ -50,7 +52,7 @@ class Toy:
     ) -> list[Tensor | None] | None:
         received, sent = self.held.pop(microbatch)
         if gradients is None:
-            gradients = [torch.ones(())]
+            gradients = [torch.ones((), device=self.device)]
         pairs = [(t, g) for t, g in zip(sent, gradients, strict=True) if g is not None]
         torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         return [tensor.grad for tensor in received] if self.index else None
@@ -60,7 +62,7 @@ class Toy:
     ) -> list[Tensor | None] | None:
         received, sent = self.held[microbatch]
         if gradients is None:
-            gradients = [torch.ones(())]
+            gradients = [torch.ones((), device=self.device)]
         self.half[microbatch] = pairs = [
             (t, g) for t, g in zip(sent, gradients, strict=True) if g is not None
         ]

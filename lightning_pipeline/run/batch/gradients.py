@@ -89,7 +89,8 @@ class Gradients:
         if shared:
             with self._failure.watch("adding up gradients of shared parameters", self._groups.control):
                 copies = [(tuple(one.stages), one.parameter) for one in shared]
-                sum_shared(copies, partial(self._groups.shared, placement=self._placement))
+                group_of = partial(self._groups.shared, placement=self._placement)
+                sum_shared(copies, group_of, self._groups.flags_of)
         self._hooks.change()
 
     def put_back(self) -> None:
@@ -102,7 +103,7 @@ class Gradients:
         """Before the optimizer steps, average over replicas."""
         with self._failure.watch("averaging gradients", self._groups.control):
             told = average_gradients(
-                self._parameters, self._groups.data_parallel,
+                self._parameters, *self._groups.replicas,
                 numbers=() if self._finite is None else self._finite.numbers,
             )  # fmt: skip
             if self._finite is not None:

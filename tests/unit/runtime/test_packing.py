@@ -45,7 +45,7 @@ def test_a_sparse_value_cannot_cross_a_cut() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 7, 192, 193, 1000])
 def test_a_header_with_any_number_of_flags_comes_out_as_it_went_in(count: int) -> None:
-    header = Header(1, 2, 3, 4, 5, 6, 7, 2**32 - 1, count, 2**40)
+    header = Header(1, 2, 3, 4, 5, 6, 7, 2**32 - 1, count, 2**40, copied=count)
     missing = [index % 3 == 0 for index in range(count)]
     buffer = torch.empty(header_bytes(count), dtype=torch.uint8)
     write_header(buffer, header, missing)
