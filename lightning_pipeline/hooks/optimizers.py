@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
@@ -197,9 +196,3 @@ def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]
         return closure()
 
     return once
-
-
-def trainable_of(optimizer: Optimizer) -> list[torch.Tensor]:
-    """All parameters of an optimizer that this rank holds, each once."""
-    every = {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    return [parameter for parameter in every.values() if not is_placeholder(parameter)]
