@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal
 
 import torch.distributed
 
@@ -18,6 +18,7 @@ TRANSPORTS = ("auto", "nccl", "ipc", "host")
 START_METHODS = ("popen", "fork", "spawn", "forkserver")
 LOSS_WEIGHTING = ("auto", "samples", "sum")
 GATHER_WEIGHTS = ("auto", "all", "rank_zero", "none")
+FORWARDS_FIRST = ("GPipe", "LoopedBFS")  # serve loss_over_batch
 NONFINITE = ("ignore", "skip", "raise")
 INTEGRITY = ("sha256", "crc32", "off")
 
@@ -63,6 +64,7 @@ class Settings:
     loss_weighting: str = "auto"
     gather_weights: str = "auto"
     on_nonfinite: str = "ignore"
+    loss_over_batch: bool = False
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.
@@ -116,6 +118,7 @@ def read_settings(
     loss_weighting: object = "auto",
     gather_weights: object = "auto",
     on_nonfinite: object = "ignore",
+    loss_over_batch: object = False,
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -151,7 +154,10 @@ def read_settings(
         loss_weighting=_one_of("loss_weighting", loss_weighting, LOSS_WEIGHTING, problems),
         gather_weights=_one_of("gather_weights", gather_weights, GATHER_WEIGHTS, problems),
         on_nonfinite=_one_of("on_nonfinite", on_nonfinite, NONFINITE, problems),
+        loss_over_batch=_flag("loss_over_batch", loss_over_batch, problems),
     )
+    if loss_over_batch is True:
+        _check_over_batch(made, known_stages, settings["num_microbatches"], str(loss_weighting), problems)
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
 
@@ -189,6 +195,34 @@ def _flag_or_none(name: str, value: object, problems: Problems) -> bool | None:
         problems.append(f"{name}={value!r} must be True, False or None")
         return None
     return value
+
+
+def _check_over_batch(
+    schedule: Schedule | None, stages: int | str, number: Any, loss_weighting: str, problems: Problems
+) -> None:
+    """A loss of the whole batch needs all forwards of the last stage before its first backward."""
+    if loss_weighting != "auto":
+        problems.append(
+            "loss_over_batch=True computes the loss once for the batch, so there are no losses of "
+            f"micro-batches that loss_weighting={loss_weighting!r} could weigh: leave it out"
+        )
+    if schedule is None:
+        return
+    ranks = stages if isinstance(stages, int) else 2
+    try:
+        plan = schedule.plan(ranks, number if isinstance(number, int) else 4 * ranks)
+    except PipelineError:
+        return  # refused where the batch is known
+    if not plan.finishes_forwards:
+        problems.append(refusal_of_early_backwards(schedule))
+
+
+def refusal_of_early_backwards(schedule: Schedule) -> str:
+    """Why a schedule cannot serve a loss of the whole batch, and which can."""
+    return (
+        f"loss_over_batch=True needs a schedule whose last stage finishes all forwards before its first "
+        f"backward, and {schedule!r} does not: use schedule={' or '.join(map(repr, FORWARDS_FIRST))}"
+    )
 
 
 def _duration(name: str, value: object, problems: Problems) -> timedelta:

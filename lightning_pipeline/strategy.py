@@ -95,6 +95,10 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             device. "skip": weights, optimizer state and schedulers stay as they are on all ranks, and
             `skipped_steps` counts it. "raise": the run ends with rank, stage and parameter. With a gradient
             scaler (`precision="16-mixed"`) the scaler decides.
+        loss_over_batch: Whether what follows the last unit runs once for the whole batch, as a loss that
+            compares its samples needs (InfoNCE, CLIP), instead of once for each micro-batch. The last stage
+            keeps what its units return for all micro-batches. Needs a schedule that finishes all forwards
+            first: "GPipe" or "LoopedBFS".
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -128,6 +132,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         loss_weighting: Literal["auto", "samples", "sum"] = "auto",
         gather_weights: Literal["auto", "all", "rank_zero", "none"] = "auto",
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
+        loss_over_batch: bool = False,
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -153,6 +158,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             loss_weighting=loss_weighting,
             gather_weights=gather_weights,
             on_nonfinite=on_nonfinite,
+            loss_over_batch=loss_over_batch,
         )
         self._accumulating = self._in_step = False
         self._told: dict[tuple[int, str | None], Any] = {}

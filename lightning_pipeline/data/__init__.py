@@ -4,7 +4,14 @@ from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
 from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
 from lightning_pipeline.data.merge import merge_outputs
-from lightning_pipeline.data.microbatch import batch_size_of, has_samples, signature_of, split_batch
+from lightning_pipeline.data.microbatch import (
+    batch_size_of,
+    has_samples,
+    how_cut,
+    is_guess,
+    signature_of,
+    split_batch,
+)
 from lightning_pipeline.data.position import Position
 
 __all__ = [
@@ -13,6 +20,8 @@ __all__ = [
     "Position",
     "batch_size_of",
     "has_samples",
+    "how_cut",
+    "is_guess",
     "merge_outputs",
     "random_states",
     "seeded",

@@ -82,6 +82,43 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     ]
 
 
+def how_cut(batch: Any, part: Any) -> tuple[list[str], list[str]]:
+    """How a batch was cut, in words: the tensors that were, and those that each micro-batch gets whole.
+
+    Args:
+        batch: What the dataloader gave.
+        part: A micro-batch that `split_batch` made of it.
+
+    Example:
+        >>> how_cut((torch.zeros(4, 2), torch.zeros(3)), (torch.zeros(2, 2), torch.zeros(3)))
+        (['batch[0] (4, 2) to (2, 2)'], ['batch[1] (3,)'])
+    """
+    cut, whole = [], []
+    for (name, array), (_, own) in zip(_named(batch, "batch"), _named(part, "batch"), strict=False):
+        if array.shape != own.shape:
+            cut.append(f"{name} {tuple(array.shape)} to {tuple(own.shape)}")
+        else:
+            whole.append(f"{name} {tuple(array.shape)}")
+    return cut, whole
+
+
+def is_guess(batch: Any) -> bool:
+    """Whether two parts of a batch have different lengths, and nothing but their order says which counts."""
+    counts = Counter(array.shape[0] for array in _arrays(batch))
+    return len(counts) == 2 and set(counts.values()) == {1}
+
+
+def _named(value: Any, name: str) -> Iterator[tuple[str, Array]]:
+    """All tensors and arrays with a dimension, in order, with where they stand."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield name, value
+        return
+    keys = list(value) if isinstance(value, Mapping) else range(len(_items(value)))
+    for key, item in zip(keys, _items(value), strict=True):
+        yield from _named(item, f"{name}[{key!r}]")
+
+
 def has_samples(batch: Any) -> bool:
     """Whether there is anything to split: a tensor with a dimension, or a list."""
     return any(True for _ in _arrays(batch)) or any(True for _ in _list_lengths(batch))

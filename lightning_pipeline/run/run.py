@@ -79,7 +79,7 @@ class Pipeline:
         checkpoints = partial(Checkpoints, options, groups.numbering, groups.store, groups.lookout)
         self.checkpoints: Checkpoints = within("making groups", checkpoints)
         self.stages: Stages | Whole = Whole(self._module)
-        self._plans = Plans(settings.schedule, placement.num_ranks)
+        self._plans = Plans(settings.schedule, placement.num_ranks, over_batch=settings.loss_over_batch)
         self._undo: list[Callable[[], Any]] = []
         self._at_last: list[Callable[[], Any]] = []
         self._failed = self._built_in_parts = False
@@ -123,18 +123,20 @@ class Pipeline:
         number, at_least = self._choose_number(args)
         self._undo.append(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
         _lightning.claim_device(self._module, self._device)
-        parts = split_arguments(self._module, args, number)
+        parts = split_arguments(self._module, args, number, says=True)
         says = self._headline(parts.batch_size, number)
-        cut = self._cut(plugin, step, parts.args[0], number, built, early)
+        with parts.explained(args[0]):
+            cut = self._cut(plugin, step, parts.args[0], number, built, early)
         here = self._placement.stages_of(self.groups.rank)
         self._built_in_parts = bool(built)
         materialize(self._module, cut, here, self.world, self.members.replica, built)
         recorder = LogRecorder(self._module)
         split = self.members.agreed(
             lambda: split_module(
-                self._module, cut, here, recorder, plugin.forward_context, self._device, self.seed, trainer
+                self._module, cut, here, recorder, plugin.forward_context, self._device, self.seed, trainer,
+                loss_over_batch=self._settings.loss_over_batch,
             )
-        )
+        )  # fmt: skip
         stages = Stages(self.members, self._settings, self._placement, trainer, cut, split, says)
         self.stages = stages
         stages.connect(recorder, self._plans, plugin, partial(together.end_batch, trainer), number, at_least)

@@ -112,7 +112,7 @@ class Stages:
         self._let_steps_see(recorder, scaled)
         if groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()
-        stages = {index: split.stage(index) for index in self._here}
+        stages = {index: split.executed(index) for index in self._here}
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
@@ -130,7 +130,8 @@ class Stages:
             self.gradients.look(reports)  # a gradient scaler decides by itself
         self.steps = Steps(
             self._module, split, self.executor, plans, reports, recorder, metrics, groups.replica,
-            members.from_last, self._settings.loss_weighting, num_microbatches, at_least, self._reordering(),
+            members.from_last, self._settings.loss_weighting, self._settings.loss_over_batch,
+            num_microbatches, at_least, self._reordering(),
         )  # fmt: skip
         self.memory = watch_memory(trainer, split, self.executor, self.steps, self.gradients.aside)
 

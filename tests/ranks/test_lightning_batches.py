@@ -1,10 +1,14 @@
 """How batches decide what a run does: how many there are, and into how many parts they are cut."""
 
+import itertools
+import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
@@ -40,3 +44,127 @@ def test_a_fit_without_training_batches_still_checks_validation(ranks: Ranks) ->
     run = trainer(None)
     (expected,) = run.validate(Regression(), loader(seed=4), verbose=False)
     assert first == second == pytest.approx(expected["val_loss"], rel=1e-10)
+
+
+class OwnSplit(Regression):
+    """Batches that only the user can cut: `cut` says how."""
+
+    def cut(self, batch: Any, begin: int, end: int) -> Any:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def split_batch(self, batch: Any, num_microbatches: int) -> list[Any]:
+        bounds = [8 * number // num_microbatches for number in range(num_microbatches + 1)]
+        return [self.cut(batch, *pair) for pair in itertools.pairwise(bounds)]
+
+
+class JoinedViews(OwnSplit):
+    """Two views of 8 samples, joined to 16 rows, and one target for both."""
+
+    def made(self, batch: Any) -> Any:
+        return torch.cat([batch[0], batch[0].flip(1)]), batch[1]
+
+    def cut(self, batch: Any, begin: int, end: int) -> Any:
+        views, y = batch
+        return torch.cat([view[begin:end] for view in views.chunk(2)]), y[begin:end]
+
+    def loss(self, batch: Any) -> Tensor:
+        one, other = self.net(batch[0]).chunk(2)
+        return nn.functional.mse_loss(one, batch[1]) + nn.functional.mse_loss(one, other)
+
+
+class TwoLoaders(OwnSplit):
+    """As a CombinedLoader of two batch sizes gives them."""
+
+    def made(self, batch: Any) -> Any:
+        return {"labelled": batch, "unlabelled": batch[0][:4] + 1}
+
+    def cut(self, batch: Any, begin: int, end: int) -> Any:
+        half = slice(begin // 2, end // 2)
+        return {
+            "labelled": tuple(t[begin:end] for t in batch["labelled"]),
+            "unlabelled": batch["unlabelled"][half],
+        }
+
+    def loss(self, batch: Any) -> Tensor:
+        both = self.net(torch.cat([batch["labelled"][0], batch["unlabelled"]]))
+        number = len(batch["labelled"][0])
+        return (
+            nn.functional.mse_loss(both[:number], batch["labelled"][1]) + 0.1 * both[number:].square().mean()
+        )
+
+
+class Graph(OwnSplit):
+    """Nodes, four to a graph of 2 graphs, edges with numbers of nodes, one target for each node."""
+
+    def made(self, batch: Any) -> Any:
+        edges = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7, 4], [1, 2, 3, 0, 5, 6, 7, 4, 6]])
+        return {"edge_index": edges, "x": batch[0], "y": batch[1]}
+
+    def cut(self, batch: Any, begin: int, end: int) -> Any:
+        edges = batch["edge_index"]
+        inside = (edges[0] >= begin) & (edges[0] < end)
+        return {
+            "edge_index": edges[:, inside] - begin,
+            "x": batch["x"][begin:end],
+            "y": batch["y"][begin:end],
+        }
+
+    def loss(self, batch: Any) -> Tensor:
+        start, end = batch["edge_index"]
+        return nn.functional.mse_loss(self.net(batch["x"].index_add(0, end, batch["x"][start])), batch["y"])
+
+
+class Collated(Dataset[Any]):
+    def __init__(self, module: Any) -> None:
+        self.batches = [module.made(tuple(batch)) for batch in loader(16)]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.batches[index]
+
+
+def fit_collated(pipeline: dict[str, Any] | None, make: Any) -> Any:
+    module, run = make(), trainer(pipeline)
+    data = DataLoader(Collated(module), batch_size=None)
+    run.fit(module, data, data)
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("make", [JoinedViews, TwoLoaders, Graph])
+def test_batches_that_the_user_cuts_train_and_log_as_on_one_device(ranks: Ranks, make: Any) -> None:
+    expected = fit_collated(None, make)
+    for found in ranks(2)(fit_collated, {"stages": 2, "num_microbatches": 2}, make, group=False):
+        assert_same(found, expected)
+
+
+class UncutViews(JoinedViews):
+    split_batch = None  # type: ignore[assignment]
+
+
+class UncutGraphs(Graph):
+    split_batch = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (
+            UncutViews,
+            r"first dimension: batch\[0\] \(16, 6\) to \(8, 6\); each part gets whole: batch\[1\] \(8, 3\)",
+        ),
+        (UncutGraphs, r"batch\['x'\] \(8, 6\) to \(4, 6\), .*gets whole: batch\['edge_index'\] \(2, 9\)"),
+    ],
+)
+def test_an_error_of_a_wrongly_cut_batch_says_how_it_was_cut(ranks: Ranks, make: Any, text: str) -> None:
+    for outcome in ranks(2).outcomes(fit_collated, {"stages": 2, "num_microbatches": 2}, make, group=False):
+        assert outcome.error is not None
+        found = "\n".join(outcome.error.__notes__)
+        assert re.search(text + r".*override `split_batch\(batch, num_microbatches\)`", found), found

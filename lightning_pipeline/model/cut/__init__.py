@@ -8,6 +8,7 @@ from lightning_pipeline.model.cut.liveness import (
     ValueKey,
     backward_edges,
     goes_on,
+    liveness_of,
     stages_of_states,
     states_by_stage,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "backward_edges",
     "common_prefix",
     "goes_on",
+    "liveness_of",
     "partition",
     "peak_activations",
     "size_text",

@@ -19,6 +19,7 @@ class Liveness:
         own_calls: For each stage, the calls (unit, nth) of its units.
         mutated: Values that code between the units changes in place.
         has_later_calls: By stage, whether units of later stages are called at all.
+        leaves: By stage, whether one is called after the stage's own last call.
         meets_later_calls: By stage, whether one is called before the stage's own last call, as in two passes
             through the same layers.
     """
@@ -27,6 +28,7 @@ class Liveness:
     own_calls: list[frozenset[tuple[int, int]]]
     mutated: frozenset[ValueKey]
     has_later_calls: list[bool] = field(default_factory=list)
+    leaves: list[bool] = field(default_factory=list)
     meets_later_calls: list[bool] = field(default_factory=list)
 
 
@@ -59,14 +61,11 @@ def liveness_of(trace: Trace, stage_of: Sequence[int], num_stages: int) -> Liven
     ]
     mutated = frozenset((trace.calls[i].unit, trace.calls[i].nth, leaf) for i, leaf in trace.mutated)
     later = [any(own[s] for s in range(stage + 1, num_stages)) for stage in range(num_stages)]
-    meets = [_meets_later(trace, stage_of, stage) for stage in range(num_stages)]
-    return Liveness(messages, own, mutated, later, meets)
-
-
-def _meets_later(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
     stages = [stage_of[call.unit] for call in trace.calls]
-    last = max((index for index, found in enumerate(stages) if found == stage), default=0)
-    return any(found > stage for found in stages[:last])
+    last = [max((i for i, found in enumerate(stages) if found == s), default=-1) for s in range(num_stages)]
+    leaves = [any(found > stage for found in stages[at + 1 :]) for stage, at in enumerate(last)]
+    meets = [any(found > stage for found in stages[: max(at, 0)]) for stage, at in enumerate(last)]
+    return Liveness(messages, own, mutated, later, leaves, meets)
 
 
 def backward_edges(trace: Trace, stage_of: Sequence[int]) -> list[tuple[str, str]]:

@@ -14,9 +14,9 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
 from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_class_weights
 from lightning_pipeline.model.replay.draws import Draws, rehearsed
-from lightning_pipeline.model.replay.guards import IdleRunner
 from lightning_pipeline.model.replay.left_behind import LeftBehind
-from lightning_pipeline.model.replay.outside_steps import OutsideSteps
+from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
+from lightning_pipeline.model.replay.over_batch import OverBatch
 from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.stage import StageProgram, Step
@@ -88,6 +88,7 @@ class SplitModel(OutsideSteps):
         later: Traces of other steps, made when the module was whole; what has none is traced when it comes.
         others: What a step may change beside the module.
         device: Where the steps run.
+        loss_over_batch: Whether what follows the last unit runs once for all micro-batches.
 
     Attributes:
         counts_next: Whether to count what the stages hold in the next step that has a backward.
@@ -107,6 +108,7 @@ class SplitModel(OutsideSteps):
         later: Sequence[Trace] = (),
         others: Callable[[], Sequence[Owner]] = tuple,
         device: torch.device | None = None,
+        loss_over_batch: bool = False,
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._device = device or torch.device("cpu")
@@ -117,12 +119,16 @@ class SplitModel(OutsideSteps):
         self.num_stages = cut.num_stages
         last = self.num_stages - 1 in stages
         self.told = Told(root, sinks or {}, self.mode, self._device, has_last_stage=last)
+        self._end = self.num_stages if loss_over_batch else self.num_stages - 1  # who runs the end of steps
         self._programs = {stage: self._program(stage) for stage in stages}
+        self._over_batch: OverBatch | None = None
+        if loss_over_batch and last:
+            self._over_batch = OverBatch(self._programs[self.num_stages - 1], self._program(self.num_stages))
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
         self._residence = Residence(root, needed, set(stages), self.mode, self._device)
         self._guards = AttributeGuards()
         self._others = others
-        self._spread = self._shared_modules()
+        self._module_guards = ModuleGuards(root, self._patches.units, self._stage_of)
         self._known: dict[str, tuple[Trace, Liveness]] = {}
         if not cut.trace.is_made_up:
             self._known[cut.trace.step] = cut.trace, cut.liveness()
@@ -154,26 +160,15 @@ class SplitModel(OutsideSteps):
         self._install()
 
     def _program(self, stage: int) -> StageProgram:
-        last = stage == self.num_stages - 1
+        last = stage == self._end
         return StageProgram(stage, self.root, self._stage_of, self._patches, self.mode, is_last=last)
-
-    def _shared_modules(self) -> list[nn.Module]:
-        """Modules with units of several stages inside."""
-        if self.num_stages == 1:
-            return []
-        stages = {id(unit.module): self._stage_of[number] for number, unit in enumerate(self._patches.units)}
-        return [
-            module
-            for module in self.root.modules()
-            if len({stages[id(part)] for part in module.modules() if id(part) in stages}) > 1
-        ]
 
     def _install(self) -> None:
         self._residence.drop()
         self._patches.install()
         self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
         for stage, program in self._programs.items():
-            program.counts = stage == max(self._programs)
+            program.counts = stage == max(self._programs) and self._over_batch is None
             if not program.counts:
                 program.apart = self.told.silent_metrics
 
@@ -197,8 +192,13 @@ class SplitModel(OutsideSteps):
     # ---- what this rank holds
 
     def stage(self, index: int) -> StageProgram:
-        """A stage of this rank, for the executor."""
+        """A stage of this rank."""
         return self._programs[index]
+
+    def executed(self, index: int) -> StageProgram | OverBatch:
+        """A stage of this rank, for the executor."""
+        last = index == self.num_stages - 1
+        return self._over_batch if last and self._over_batch is not None else self._programs[index]
 
     @property
     def has_last_stage(self) -> bool:
@@ -258,8 +258,13 @@ class SplitModel(OutsideSteps):
         return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
 
     def late_states(self, step: str) -> list[str]:
-        """Buffers and plain tensors outside the units that the end of a step writes, on the last stage."""
-        return self._known[step][0].late_states if self.num_stages > 1 else []
+        """Names of tensors that the end of a step writes on the last stage, and other stages have too."""
+        if self.num_stages == 1:
+            return []
+        trace = self._known[step][0]
+        late = [effect.place.label for effect in trace.effects if effect.deep and effect.from_units]
+        last = (self.num_stages - 1,)
+        return trace.late_states + [n for n in late if n in trace.state_units and self.stages_of(n) != last]
 
     def doubtful(self, step: str) -> list[str]:
         """States that a step works out from their last value once for each micro-batch: no rule is known."""
@@ -283,6 +288,7 @@ class SplitModel(OutsideSteps):
         whole: WholeBatch | None = None,
         sizes: Sequence[int] | None = None,
         merge: Merge = merge_outputs,
+        at_once: MicrobatchArguments | None = None,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -297,9 +303,10 @@ class SplitModel(OutsideSteps):
                 `weights` then are those of what has none.
             sizes: Samples of each micro-batch; None: alike.
             merge: Merges one value per micro-batch.
+            at_once: The batch as one, where the loss is computed over all of it.
         """
         assert self._open is None, "the batch before was not finished"
-        self._check_backward_hooks()
+        self._module_guards.check()
         trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
         if (trace.ended_early or self.looks_again) and step not in self._seen_again:
             self._look_again(trace, microbatches[0])
@@ -330,6 +337,10 @@ class SplitModel(OutsideSteps):
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge)
         for program in self._programs.values():
             program.state = self._state
+        if self._over_batch is not None:
+            assert at_once is not None, "a loss over the batch needs the batch"
+            context = self._context_of(step)
+            self._over_batch.begin(self._step, at_once, self._finder, context, self._state)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
@@ -450,17 +461,6 @@ class SplitModel(OutsideSteps):
             rest = self._state.take(values)
             self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
-    def _check_backward_hooks(self) -> None:
-        for module in self._spread:
-            if module._backward_hooks:
-                name = next(name for name, one in self.root.named_modules() if one is module)
-                raise SplitError(
-                    f"register_full_backward_hook: the backward hook of {(name or type(module).__name__)!r}, "
-                    "which is spread over stages, would need the gradients of its inputs and of its outputs "
-                    "on one of them: put it on a module inside, or keep that whole with "
-                    f"PipelineStrategy(units=['{name}'])"
-                )
-
     def _new_count(self, microbatches: Sequence[MicrobatchArguments]) -> SavedCount:
         """Counts what the stages hold beside parameters, buffers, plain tensors of modules and the batch."""
         held = [vars(m).values() for m in self._modules]
@@ -536,6 +536,8 @@ class SplitModel(OutsideSteps):
         if step.count is not None:
             step.count.settle()
             self.worst.rise_to(step.count.peaks)
+        if self._over_batch is not None:
+            step = self._over_batch.step
         self.failed()
         if not self.has_last_stage:
             return StepResult([], [], [])
@@ -555,6 +557,8 @@ class SplitModel(OutsideSteps):
         """Drop the state of a batch, after an error too."""
         for program in self._programs.values():
             program.end()
+        if self._over_batch is not None:
+            self._over_batch.end()
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None

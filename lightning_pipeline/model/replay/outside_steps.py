@@ -7,8 +7,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.state import Meeting, Residence, Sources
-from lightning_pipeline.model.tensors import tensors_in
+from lightning_pipeline.model.tensors import tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 
 R = TypeVar("R", bound=Runner)
@@ -83,3 +85,71 @@ class OutsideSteps:
             made: Whether a backward has run; otherwise `.grad` was set to None with no hook in between.
         """
         self._residence.has_gradients = made
+
+
+class IdleRunner:
+    """Answers calls of units outside a step: own ones run, those of other stages raise."""
+
+    inside = False
+
+    def __init__(self, root: nn.Module, patches: UnitPatches, programs: dict[int, StageProgram]) -> None:
+        self._root, self._patches, self._programs = root, patches, programs
+
+    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an own unit, or raise."""
+        program = next(iter(self._programs.values()))
+        if program.stage_of[unit] in self._programs:
+            return self._patches.originals[unit](*args, **kwargs)
+        raise SplitError(
+            f"unit {self._patches.units[unit].name!r} is on stage {program.stage_of[unit]} and is called "
+            "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "
+            f"which run across the stages, or on the whole model after fit [at {user_line(self._root)}]"
+        )
+
+
+class ModuleGuards:
+    """What the user may not do to modules whose units are on stages; looked at before each batch.
+
+    Args:
+        root: The LightningModule.
+        units: Of it.
+        stage_of: The stage of each.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[Any], stage_of: Sequence[int]) -> None:
+        stages = {id(unit.module): stage for unit, stage in zip(units, stage_of, strict=True)}
+        kinds = nn.ModuleList | nn.Sequential | nn.ModuleDict
+        named = list(root.named_modules())
+        self._spread = [
+            (name, module)
+            for name, module in named
+            if len({stages[id(part)] for part in module.modules() if id(part) in stages}) > 1
+        ]
+        self._containers = [
+            (name, module, set(module._modules))
+            for name, module in named
+            if isinstance(module, kinds) and any(id(part) in stages for part in module.children())
+        ]
+
+    def check(self) -> None:
+        """Before a batch.
+
+        Raises:
+            SplitError: A hook needs gradients of several stages at once, or there is a layer of no stage.
+        """
+        for name, module in self._spread:
+            if module._backward_hooks:
+                raise SplitError(
+                    f"register_full_backward_hook: the backward hook of {(name or type(module).__name__)!r}, "
+                    "which is spread over stages, would need the gradients of its inputs and of its outputs "
+                    "on one of them: put it on a module inside, or keep that whole with "
+                    f"PipelineStrategy(units=['{name}'])"
+                )
+        for name, module, before in self._containers:
+            if len(module._modules) > len(before):
+                new = next(key for key in module._modules if key not in before)
+                raise SplitError(
+                    f"{name}.{new} was added to {name!r} in the run, and which stage has a layer is decided "
+                    "when a run begins: grow the model between two calls of trainer.fit, or make all layers "
+                    "before and let the step use as many as an attribute says: `self.layers[:self.depth]`"
+                )

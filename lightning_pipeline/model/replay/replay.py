@@ -265,6 +265,14 @@ class Replay(GlueRun):
         self._seeds.lose(again=unit in self._program.repeated)
         return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
 
+    def end_after_own(self, unit: int, nth: int) -> None:
+        """After a call: end the step here if it was the stage's last, and no later stage's unit ends it."""
+        if not self._own_left:
+            self._exited = not self._program.goes_on
+            self._going_on = self._program.goes_on
+            if self._exited:
+                raise StageDone
+
     def _reads_value(self, reason: str) -> BaseException:
         """After the stage's own part, what needs values is left to the last stage."""
         return StageDone() if self._going_on else super()._reads_value(reason)

@@ -21,7 +21,7 @@ from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Tabl
 from lightning_pipeline.model.replay.routes import Route, StepRoutes, Walk, fitted, sizes_between
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
-from lightning_pipeline.model.state import StepState
+from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderMode,
@@ -127,9 +127,12 @@ class StageProgram:
         self.stage_of, self.mode = list(stage_of), mode
         self.originals = patches.originals
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.state: StepState | None = None  # where the step leaves something behind
+        self.state: StepState | AsOne | None = None  # where the step leaves something behind
         self.counts = True  # whether what this stage leaves of it is the rank's
         self.goes_on = False  # to the end of the step, for what is left behind there
+        self.ends_itself = False  # after its last call, for what comes then runs once for the batch
+        self.replay_kind: type[Replay] = Replay
+        self.lost_states = False  # whether units left generators that the user seeded where is not known
         self.idle = patches.idle  # who answers calls outside steps
         self._patches = patches
         self._saved: dict[int, _Saved] = {}
@@ -161,13 +164,14 @@ class StageProgram:
             return
         self._route, live = route, route.liveness
         self.incoming = live.messages[self.index] if self.index else []
-        self.outgoing = [] if self.is_last else live.messages[self.index + 1]
+        self.outgoing = live.messages[self.index + 1] if self.index + 1 < len(live.messages) else []
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
         self.goes_on = route.goes_on[self.index]
         self.read_before = self._read_before(route.trace)
         self.checkpointed = route.trace.checkpointed
         self.ports = route.trace.ports
+        self._no_unit_follows = not (self.is_last or live.leaves[self.index])
 
     def _read_before(self, trace: Trace) -> set[ValueKey]:
         """Values of earlier stages that units of earlier stages read, as this one may."""
@@ -195,7 +199,7 @@ class StageProgram:
 
     def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
         """Replay the user's step for one micro-batch. See `runtime.stage.Stage`."""
-        step = self._current_step()
+        step = self.current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
         self._take(step.routes[microbatch])
@@ -221,7 +225,7 @@ class StageProgram:
         observer: Observer, draws: Draws,
     ) -> None:  # fmt: skip
         """Run the step without any unit, with the seeds of a micro-batch. See `Rehearsal`."""
-        step = self._current_step()
+        step = self.current_step()
         run = Rehearsal(self, outputs, step.seeds.microbatch(number), observer, draws)
         self._patches.runner, self.mode.watcher = run, run
         try:
@@ -235,7 +239,7 @@ class StageProgram:
         self, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], routes: StepRoutes
     ) -> Route | None:
         """Find out which units the step calls for a micro-batch. See `Walk`."""
-        step, now = self._current_step(), signature_of(*batch)
+        step, now = self.current_step(), signature_of(*batch)
         sizes: dict[int, dict[int, int]] = {}
 
         def fit(route: Route, spec: TensorSpec) -> TensorSpec:
@@ -265,7 +269,9 @@ class StageProgram:
         if self.state is not None:
             self.state.before(microbatch, counts=self.counts)
         with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
-            replay = Replay(self, microbatch, incoming, step.seeds.microbatch(microbatch))
+            replay = self.replay_kind(self, microbatch, incoming, step.seeds.microbatch(microbatch))
+            if self.ends_itself or self._no_unit_follows:
+                replay.on_unit = replay.end_after_own
             if self.is_last and step.follower is not None:
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
@@ -287,8 +293,8 @@ class StageProgram:
             self.state.after(counts=self.counts)
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
-        count = self._current_step().count
-        if count is None or self._current_step().weights is None:
+        count = self.current_step().count
+        if count is None or self.current_step().weights is None:
             return nullcontext()
         return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
 
@@ -305,7 +311,7 @@ class StageProgram:
 
         Micro-batches are views of one batch: a write into one would count as a write into all.
         """
-        copied = self._current_step().trace.writes_batch
+        copied = self.current_step().trace.writes_batch
         return map_tensors(lambda tensor: tensor.clone() if copied else tensor, value)
 
     def _pass_empty(self, microbatch: int, step: Step) -> Values | None:
@@ -356,10 +362,10 @@ class StageProgram:
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """The half of the backward that the stage before waits for. See `runtime.stage.Stage`."""
-        count = self._current_step().count
+        count = self.current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
-        self._take(self._current_step().routes[microbatch])
+        self._take(self.current_step().routes[microbatch])
         saved = self._saved.pop(microbatch, None)
         if saved is None:  # the step returned None before any unit ran
             return [None] * len(self.incoming) if self.index else None
@@ -402,7 +408,7 @@ class StageProgram:
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` left."""
-        count = self._current_step().count
+        count = self.current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
         queue = self._queues.pop(microbatch, None)
@@ -413,7 +419,8 @@ class StageProgram:
 
     # ---- what a replay asks
 
-    def _current_step(self) -> Step:
+    def current_step(self) -> Step:
+        """The batch that runs."""
         assert self._step is not None, "begin() comes before the first action"
         return self._step
 
@@ -456,7 +463,7 @@ class StageProgram:
 
     def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput | None:
         """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
-        return self._current_step().later_outputs[microbatch].get((unit, nth))
+        return self.current_step().later_outputs[microbatch].get((unit, nth))
 
     def read_table(self, table: Hashable) -> Returned:
         """What earlier units returned for this micro-batch, by call."""

@@ -16,10 +16,11 @@ from lightning_pipeline.model.state.rules import (
     unmerged,
     usual,
 )
-from lightning_pipeline.model.state.step_state import CHAINED, StepState, is_absent, own_containers
+from lightning_pipeline.model.state.step_state import CHAINED, AsOne, StepState, is_absent, own_containers
 
 __all__ = [
     "CHAINED",
+    "AsOne",
     "AttributeGuards",
     "CannotRepeatError",
     "Elsewhere",

@@ -1,9 +1,11 @@
-"""Buffers and plain tensors that the end of a step writes: the last stage has them, every rank reads them."""
+"""Tensors that the end of a step writes: the last stage has their values, other ranks have them too."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+
+from lightning_pipeline.model.tensors import is_placeholder
 
 
 def late_values(root: nn.Module, names: Sequence[str]) -> list[Tensor]:
@@ -27,6 +29,8 @@ def put_late_values(root: nn.Module, names: Sequence[str], values: Sequence[Tens
     for name, value in zip(names, values, strict=True):
         holder, own = _place(root, name)
         mine = _get(holder, own)
+        if is_placeholder(mine):
+            continue
         if mine.shape == value.shape and mine.dtype == value.dtype:
             with torch.no_grad():
                 mine.copy_(value)
@@ -40,6 +44,9 @@ def _place(root: nn.Module, name: str) -> tuple[nn.Module, str]:
 
 
 def _get(holder: nn.Module, name: str) -> Tensor:
-    value = holder._buffers.get(name)
-    found: Tensor = vars(holder)[name] if value is None else value
+    for registry in (holder._buffers, holder._parameters):
+        value = registry.get(name)
+        if value is not None:
+            return value
+    found: Tensor = vars(holder)[name]
     return found

@@ -46,11 +46,11 @@ class StepState:
         self._aside: list[tuple[Place, Kept]] = []
         self._all = list(effects)
 
-    def before(self, microbatch: int, *, counts: bool) -> None:
+    def before(self, microbatch: int | None, *, counts: bool) -> None:
         """A replay comes: let everything be as when the batch began; what has samples is cut as the batch.
 
         Args:
-            microbatch: Which.
+            microbatch: Which; None: the whole batch.
             counts: Whether what it leaves is that of its micro-batch, see `after`.
         """
         chained = [] if counts else [effect for effect in self._all if self._is_chained(effect)]
@@ -60,7 +60,9 @@ class StepState:
                 if not self._is_chained(effect):
                     self._start[effect.place.label].give_back(effect.place)
         self._fresh = False
-        for effect in self._all if self._several else ():
+        if microbatch is None or not self._several:
+            return
+        for effect in self._all:
             rule = self._rules.get(effect.place.label)
             value = self._start[effect.place.label].value
             if isinstance(rule, Rows) and not isinstance(value, Guard) and value is not MISSING:
@@ -188,6 +190,24 @@ class StepState:
             elif not effect.deep:
                 rest.append(effect)
         return rest
+
+
+class AsOne:
+    """For a step that runs once for the whole batch: what stands there then is what one device leaves.
+
+    Args:
+        state: Of the batch, whose micro-batches do not count.
+    """
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+
+    def before(self, microbatch: int | None, *, counts: bool) -> None:
+        """Everything is as when the batch began."""
+        self._state.before(None, counts=counts)
+
+    def after(self, *, counts: bool) -> None:
+        """There is nothing to put together."""
 
 
 def is_absent(effect: Effect) -> bool:

@@ -189,6 +189,12 @@ class Glue:
             return False
         return 1.0 if dtype.is_floating_point else 1
 
+    def data_set(self, state: Tensor, value: Tensor) -> None:
+        """A weight is given another's values: the last stage, which has these at the end, needs it too."""
+        own, given = (set(self._tracer.tags.of(tensor)) for tensor in (state, value))
+        if given - own:
+            self._tracer.trace.tail |= own | given
+
     def hook_registered(self, tensor: Tensor) -> None:
         """A gradient hook was put on a tensor between units."""
         derived = self._tracer.tags.of(tensor)
@@ -239,8 +245,15 @@ class GlueFunctions(TorchFunctionMode):
                 values = tracer.tags.union(tensors_in((args, kwargs or {})))
                 if any(tag.kind == "value" for tag in values):
                     raise refuse(
-                        "a gradient is taken inside the step, through values of several stages", tracer.root
+                        "a gradient is taken inside the step through what units return, as for a gradient "
+                        "penalty: the graph inside units is each stage's own, of another backward. Take it "
+                        "in the forward of one module, which returns what is needed, and keep it whole: "
+                        "PipelineStrategy(units=['<its name>']); with create_graph=True the loss may depend "
+                        "on it there, under any schedule",
+                        tracer.root,
                     )
+            elif func == _SET_DATA:
+                tracer.glue.data_set(*args)
             elif func is Tensor.register_hook:
                 tracer.glue.hook_registered(args[0])
             elif is_tensor_read(func) and not is_placeholder(args[0]):

@@ -37,6 +37,7 @@ class Steps:
         replica: Of this rank.
         from_last: From the last stage's rank to the others.
         loss_weighting: Of the strategy.
+        loss_over_batch: Of the strategy.
         num_microbatches: What a batch is cut into.
         at_least: Samples that each micro-batch of a training batch should have.
         reordering: Plans the training batches anew, once it has seen some.
@@ -54,6 +55,7 @@ class Steps:
     replica: int
     from_last: Outlet
     loss_weighting: str
+    loss_over_batch: bool
     num_microbatches: int
     at_least: int
     reordering: Reordering | None = None
@@ -81,11 +83,13 @@ class Batch:
     Attributes:
         parts: The batch, split, once it runs.
         plan: What is run.
-        weights: What each micro-batch's loss counts for.
+        seen: The parts that have a loss, outputs and logs: the same, or one for all of the batch.
+        weights: What the loss of each of these counts for.
         result: What the stages of this rank have made of it.
     """
 
     parts: Parts
+    seen: Parts
     plan: Plan
     weights: Weights
     result: StepResult
@@ -147,7 +151,7 @@ class Batch:
         if self.trains:
             steps.last_plan, steps.batch_size = self.plan, self.parts.batch_size
         try:
-            with steps.metrics.in_step():
+            with steps.metrics.in_step(), self.parts.explained(self.args[0]):
                 self._begin()
                 yield
                 self.result = steps.split.finish()
@@ -162,24 +166,25 @@ class Batch:
         self.parts = split_arguments(steps.module, self.args, steps.num_microbatches, at_least=at_least)
         if self.trains:
             self._warn_unsplit()
-        self.weights = weights_of(
-            steps.module,
-            steps.loss_weighting,
-            [batch for batch, *_ in self.parts.args],
-            self.parts.sizes,
-            self.accumulate or 1,
-        )
+        asked, sizes = self.accumulate or 1, self.parts.sizes
+        if steps.loss_over_batch:
+            self.weights = Weights([1.0], asked, settled=True)
+            self.seen = Parts([tuple(self.args)], [sum(sizes)], self.parts.batch_size)
+        else:
+            batches = [batch for batch, *_ in self.parts.args]
+            self.weights = weights_of(steps.module, steps.loss_weighting, batches, sizes, asked)
+            self.seen = self.parts
 
     def _begin(self) -> None:
-        steps, parts, weights = self._steps, self.parts, self.weights
-        steps.recorder.begin(parts.sizes if parts.batch_size is not None else [None] * len(parts.sizes))
+        steps, parts, weights, seen = self._steps, self.parts, self.weights, self.seen
+        steps.recorder.begin(seen.sizes if seen.batch_size is not None else [None] * len(seen.sizes))
         whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
         steps.split.begin(
             self.step, [(args, {}) for args in parts.args],
             weights=weights.gradients if self.trains else None, key=self.key,
             replica=steps.replica, split_backward=self.plan.splits_backward,
             whole=None if weights.settled else whole,
-            sizes=parts.sizes, merge=steps.merge,
+            sizes=parts.sizes, merge=steps.merge, at_once=whole[0],
         )  # fmt: skip
 
     def _finish(self) -> tuple[Tensor | None, Any]:
@@ -207,7 +212,7 @@ class Batch:
         outputs = self.result.outputs
         if self.step == "training_step":  # its loss is averaged apart
             outputs = [_extras(output) for output in outputs]
-        return self._steps.merge(outputs, self.parts.sizes) if outputs else None
+        return self._steps.merge(outputs, self.seen.sizes) if outputs else None
 
     def _share_what_is_left(self) -> None:
         """Hooks on every rank, and the next step, read what the end of the step has just left."""

@@ -1,13 +1,15 @@
 """A batch, split into the arguments of a step for each micro-batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._torch import AnyBatchNorm
-from lightning_pipeline.data import batch_size_of, has_samples, split_batch
+from lightning_pipeline.data import batch_size_of, has_samples, how_cut, is_guess, split_batch
 from lightning_pipeline.errors import ConfigurationError
 
 
@@ -19,16 +21,48 @@ class Parts:
         args: The arguments of the step for each micro-batch.
         sizes: Samples of each micro-batch; 1 each where the batch does not tell.
         batch_size: Samples of all; `None` where the batch does not tell.
+        is_users: Whether the user's `split_batch` made them.
     """
 
     args: list[tuple[Any, ...]]
     sizes: list[int]
     batch_size: int | None
+    is_users: bool = True
+
+    @contextmanager
+    def explained(self, batch: Any) -> Iterator[None]:
+        """Around code that sees micro-batches: an error says how the batch was cut where not all of it was.
+
+        Args:
+            batch: Whose parts these are.
+        """
+        try:
+            yield
+        except Exception as error:
+            text = self.how_cut(batch)
+            if text and text not in getattr(error, "__notes__", ()):
+                error.add_note(text)
+            raise
+
+    def how_cut(self, batch: Any) -> str:
+        """How we cut a batch, where not all of it is cut; otherwise nothing."""
+        if self.is_users or len(self.args) == 1:
+            return ""
+        cut, whole = how_cut(batch, self.args[0][0])
+        if not whole:
+            return ""
+        return (
+            f"The batch was cut into micro-batches by the first dimension: {', '.join(cut)}; each part "
+            f"gets whole: {', '.join(whole)}. If these hold samples too, or belong to single ones (graphs, "
+            "joined views, loaders of other batch sizes), override `split_batch(batch, num_microbatches)` on "
+            "the LightningModule, which returns a list of micro-batches."
+        )
 
 
 def split_arguments(
-    module: LightningModule, args: Sequence[Any], num_microbatches: int, *, at_least: int = 1
-) -> Parts:
+    module: LightningModule, args: Sequence[Any], num_microbatches: int, *,
+    at_least: int = 1, says: bool = False,
+) -> Parts:  # fmt: skip
     """Split the batch, the first argument of every step; the others go to each micro-batch.
 
     Args:
@@ -36,6 +70,7 @@ def split_arguments(
         args: Of the step.
         num_microbatches: At most so many parts.
         at_least: Samples that each part should have, where we split.
+        says: Whether to warn where what a sample is was guessed.
     """
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
@@ -43,11 +78,14 @@ def split_arguments(
         pairs = split_batch(batch, num_microbatches, at_least=at_least)
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
-        return Parts([(part, *rest) for part, _ in pairs], sizes, total)
-    parts = list(own(batch, num_microbatches))
-    if not parts:
+        parts = Parts([(part, *rest) for part, _ in pairs], sizes, total, is_users=False)
+        if says and is_guess(batch) and parts.how_cut(batch):
+            rank_zero_warn(parts.how_cut(batch))
+        return parts
+    own_parts = list(own(batch, num_microbatches))
+    if not own_parts:
         raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
-    return _sized([(part, *rest) for part in parts])
+    return _sized([(part, *rest) for part in own_parts])
 
 
 def samples_of(module: LightningModule, args: Sequence[Any]) -> int | None:

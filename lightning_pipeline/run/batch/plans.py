@@ -3,6 +3,7 @@
 from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.schedules import ForwardOnly, Plan, Schedule
 from lightning_pipeline.schedules.plans import training_plan
+from lightning_pipeline.settings import refusal_of_early_backwards
 
 _MICROBATCHES_PER_RANK = 4  # with equal stages the bubble is then at most a fifth
 
@@ -13,9 +14,11 @@ class Plans:
     Args:
         schedule: The rule for training.
         num_ranks: Ranks of the pipeline.
+        over_batch: Whether the last stage has to finish all forwards before its first backward.
     """
 
-    def __init__(self, schedule: Schedule, num_ranks: int) -> None:
+    def __init__(self, schedule: Schedule, num_ranks: int, *, over_batch: bool = False) -> None:
+        self._over_batch = over_batch
         self.schedule, self.num_ranks = schedule, num_ranks
         self._forward = ForwardOnly(like=schedule)
         self._made: dict[tuple[bool, int], Plan] = {}
@@ -28,7 +31,8 @@ class Plans:
             forward_only: Forwards alone, for evaluation.
 
         Raises:
-            ScheduleError: The schedule does not serve this number, or trains nothing.
+            ScheduleError: The schedule does not serve this number, or trains nothing, or begins backwards
+                before a loss over the whole batch can be had.
         """
         key = (forward_only, num_microbatches)
         if key not in self._made:
@@ -37,6 +41,8 @@ class Plans:
                 if forward_only
                 else training_plan(self.schedule, self.num_ranks, num_microbatches)
             )
+        if self._over_batch and not self._made[key].finishes_forwards:
+            raise ScheduleError(refusal_of_early_backwards(self.schedule))
         return self._made[key]
 
     def use(self, plan: Plan) -> None:

@@ -175,6 +175,8 @@ def split_module(
     device: torch.device,
     seed: int,
     trainer: Trainer,
+    *,
+    loss_over_batch: bool = False,
 ) -> SplitModel:
     """Keep this rank's stages of a module.
 
@@ -187,10 +189,11 @@ def split_module(
         device: Of this rank.
         seed: Of the random numbers in steps; the same on every rank.
         trainer: Whose data module, callbacks and so on a step may change.
+        loss_over_batch: Of the strategy.
     """
     sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
     return SplitModel(
         module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
         later=cut.later, device=device,
-        others=lambda: owners_beside(trainer),
+        others=lambda: owners_beside(trainer), loss_over_batch=loss_over_batch,
     )  # fmt: skip

@@ -92,6 +92,18 @@ class Plan:
         """Whether any backward is in two halves, I and W."""
         return any(action.kind in ("I", "W") for actions in self for action in actions)
 
+    @cached_property
+    def finishes_forwards(self) -> bool:
+        """Whether the last stage runs the forwards of all micro-batches before its first backward.
+
+        Example:
+            >>> [Plan.parse(text).finishes_forwards for text in ("0F0 0F1 0B0 0B1", "0F0 0B0 0F1 0B1")]
+            [True, False]
+        """
+        last = self.num_stages - 1
+        kinds = [a.kind for actions in self for a in actions if a.stage == last]
+        return "F" not in kinds[kinds.count("F") :]
+
     def first(self, num_microbatches: int) -> "Plan":
         """The same plan for a batch with fewer micro-batches: the surplus left out, all else in place.
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_pipeline.data.microbatch import batch_size_of, split_batch
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.model.trace.record import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values
@@ -92,13 +93,14 @@ def piped(
     module: Any, batch: Any, stages: int = 2, num_microbatches: int = 2, steps: int = 1,
     step: str = "training_step", how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None,
     seed: int = 0, split_by: str | None = None, split_backward: bool = False,
-    ranks: list[list[int]] | None = None, follow: bool = False,
+    ranks: list[list[int]] | None = None, follow: bool = False, over_batch: bool = False,
     each: Callable[[Any, int], Any] | None = None,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process.
 
     `each`: called with each copy of the module before each step, and gives its batch.
     `follow`: divisors are followed, as the strategy does by default; `loss` and `logs` are the batch's then.
+    `over_batch`: the end of the step runs once for the batch, so that there is one loss.
     """
     logged: list[tuple[int, str, Any]] = []
     splits: list[SplitModel] = []
@@ -118,7 +120,7 @@ def piped(
             if part is not None:
                 outcome.logs[name] = outcome.logs.get(name, torch.zeros(())) + part
 
-        splits.append(SplitModel(mine, cut, held, sinks={"log": log}, seed=seed))
+        splits.append(SplitModel(mine, cut, held, sinks={"log": log}, seed=seed, loss_over_batch=over_batch))
     splits = [
         next(split for split, held in zip(splits, ranks, strict=True) if s in held) for s in range(stages)
     ]
@@ -129,7 +131,8 @@ def piped(
             batch = each(split.root, count)
         microbatches, weights = split_arguments(batch, num_microbatches, count if each is not None else 0)
         whole = (((batch, 0), {}), weights, 1.0) if follow else None
-        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward, whole)
+        at_once = ((batch, 0), {}) if over_batch else None
+        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once)
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
@@ -144,22 +147,23 @@ def _run_batch(
     outcome: Outcome,
     split_backward: bool,
     whole: Any = None,
+    at_once: Any = None,
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for split in dict.fromkeys(splits):
-            weighted = weights if training else None
+            weighted = ([1.0] if at_once else weights) if training else None
             sizes = [batch_size_of(args[0]) for args, _ in microbatches]
             split.begin(
                 step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward,
-                whole=whole, sizes=sizes,
+                whole=whole, sizes=sizes, at_once=at_once,
             )  # fmt: skip
         sent: list[list[Values | None]] = []
         for index in range(len(microbatches)):
             values: Values | None = None
             row = []
             for stage, split in enumerate(splits):
-                values = split.stage(stage).forward(index, _received(values))
+                values = split.executed(stage).forward(index, _received(values))
                 row.append(values)
             sent.append(row)
         if training:
@@ -171,9 +175,11 @@ def _run_batch(
         for split in results:
             if not split.has_last_stage:
                 split.take_from_last(splits[-1].left_on_last())
+                names = split.late_states(step)
+                put_late_values(split.root, names, late_values(splits[-1].root, names))
     last = results[splits[-1]]
     outcome.losses.extend(last.losses)
-    if training and None not in last.losses:
+    if training and None not in last.losses and not at_once:
         parts = zip(last.parts, last.losses, weights, strict=True)
         outcome.loss = sum(loss * weight if part is None else part for part, loss, weight in parts)
     outcome.outputs.extend(last.outputs)
@@ -190,7 +196,7 @@ def _run_backward(splits: Any, index: int, sent: list[Values | None], split_back
             gradients = [
                 g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)
             ]
-        program = splits[stage].stage(stage)
+        program = splits[stage].executed(stage)
         if split_backward:
             gradients = program.backward_input(index, gradients)
             program.backward_weight(index)

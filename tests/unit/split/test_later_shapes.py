@@ -59,3 +59,25 @@ def test_an_attribute_of_a_unit_that_is_read_before_the_unit_sets_it_is_refused(
     batch = (torch.randn(4, 6, dtype=torch.float64), torch.randn(4, 6, dtype=torch.float64))
     with pytest.raises(SplitError, match=r"attribute 'net\.1\.calls' .* test_later_shapes\.py:\d+"):
         piped(ReadsCounter(), batch)
+
+
+class SecondPassOfOne(TwoPasses):
+    """The last stage's units are called before the first stages' last call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Sequential(*[nn.Linear(6, 6, dtype=torch.float64) for _ in range(2)])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = (self.net(x) * self.other(y) * self.net(x + 1)).mean()
+        self.log("loss", loss.item())
+        return loss
+
+
+def test_the_last_call_may_be_that_of_a_stage_before_the_last() -> None:
+    torch.manual_seed(0)
+    batch = (torch.randn(8, 6, dtype=torch.float64), torch.randn(8, 6, dtype=torch.float64))
+    module = SecondPassOfOne()
+    for stages in (2, 3):
+        assert_same(piped(module, batch, stages, 3), alone(module, batch, 3))

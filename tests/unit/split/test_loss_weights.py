@@ -200,3 +200,29 @@ def test_a_padded_language_model_trains_as_on_the_whole_batch(name: str, num_mic
     module, data = padded(name)
     stages, split_backward = {1: (2, False), 4: (3, True), 7: (3, False)}[num_microbatches]
     assert_whole(module, data, stages, num_microbatches, how="auto", split_backward=split_backward)
+
+
+class OwnLoss(Module):
+    """The way out of a loss inside the model by weights of classes: the step computes it from the logits."""
+
+    def __init__(self, inner: Any, causal: bool) -> None:
+        super().__init__()
+        self.model, self.causal = inner.model, causal
+        self.register_buffer("weights", torch.linspace(0.5, 2.0, VOCABULARY))
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        logits, labels = self.model(**batch).logits, batch["labels"]
+        if self.causal:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        options = {"weight": self.weights, "label_smoothing": 0.1}
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **options)
+        self.log("loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_weights_of_classes_and_smoothing_in_the_step_are_those_of_the_whole_batch(name: str) -> None:
+    inner, data = padded(name)
+    module = OwnLoss(inner, causal=name in ("gpt2", "llama"))
+    stages, number = {"gpt2": (2, 4), "llama": (3, 7), "t5": (3, 4), "bert": (2, 7)}[name]
+    assert_whole(module, data, stages, number, how="auto")
