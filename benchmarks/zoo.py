@@ -347,7 +347,8 @@ def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> s
         *(f"| {_NAMES.get(o, o)} | {n:,} |" for o, n in _counts(known)),
         f"| not tried | {num_pairs - len(known):,} |",
         "",
-        f"Tracing took {times[len(times) // 2]:.2f} s of CPU time in the median, {times[-1]:.1f} s at most.",
+        f"Tracing took {times[len(times) // 2]:.2f} s of CPU time in the median, {times[-1]:.1f} s at most "
+        f"({len(times):,} pairs).",
         "",
         "### Neither equal nor left out",
         "",
