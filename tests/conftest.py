@@ -67,7 +67,7 @@ def apart() -> Iterator[Callable[[int], Pool]]:
     def pool_of(size: int) -> Pool:
         if size not in pools:
             pools[size] = Pool(size)
-            pools[size](island.register)  # before the first backward, which counts the devices
+        pools[size](island.register)  # anew after a failure: before the first backward, which counts devices
         return pools[size]
 
     yield pool_of
