@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
 
@@ -14,11 +15,15 @@ from tests.ranks.lightning_cases import Regression, loader
 
 pytestmark = pytest.mark.quiet  # times are compared with a clock
 
+OWN_GROUPS = 3
 INIT, SILENT = 3.0, 2.0  # init_timeout and step_timeout
 
 
 class Lost(TorchElasticEnvironment):
-    """Meets its fault where the store is asked for first, to come to it, or again, to make torch's group."""
+    """Meets its fault where the store is asked for first, to come to it, or again, to make torch's group.
+
+    Or, where that is there, before it makes the package's own.
+    """
 
     def __init__(self, fault: str, at: int) -> None:
         self.fault, self.at, self.asked = fault, at, 0
@@ -28,9 +33,17 @@ class Lost(TorchElasticEnvironment):
     def main_port(self) -> int:
         self.asked += 1
         if self.asked == self.at:
-            say_when()
-            FAULTS[self.fault]()
+            self.meet()
         return super().main_port
+
+    def local_rank(self) -> int:
+        if self.at == OWN_GROUPS and dist.is_initialized():
+            self.meet()
+        return super().local_rank()
+
+    def meet(self) -> None:
+        say_when()
+        FAULTS[self.fault]()
 
 
 def started(fault: str, at: int, rank: int, folder: str) -> None:
@@ -71,6 +84,15 @@ def test_a_rank_that_is_lost_while_torch_makes_the_group_is_named(
     ranks: Ranks, tmp_path: Path, fault: str, rank: int
 ) -> None:
     named(outcomes(ranks, tmp_path, fault, 2, rank), rank, SILENT + 2)
+
+
+@pytest.mark.parametrize(("fault", "rank"), [("kill", 1), whole("stop", 0)])
+def test_a_rank_that_is_lost_while_more_groups_are_made_is_named(
+    ranks: Ranks, tmp_path: Path, fault: str, rank: int
+) -> None:
+    found = outcomes(ranks, tmp_path, fault, OWN_GROUPS, rank)
+    named(found, rank, SILENT + 2)
+    assert "in making groups" in found[2].output
 
 
 @pytest.mark.parametrize("rank", [0, 1])
