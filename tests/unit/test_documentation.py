@@ -81,3 +81,15 @@ def test_digits_of_pictures_are_nine_pixels_high_or_more() -> None:
     assert small == []
     # a page shows them as large as they were drawn, and scrolls one that is wider than its column
     assert re.search(r"article img \{ max-width: none;", (ROOT / "docs/_static/pages.css").read_text())
+
+
+def test_methods_that_pages_tell_of_are_in_the_reference() -> None:
+    named = {
+        name
+        for page in pages()
+        for name in re.findall(r"\bstrategy\.([a-z]\w+)\(", (ROOT / page).read_text())
+        if hasattr(PipelineStrategy, name)
+    }
+    reference = (ROOT / "docs/reference.md").read_text()
+    assert {"save_weights", "load_weights", "stage_index"} <= named
+    assert [name for name in sorted(named) if f"PipelineStrategy.{name}\n" not in reference] == []
