@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(
-    r"^(?:<!-- runs(?P<ranks>: \d)? -->\n(?P<runs>))?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.S | re.M
+    r"^(?:<!-- runs(?P<given> with)?(?P<ranks>: \d)? -->\n(?P<runs>))?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.S | re.M
 )
 
 
@@ -20,12 +20,15 @@ class Block:
         line: Of its first line in the page.
         ranks: On how many a block that is marked `<!-- runs: N -->` runs as a script; 0 for one that is
             marked `<!-- runs -->`, which runs after those before it on the page; None without a mark.
+        given: Whether it is a part of a script, `<!-- runs with: N -->`, that takes names of a module and its
+            data from before it.
     """
 
     text: str
     language: str
     line: int
     ranks: int | None
+    given: bool = False
 
 
 def pages() -> list[str]:
@@ -42,5 +45,5 @@ def blocks(page: str, language: str) -> list[Block]:
         if match["language"] == language:
             ranks = None if match["runs"] is None else int((match["ranks"] or ": 0")[2:])
             line = text.count("\n", 0, match.start("text")) + 1
-            found.append(Block(match["text"], language, line, ranks))
+            found.append(Block(match["text"], language, line, ranks, match["given"] is not None))
     return found
