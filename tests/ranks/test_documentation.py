@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
@@ -67,7 +67,7 @@ def given() -> dict[str, Any]:
     """The names that pages take for granted: a module, its data, a Trainer."""
     torch.manual_seed(0)
     module, batch = Small(), torch.randn(16, 8)
-    data = LightningDataModule.from_datasets(train_dataset=batch, batch_size=8)  # type: ignore[arg-type]
+    data = torch.utils.data.DataLoader(batch, batch_size=8)  # type: ignore[arg-type]
     trainer = Trainer(accelerator="cpu", devices=1, strategy=PipelineStrategy(stages=1), logger=False)
     return {
         "__name__": "page", "Trainer": Trainer, "PipelineStrategy": PipelineStrategy, "torch": torch,
