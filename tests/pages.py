@@ -6,7 +6,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _BLOCK = re.compile(
-    r"^(?:<!-- runs(?P<given> with)?(?P<ranks>: \d)? -->\n(?P<runs>))?```(?P<language>\w+)\n(?P<text>.*?)^```$", re.S | re.M
+    r"^(?:<!-- runs(?P<given> with)?(?P<ranks>: \d)? -->\n(?P<runs>))?```(?P<language>\w+)\n(?P<text>.*?)^```$",
+    re.S | re.M,
 )
 
 

@@ -90,7 +90,9 @@ def test_the_parts_of_a_page_run_with_the_readers_module(ranks: Ranks, tmp_path:
     epochs = 0
     for block in blocks(page, "python"):
         if block.given and block.ranks:
-            text = block.text.replace("devices=2,", "devices=2, max_epochs=1,", "max_epochs" not in block.text)
+            text = block.text.replace(
+                "devices=2,", "devices=2, max_epochs=1,", "max_epochs" not in block.text
+            )
             ends = ranks(block.ranks)(run_part, text, str(tmp_path), group=False)
             epochs += 1
             assert ends == [(2 * epochs, epochs)] * block.ranks
