@@ -1,15 +1,17 @@
 """Runs Lightning projects that nobody here wrote, unchanged but for the strategy, and on one device.
 
+    pip install requests torchvision
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
     python benchmarks/projects.py pytorch-lightning/examples/pytorch
 
 Modules, callbacks and command lines are those of the projects; data are made up in the projects' shapes, for
-nothing is downloaded, and dropout is off, whose draws are a pipeline's own. Weights and logged values after
-training are compared. `--only` names projects.
+nothing is downloaded, dropout is off, whose draws are a pipeline's own, and numbers are float64, so that what
+differs is no rounding. Weights and logged values after training are compared. `--only` names projects.
 """
 
 import argparse
 import importlib.util
+import os
 import sys
 import tempfile
 import traceback
@@ -151,7 +153,7 @@ def trained(project: Project, stages: int) -> tuple[dict[str, Tensor], dict[str,
     with tempfile.TemporaryDirectory() as folder:
         trainer = pl.Trainer(
             accelerator="cpu", devices=max(1, stages), strategy=strategy, max_epochs=2,
-            default_root_dir=folder, **options,
+            default_root_dir=folder, precision="64-true", **options,
         )  # fmt: skip
         trainer.fit(module, **data())
     return {name: p.detach() for name, p in module.state_dict().items()}, dict(trainer.callback_metrics)
@@ -188,7 +190,11 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="parts of names")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for name, project in projects(options.examples).items():
+    examples = options.examples.resolve()
+    os.chdir(tempfile.mkdtemp())
+    Path("data").mkdir()  # where the demos look for their text
+    Path("data/wikitext-2.txt").write_text(" ".join(f"word{n % 50}" for n in range(5000)))
+    for name, project in projects(examples).items():
         if any(part in name for part in options.only):
             print(f"| {name} | {compared(project, options.stages)} |", flush=True)
 

@@ -35,6 +35,7 @@ from lightning_pipeline.run import (
     compare_optimizers,
     compare_runs,
     join,
+    loggers_set_aside,
     pipelined,
 )
 from lightning_pipeline.schedules import Schedule
@@ -315,6 +316,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         self.model = self.precision_plugin.convert_module(self.lightning_module)
         compare_modules(self.lightning_module, self._running.world)
         trainer.log_dir  # noqa: B018  # all ranks are told, so that a step may ask
+        with loggers_set_aside(trainer):  # also one that is run once more to learn of it
+            trainer.log_dir  # noqa: B018
         self.note_hyper_parameters(self.lightning_module)
         with self.optimizers_on_demand(self.lightning_module), self._telling():
             self._running.split_module(self.precision_plugin, built)

@@ -5,7 +5,13 @@ from lightning_pipeline.run.forecasting import PRECISIONS, Prospect
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.run import Pipeline
-from lightning_pipeline.run.setup import check_run, compare_modules, compare_optimizers, compare_runs
+from lightning_pipeline.run.setup import (
+    check_run,
+    compare_modules,
+    compare_optimizers,
+    compare_runs,
+    loggers_set_aside,
+)
 from lightning_pipeline.run.start import begin, join
 
 __all__ = [
@@ -20,5 +26,6 @@ __all__ = [
     "compare_optimizers",
     "compare_runs",
     "join",
+    "loggers_set_aside",
     "pipelined",
 ]
