@@ -3,7 +3,8 @@
     python -m benchmarks.fault_rows
     python -m benchmarks.fault_rows F04 B1
 
-A test counts what it does, without the start of processes that a test before it has used up.
+A test's seconds count the start of its processes, where the test before it has used up those that were
+there; the first one starts the server that they are forked from too.
 """
 
 import sys
