@@ -162,10 +162,11 @@ def trained(project: Project, stages: int) -> tuple[dict[str, Tensor], dict[str,
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     """The largest, as a share of the largest value of its tensor."""
     assert found.keys() == expected.keys(), f"{sorted(found)} instead of {sorted(expected)}"
-    return max(
+    shares = [
         float((found[name].double() - value.double()).abs().max()) / max(1e-6, float(value.abs().max()))
         for name, value in expected.items()
-    )
+    ]
+    return max(shares, default=0.0)
 
 
 def compared(project: Callable[[], Project], stages: int) -> str:
