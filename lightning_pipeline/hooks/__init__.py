@@ -6,6 +6,7 @@ from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import GradientHooks, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
+from lightning_pipeline.hooks.loggers import complete_in_loggers
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
@@ -31,6 +32,7 @@ __all__ = [
     "answer_calls",
     "called_once",
     "clip_by_norm",
+    "complete_in_loggers",
     "exchange",
     "fill_copies",
     "first_not_finite",

@@ -8,6 +8,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.errors import SplitError
 
 Hooks = dict[int, Callable[[Any], Any]]
 
@@ -90,6 +91,24 @@ class SetAside:
         self._fresh = []
 
 
+def _called(hook: Callable[[Any], Any], gradient: Tensor) -> Any:
+    """What a hook returns that autograd would have called once for each micro-batch.
+
+    Raises:
+        SplitError: One of `register_multi_grad_hook`, which asks for the backward that is running.
+    """
+    try:
+        return hook(gradient)
+    except AssertionError as error:
+        if "inside a backward call" not in str(error):
+            raise
+        raise SplitError(
+            "register_multi_grad_hook waits for several gradients of one backward, and here each stage has "
+            "its own, of each micro-batch: do it in on_after_backward or on_before_optimizer_step, which see "
+            "the gradients of the whole batch and of all stages"
+        ) from error
+
+
 class GradientHooks:
     """Hooks of the user on gradients of parameters: called once a batch, with what the whole batch gives.
 
@@ -130,8 +149,8 @@ class GradientHooks:
         """After the backwards, with the batch's gradients in `.grad`: what `register_hook` was given."""
         called, self._changing = self._changing, []
         for parameter, hooks in called:
-            for hook in hooks.values() if parameter.grad is not None else ():
-                changed = hook(parameter.grad)
+            for hook in hooks.values():
+                changed = None if parameter.grad is None else _called(hook, parameter.grad)
                 if changed is not None:
                     parameter.grad = changed
 

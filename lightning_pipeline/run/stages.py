@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from lightning_pipeline.hooks import (
     SharedMetrics,
     UncutBatch,
     answer_calls,
+    complete_in_loggers,
     exchange,
     is_torchs,
     join_scaler,
@@ -175,7 +177,10 @@ class Stages:
         )
         gather = members.gather_for("logging in a hook")
         logs = HookLogs(self._trainer, gather, asks_all, self.meeting.later)
-        self._undo += [metrics.restore, epoch_end.restore, logs.restore]
+        self._undo += [
+            metrics.restore, epoch_end.restore, logs.restore,
+            complete_in_loggers(self._trainer.loggers, partial(self.meeting.whole, any_size=True)),
+        ]  # fmt: skip
         return metrics
 
     def _reordering(self) -> Reordering | None:

@@ -111,3 +111,17 @@ def test_a_hook_is_called_where_the_parameter_is_once_a_batch(ranks: Ranks) -> N
         assert own and len(own) < len(expected)
         seen.update(own)
     assert seen == {name: pytest.approx(values) for name, values in expected.items()}
+
+
+def fit_one_epoch(make: Any) -> None:
+    trainer({"stages": 2}, max_epochs=1).fit(make(), loader())
+
+
+class WaitsForSeveral(Regression):
+    def on_fit_start(self) -> None:
+        torch.autograd.graph.register_multi_grad_hook(list(self.parameters()), lambda gradients: None)
+
+
+def test_a_hook_on_several_gradients_is_refused_with_the_hooks_to_use(ranks: Ranks) -> None:
+    outcome = ranks(2).outcomes(fit_one_epoch, WaitsForSeveral, group=False)[1]
+    assert "register_multi_grad_hook waits for several gradients" in str(outcome.error), outcome

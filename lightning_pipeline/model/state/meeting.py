@@ -283,17 +283,22 @@ class Meeting:
         finally:
             self._late = before
 
-    def whole(self, value: Any) -> Any:
-        """A value with the tensors in it complete on every rank; every rank calls this."""
+    def whole(self, value: Any, *, any_size: bool = False) -> Any:
+        """A value with the tensors in it complete on every rank; every rank calls this.
+
+        Args:
+            value: Any nesting.
+            any_size: Whether it may be larger than `LARGEST`.
+        """
         if not self._inside or not self._union(tensors_in(value)):
             return value
-        return self._completed("value", value, [])
+        return self._completed("value", value, [], any_size=any_size)
 
-    def _completed(self, what: str, value: Any, written: list[Tensor]) -> Any:
+    def _completed(self, what: str, value: Any, written: list[Tensor], *, any_size: bool = False) -> Any:
         with disable_current_modes(), DisableTorchFunctionSubclass():
-            return self._complete(what, value, written)
+            return self._complete(what, value, written, any_size)
 
-    def _complete(self, what: str, value: Any, written: list[Tensor]) -> Any:
+    def _complete(self, what: str, value: Any, written: list[Tensor], any_size: bool) -> Any:
         """What this rank lacks comes from those that have it; the result is alike on all, and of none."""
         leaves, spec = tree_flatten(value)
         wanted = {
@@ -302,7 +307,7 @@ class Meeting:
             if isinstance(leaf, Tensor) and self._names(leaf) and not any(leaf is one for one in written)
         }
         names = self._union(wanted.values())
-        if sum(leaf.numel() for leaf in wanted.values()) > LARGEST:
+        if not any_size and sum(leaf.numel() for leaf in wanted.values()) > LARGEST:
             raise self._absent.refusal(set(names), "is used together with what this one has, and is large,")
         said = what, [(place, sorted(self._names(leaf))) for place, leaf in wanted.items()]
         own = {place: leaf.detach().clone() for place, leaf in wanted.items() if not is_placeholder(leaf)}
@@ -384,4 +389,4 @@ def _checksum(tensor: Tensor) -> str:
 def _text(said: tuple[str, list[tuple[int, list[str]]]]) -> str:
     what, places = said
     names = sorted({name for _, found in places for name in found})
-    return f"{what} of {', '.join(map(repr, names[:4]))}"
+    return f"{what} of {', '.join(map(repr, names[:4]))}" if names else what
