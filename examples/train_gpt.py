@@ -7,6 +7,7 @@ import shutil
 import time
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import torch
 from gpt import GPT, StandardLibrary
@@ -47,6 +48,7 @@ def main(
     batch_size: int = 16,
     tied: bool = True,
     accelerator: str = "cpu",
+    precision: Literal["32-true", "64-true", "bf16-mixed", "bf16-true", "16-mixed"] = "32-true",
     out: Path = Path("demo_out"),
 ) -> None:
     """Train, validate, save, and write a little Python.
@@ -61,6 +63,7 @@ def main(
         batch_size: Texts per step.
         tied: Whether the head shares the embedding's weight, here the first and the last stage.
         accelerator: Lightning's name of the devices.
+        precision: Lightning's name of the precision. In "64-true", stages change no printed digit.
         out: Folder for what is written.
     """
     warnings.filterwarnings("ignore", message=".*LeafSpec.*")  # Lightning 2.6.6 with torch 2.13
@@ -75,6 +78,7 @@ def main(
         callbacks += [BubbleMonitor(), StageMemoryMonitor(), timeline]
     trainer = Trainer(
         accelerator=accelerator,
+        precision=precision,
         devices=max(stages, 1),
         strategy=strategy,
         callbacks=callbacks,
