@@ -34,10 +34,15 @@ def _keep_late_imports_out_of_collections() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _leave_the_environment_alone() -> Iterator[None]:
-    """Put the environment back: a run that spawns or forks its ranks leaves MASTER_PORT behind for the next."""
-    before = dict(os.environ)
+    """Put the environment back: a run in this process leaves its port behind, which a later script would take.
+
+    A fixture of a module may have made such a run before the first test that asks for it.
+    """
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    before = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     yield
-    for name in os.environ.keys() - before.keys():
+    for name in [name for name in os.environ if name not in before and not name.startswith("PYTEST_")]:
         del os.environ[name]
     os.environ.update(before)
 

@@ -4,6 +4,7 @@ Patches of one attribute lie on each other. Whichever is undone first, in the en
 before the first of them: one that lies under others leaves its place to the one above it.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -13,13 +14,31 @@ _MISSING = object()
 
 
 class _Entry:
-    """One replaced attribute."""
+    """One replaced attribute. Its owner is known by name, so that the ledger keeps no object alive."""
 
     def __init__(self, owner: Any, name: str, before: Any) -> None:
-        self.owner, self.name, self.before = owner, name, before
+        self.owner = getattr(owner, "__name__", type(owner).__name__)
+        self.name, self.before = name, before
 
 
-_STANDING: dict[tuple[int, str], list[_Entry]] = {}
+class _Stack:
+    """The patches of one attribute. It goes with the owner, which is kept only where it cannot be watched."""
+
+    def __init__(self, owner: Any, key: tuple[int, str]) -> None:
+        self.entries: list[_Entry] = []
+        try:
+            self._watch = weakref.finalize(owner, _STANDING.pop, key, None)
+            self._watch.atexit = False
+        except TypeError:
+            self._owner = owner
+
+    def close(self) -> None:
+        """Watch the owner no longer."""
+        if hasattr(self, "_watch"):
+            self._watch.detach()
+
+
+_STANDING: dict[tuple[int, str], _Stack] = {}
 
 
 def patch(owner: Any, name: str, value: Any) -> Undo:
@@ -35,9 +54,12 @@ def patch(owner: Any, name: str, value: Any) -> Undo:
     Returns:
         Puts back what was there; called again it does nothing.
     """
-    key = id(owner), name  # of an object that the entry keeps alive
+    key = id(owner), name  # until the owner is gone
     entry = _Entry(owner, name, vars(owner).get(name, _MISSING))
-    stack = _STANDING.setdefault(key, [])
+    if key not in _STANDING:
+        _STANDING[key] = _Stack(owner, key)
+    stands = _STANDING[key]
+    stack = stands.entries
     stack.append(entry)
     _put(owner, name, value)
 
@@ -50,8 +72,9 @@ def patch(owner: Any, name: str, value: Any) -> Undo:
         else:
             _put(owner, name, entry.before)
         stack.remove(entry)
-        if not stack:
-            _STANDING.pop(key, None)
+        if not stack and _STANDING.get(key) is stands:
+            del _STANDING[key]
+            stands.close()
 
     return undo
 
@@ -93,8 +116,4 @@ def all_undone(undos: Iterable[Undo]) -> Undo:
 
 def standing() -> list[str]:
     """What is replaced now, in words: nothing after a run."""
-    return [
-        f"{getattr(entry.owner, '__name__', type(entry.owner).__name__)}.{entry.name}"
-        for stack in _STANDING.values()
-        for entry in stack
-    ]
+    return [f"{entry.owner}.{entry.name}" for stack in _STANDING.values() for entry in stack.entries]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
-from lightning_pipeline.forecast import unit_times as measure
 from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.workload import unit_times as measure
 from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
 

@@ -1,12 +1,15 @@
 """The ledger of what a run replaces."""
 
+import gc
 import random
 import types
+import weakref
 from itertools import permutations
 
 import pytest
 
-from lightning_pipeline.patching import all_undone, patch, patched, standing
+from lightning_pipeline import patching
+from lightning_pipeline.patching import all_undone, patch, patched
 
 
 class Thing:
@@ -14,6 +17,11 @@ class Thing:
 
     def __init__(self) -> None:
         self.own = "own"
+
+
+def standing() -> list[str]:
+    """Of what is replaced here, and not by modules of other tests that are not gone yet."""
+    return [name for name in patching.standing() if name.startswith(("Thing.", "made_up."))]
 
 
 def owners() -> list[tuple[object, str]]:
@@ -75,3 +83,13 @@ def test_any_mixture_of_patching_and_undoing_ends_where_it_began() -> None:
     for undo in open_ones:
         undo()  # type: ignore[operator]
     assert vars(thing) == {"own": "own"} and standing() == []
+
+
+def test_the_ledger_keeps_no_owner_alive() -> None:
+    thing = Thing()
+    gone = weakref.ref(thing)
+    patch(thing, "own", 1)
+    assert standing() == ["Thing.own"]
+    del thing
+    gc.collect()
+    assert gone() is None and standing() == []
