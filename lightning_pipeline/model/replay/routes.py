@@ -18,7 +18,7 @@ from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, go
 from lightning_pipeline.model.replay.replay import Replay, StageDone
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import Structure, TensorSpec
+from lightning_pipeline.model.tensors import Generators, Structure, TensorSpec, random_state_kept
 from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
 
 if TYPE_CHECKING:
@@ -204,14 +204,15 @@ class RouteFinder:
             seeds: Sets its random numbers.
         """
         step = routes.base.trace.step
-        try:
-            with self._apart(step):
-                route = self._program.walk(microbatch, seeds, routes)
-        except CannotRepeatError:
-            return routes.base
-        if route is not None:
-            return route
-        trace = self._traced(step, microbatch, seeds(), routes.calls)
+        with self._numbers_kept():
+            try:
+                with self._apart(step):
+                    route = self._program.walk(microbatch, seeds, routes)
+            except CannotRepeatError:
+                return routes.base
+            if route is not None:
+                return route
+            trace = self._traced(step, microbatch, seeds(), routes.calls)
         known = routes.known.get(trace.path)
         if known is None:
             self._check(trace)
@@ -240,9 +241,14 @@ class RouteFinder:
         if key not in self._outputs:
             if trace.arguments != shapes:
                 step = trace.step
-                trace = self._traced(step, batch, seeds() if self._steps[step].varies else None, ())
+                with self._numbers_kept():
+                    trace = self._traced(step, batch, seeds() if self._steps[step].varies else None, ())
             self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
         return self._outputs[key]
+
+    def _numbers_kept(self) -> AbstractContextManager[None]:
+        """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
+        return random_state_kept(Generators(self._root.modules()))
 
     def _check(self, trace: Trace) -> None:
         """Refuse a way that the stages, as they are, cannot go."""

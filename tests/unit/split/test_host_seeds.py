@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
 from torch import Tensor
 
 from tests.unit.split.nets import Block, Net, batch_of, seeded
@@ -59,6 +60,8 @@ def test_host_numbers_are_those_of_the_seed(kind: Any, cut: list[str]) -> None:
     numpy.random.seed(0)
     random.seed(0)
     state = numpy.random.get_state()[1].tolist(), random.getstate()
+    torchs = torch.get_rng_state()
     found = piped(module, batch_of(), stages=len(cut) + 1, how=cut)
     assert_same(found, expected)
     assert (numpy.random.get_state()[1].tolist(), random.getstate()) == state
+    assert torch.equal(torch.get_rng_state(), torchs)
