@@ -114,6 +114,7 @@ backward, yellow the input half, green the weight half; a rank's later stages ar
 
 Which one wins depends on the costs: simulate with yours, or let `Auto` do it.
 
+<!-- runs -->
 ```python
 from lightning_pipeline.schedules import Costs, draw, get_schedule, simulate
 
