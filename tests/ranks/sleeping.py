@@ -137,23 +137,23 @@ class Reads(pl.Callback):
         return {key: median(step[key] for step in steps) for key in steps[-1]}
 
 
-class Ends(pl.Callback):
-    """Looks at the clock at every batch's end."""
+class Ends(BubbleMonitor):
+    """Looks at the clock at every batch's end, when the monitor does: between two callbacks ranks may meet."""
 
     def __init__(self) -> None:
+        super().__init__(every_n_steps=1)
         self.seen: list[float] = []
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *args: Any) -> None:
         self.seen.append(time.monotonic())
+        super().on_train_batch_end(*args)
 
 
 def run_asleep(stages: int, schedule: str, seconds: Seconds, steps: int = 5) -> tuple[Any, Any, Any]:
     """Per step what a monitor reports, what a stopwatch saw on this rank, and when it was over."""
     seen: list[Did] = []
     module, ends, reads = SleepyNet(seconds), Ends(), Reads(seen)
-    run = sleepy_trainer(
-        stages, len(seconds), ends, BubbleMonitor(every_n_steps=1), reads, pipeline={"schedule": schedule}
-    )
+    run = sleepy_trainer(stages, len(seconds), ends, reads, pipeline={"schedule": schedule})
     with slow_weights(seconds[0][1]), stopwatch(seen):
         run.fit(module, loader(samples=8 * steps))
     return reads.steps, reads.did, ends.seen
