@@ -198,7 +198,7 @@ class StageProgram:
     # ---- forward
 
     def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
-        """Replay the user's step for one micro-batch. See `runtime.stage.Stage`."""
+        """Replay the user's step for one micro-batch. See `wire.Stage`."""
         step = self.current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
@@ -353,7 +353,7 @@ class StageProgram:
     def backward(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
-        """Run the graph of one micro-batch. See `runtime.stage.Stage`."""
+        """Run the graph of one micro-batch. See `wire.Stage`."""
         result = self.backward_input(microbatch, gradients)
         self.backward_weight(microbatch)
         return result
@@ -361,7 +361,7 @@ class StageProgram:
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
-        """The half of the backward that the stage before waits for. See `runtime.stage.Stage`."""
+        """The half of the backward that the stage before waits for. See `wire.Stage`."""
         count = self.current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
