@@ -20,12 +20,10 @@ SOURCES := lightning_pipeline tests examples benchmarks docs
 demo: .venv/ready
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-# Two lanes: what measures time runs alone after the rest, which two workers share file by file. Of the fault
-# matrix a part; `python -m benchmarks.fault_rows` runs the whole.
+# Two lanes (tests/lanes.py). Of the fault matrix a part; `python -m benchmarks.fault_rows` runs the whole.
 test: .venv/tested
 ifeq ($(strip $(ARGS)),)
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not quiet and not whole"
-	$(BIN)/python -m pytest -m "quiet and not whole" tests
+	$(BIN)/python -m tests.lanes
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif

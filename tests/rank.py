@@ -91,9 +91,7 @@ def _run_job(rank: int, job: Job) -> Any:
     torch.manual_seed(0)
     _set_lightning_rank(rank)
     if job.group:
-        dist.init_process_group(
-            "gloo", store=_group_store(), rank=rank, world_size=int(os.environ["WORLD_SIZE"])
-        )
+        _join_group(rank, int(os.environ["WORLD_SIZE"]))
     value = job.function(*job.args)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -114,6 +112,18 @@ def _set_lightning_rank(rank: int) -> None:
     from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
     fabric_rank.rank = rank_zero_only.rank = rank
+
+
+def _join_group(rank: int, size: int) -> None:
+    """Make the group, and go on only when every rank has it.
+
+    A rank whose function ends its process at once would otherwise do so while a slower peer still connects to
+    it, and the peer would report that instead of what its own function does. The store outlives the ranks.
+    """
+    store = _group_store()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    store.set(f"joined {rank}", "")
+    store.wait([f"joined {peer}" for peer in range(size)])
 
 
 def _group_store() -> dist.Store:

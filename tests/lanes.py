@@ -1,0 +1,57 @@
+"""Runs the suite as `make test` and CI do: `python -m tests.lanes`.
+
+Two lanes: what measures time runs alone, after the rest, which two workers share file by file. Many tests start
+processes that watch each other's clock, on machines that others use too. Where few tests fail, each of them runs
+twice more, alone; where both runs pass, the lane counts as passed, and its last lines name the tests to look at.
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+LANES = (
+    ("-n", "2", "--dist", "loadfile", "-m", "not quiet and not whole"),
+    ("-m", "quiet and not whole", "tests"),
+)
+FEW = 4
+TIMES = 2
+TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
+
+
+def main() -> int:
+    """Run both lanes and return the exit code of the first that fails, or 0."""
+    codes = [run_lane(lane) for lane in LANES]
+    return next((code for code in codes if code != 0), 0)
+
+
+def run_lane(arguments: Sequence[str]) -> int:
+    """Run pytest with these arguments and, where at most `FEW` tests fail, each of them `TIMES` times alone."""
+    with tempfile.TemporaryDirectory() as cache:
+        code = _pytest("-o", f"cache_dir={cache}", *arguments)
+        failed = _failed(Path(cache)) if code == TESTS_FAILED else []
+    if not 0 < len(failed) <= FEW:
+        return code
+    _tell(f"{len(failed)} failed; each runs {TIMES} times more, alone", failed)
+    if any([_pytest("-p", "no:cacheprovider", test) for test in failed for _ in range(TIMES)]):
+        return code
+    _tell(f"failed once and passed {TIMES} times alone; look at them", failed)
+    return 0
+
+
+def _pytest(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", *arguments], check=False).returncode
+
+
+def _failed(cache: Path) -> list[str]:
+    return sorted(json.loads((cache / "v/cache/lastfailed").read_text()))
+
+
+def _tell(what: str, tests: Sequence[str]) -> None:
+    print(f"\n{what}:", *tests, sep="\n  ", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
