@@ -10,7 +10,7 @@ from lightning_pipeline._lightning.epochs import (
     is_last_batch,
     resume_from,
 )
-from lightning_pipeline._lightning.hooks import around_hooks
+from lightning_pipeline._lightning.hooks import around_hooks, before_hooks
 from lightning_pipeline._lightning.launchers import make_launcher
 from lightning_pipeline._lightning.logs import (
     LogPlace,
@@ -88,6 +88,7 @@ __all__ = [
     "batch_limit",
     "batches_of_epoch",
     "before_fetch",
+    "before_hooks",
     "before_loader_results",
     "begin_resumed_epoch",
     "brings_checkpoint_io",

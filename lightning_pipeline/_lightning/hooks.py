@@ -1,14 +1,14 @@
 """Where Lightning calls the user's hooks."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
 from lightning_pipeline._lightning.trainer import is_interrupted
-from lightning_pipeline.patching import patch
+from lightning_pipeline.patching import Undo, patch
 
 # Where hooks are defined that are empty, or look at logs and counts only.
 _WITHOUT_WEIGHTS = (
@@ -39,22 +39,88 @@ def around_hooks(
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     counts = [Counter(keys) for keys in gather([callback.state_key for callback in callbacks])]
     common = {key for key, count in counts[0].items() if all(one[key] == count for one in counts)}
-    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
-    original = profiler.profile
     known: dict[str, bool] = {}
 
-    @contextmanager
-    def around(action_name: str) -> Iterator[str]:
-        with original(action_name), context():
-            yield action_name
-
-    def profile(action_name: str) -> AbstractContextManager[str]:
+    def listen(action_name: str) -> AbstractContextManager[None] | None:
         if action_name not in known:
             known[action_name] = _does_something(trainer, action_name, common)
-        entered = known[action_name] and not is_interrupted(trainer)
-        return around(action_name) if entered else original(action_name)
+        return context() if known[action_name] and not is_interrupted(trainer) else None
 
-    return patch(profiler, "profile", profile)
+    return _listen(trainer, listen)
+
+
+def before_hooks(trainer: Trainer, calls: Mapping[tuple[str, str], Callable[[], Any]]) -> Undo:
+    """Call something before hooks, so that `trainer.callbacks` holds the user's alone. Since 1.5.
+
+    Args:
+        trainer: Whose hooks.
+        calls: By kind and hook: "Callback", before each of them, or "LightningModule", after all callbacks.
+
+    Returns:
+        Undoes it.
+    """
+    known: dict[str, Callable[[], Any] | None] = {}
+
+    def listen(action_name: str) -> None:
+        if action_name not in known:
+            kind, _, rest = action_name.removeprefix("[").partition("]")
+            known[action_name] = calls.get((kind, rest.rpartition(".")[2]))
+        call = known[action_name]
+        if call is not None:
+            call()
+
+    return _listen(trainer, listen)
+
+
+_Listener = Callable[[str], AbstractContextManager[None] | None]
+
+
+class _Profile:
+    """In the place of `profiler.profile`, which Lightning calls around every hook.
+
+    Args:
+        original: Of the profiler.
+
+    Attributes:
+        listeners: Called with the name of each action; what one returns is entered around the hook.
+        remove: Puts the original back.
+    """
+
+    def __init__(self, original: Callable[[str], AbstractContextManager[Any]]) -> None:
+        self._original = original
+        self.listeners: list[_Listener] = []
+        self.remove: Undo
+
+    def __call__(self, action_name: str) -> AbstractContextManager[Any]:
+        inner = [context for one in tuple(self.listeners) if (context := one(action_name)) is not None]
+        outer = self._original(action_name)
+        for context in inner:
+            outer = _within(outer, context)
+        return outer
+
+
+@contextmanager
+def _within(outer: AbstractContextManager[Any], inner: AbstractContextManager[None]) -> Iterator[Any]:
+    with outer as result, inner:
+        yield result
+
+
+def _listen(trainer: Trainer, listener: _Listener) -> Undo:
+    """Tell somebody of every hook before it is called; returns what undoes it, in any order."""
+    profiler: Any = trainer.profiler  # type: ignore[attr-defined]
+    if not isinstance(profiler.profile, _Profile):
+        made = _Profile(profiler.profile)
+        made.remove = patch(profiler, "profile", made)
+    profile: _Profile = profiler.profile
+    profile.listeners.append(listener)
+
+    def undo() -> None:
+        if listener in profile.listeners:
+            profile.listeners.remove(listener)
+        if not profile.listeners:
+            profile.remove()
+
+    return undo
 
 
 def _does_something(trainer: Trainer, action_name: str, common: Container[str]) -> bool:

@@ -5,12 +5,11 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from typing_extensions import override
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import random_states, set_random_states
@@ -48,49 +47,7 @@ class Saves(Protocol):
         ...
 
 
-class ReducesLogs(Callback):
-    """Added by the strategy, before all others, where there are several replicas.
-
-    It lets Lightning reduce what was logged over them, on all ranks: later it would when somebody asks, and
-    a progress bar asks on global rank 0 alone.
-    """
-
-    @override
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
-
-
-class Ends(Protocol):
-    """What is asked of a run that ends with an exception."""
-
-    @property
-    def ends_together(self) -> bool:
-        """Whether all ranks end alike."""
-        ...
-
-    def fail(self, exception: BaseException) -> None:
-        """Tell the other ranks, unless all end alike."""
-        ...
-
-
-class TellsFirst(Callback):
-    """Added by the strategy, before all others, whose `on_exception` may take minutes.
-
-    Args:
-        run: Tells the other ranks.
-    """
-
-    def __init__(self, run: Ends) -> None:
-        self._run = run
-
-    @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        self._run.fail(exception)
-        if _quits(exception) and not self._run.ends_together:
-            exception.code = 1  # others fail, for this rank has left them
-
-
-def _quits(exception: BaseException) -> TypeGuard[SystemExit]:
+def quits(exception: BaseException) -> TypeGuard[SystemExit]:
     """Whether it is `sys.exit(0)`, which says that all went well."""
     return (
         isinstance(exception, SystemExit)
@@ -99,8 +56,8 @@ def _quits(exception: BaseException) -> TypeGuard[SystemExit]:
     )
 
 
-class KeepTogether(Callback):
-    """Added by the strategy.
+class KeepTogether:
+    """What the strategy does at hooks and ends of batches.
 
     `trainer.should_stop` is read per rank: one that stops alone leaves the others waiting, so that any
     rank's flag becomes all ranks' after the same batch. So does a SIGTERM that reached one of them: Lightning
@@ -173,7 +130,7 @@ class KeepTogether(Callback):
         """
         groups, failure = self._ranks.groups, self._ranks.failure
         fails = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        matters = _quits(exception) or (self._saves_on_exception and fails)
+        matters = quits(exception) or (self._saves_on_exception and fails)
         if not matters or groups.aborted or failure.cause is not None:
             return False
         counts = (self._ranks.world.exchanges, self._ranks.replica.exchanges)
@@ -191,24 +148,42 @@ class KeepTogether(Callback):
         if len(set(self._ranks.gather(own, "comparing random states"))) > 1:
             set_random_states(self._outlet.share(lambda: states))
 
-    @override
-    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._epoch_starts()
-        self.equal_random_states()
+    def at_hooks(self, trainer: Trainer, *, several: bool) -> dict[tuple[str, str], Callable[[], Any]]:
+        """What to do before hooks of Lightning, see `_lightning.before_hooks`.
+
+        With several replicas Lightning has to reduce what was logged over them on all ranks, once an epoch:
+        later it would when somebody asks, and a progress bar asks on global rank 0 alone.
+
+        Args:
+            trainer: In its training.
+            several: Whether there are several replicas.
+        """
+        reduced: list[int] = []
+
+        def start_epoch() -> None:
+            self._epoch_starts()
+            self.equal_random_states()
+
+        def reduce_logs() -> None:
+            if reduced != [trainer.current_epoch]:
+                reduced[:] = [trainer.current_epoch]
+                trainer.callback_metrics  # noqa: B018  # Lightning keeps the values from then on
+
+        calls: dict[tuple[str, str], Callable[[], Any]] = {
+            ("LightningModule", "on_train_epoch_start"): start_epoch,
+            ("LightningModule", "on_validation_end"): lambda: self.stop_together(trainer),
+            ("LightningModule", "on_train_end"): self._saves.finish,
+        }
+        if several:
+            calls["Callback", "on_train_epoch_end"] = reduce_logs
+            calls["LightningModule", "on_train_epoch_end"] = reduce_logs
+        return calls
 
     def _end_epoch(self, trainer: Trainer) -> None:
         """After all hooks of an epoch's end, any of which may ask to stop."""
         self.stop_together(trainer)
         if self.ending:
             raise SIGTERMException
-
-    @override
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self.stop_together(trainer)
-
-    @override
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._saves.finish()
 
     def end_batch(self, trainer: Trainer, flag: bool) -> bool:
         """Called at the end of each training batch: `stop_together`, and all ends of data are one.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -21,7 +21,7 @@ from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within
 from lightning_pipeline.run.batch import Batch, Plans, samples_of, split_arguments, trains_batch_norm
-from lightning_pipeline.run.in_step import KeepTogether, ReducesLogs
+from lightning_pipeline.run.in_step import KeepTogether
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
     BY_HAND,
@@ -116,7 +116,8 @@ class Pipeline:
             _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
             self._undo += [self.position.install(), summarize_before_split(trainer)]
             self._undo.append(_lightning.skip_without_loss(trainer))
-            self._add_callbacks(together)
+            several = self.groups.numbering.replicas > 1
+            self._undo.append(_lightning.before_hooks(trainer, together.at_hooks(trainer, several=several)))
         if first is None:
             return
         step, args = first
@@ -173,14 +174,6 @@ class Pipeline:
         if later is None:
             return cut
         return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
-
-    def _add_callbacks(self, last: Callback) -> None:
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-        added: list[Callback] = [last]
-        if self.groups.numbering.replicas > 1:
-            added.append(ReducesLogs())
-        callbacks[:] = [*added[1:], *callbacks, last]
-        self._undo += [partial(callbacks.remove, one) for one in added]
 
     def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
         """Micro-batches of a batch, and samples that each should have."""

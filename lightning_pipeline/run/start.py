@@ -1,17 +1,18 @@
 """What a run has from its first moment on: others are told of failures, and a job goes on where one was."""
 
+import sys
 from pathlib import Path
 
 import torch.distributed as dist
 from lightning.fabric.plugins.environments import ClusterEnvironment
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
 from lightning_pipeline.ranks import RollCall, reach_store, write_crash
-from lightning_pipeline.run.in_step import TellsFirst
+from lightning_pipeline.run.in_step import quits
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.settings import Settings
 
@@ -60,10 +61,16 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
         trainer: Of the run.
         settings: Of the strategy.
     """
-    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
-    first, groups = TellsFirst(pipeline), pipeline.groups
-    callbacks.insert(0, first)
-    pipeline.at_last(lambda: callbacks.remove(first))
+    groups = pipeline.groups
+
+    def tell() -> None:
+        raised = sys.exc_info()[1]
+        assert raised is not None, "Lightning calls this hook while it handles an exception"
+        pipeline.fail(raised)
+        if quits(raised) and not pipeline.ends_together:
+            raised.code = 1  # others fail, for this rank has left them
+
+    pipeline.at_last(_lightning.before_hooks(trainer, {("Callback", "on_exception"): tell}))
     groups.lookout.doing = lambda: _lightning.current_hook(trainer) or "code outside of hooks"
     pipeline.failure.report = lambda cause: write_crash(
         Path(trainer.default_root_dir), groups.global_rank, cause, groups.lookout.recent(), settings

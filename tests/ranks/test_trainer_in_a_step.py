@@ -60,6 +60,46 @@ def test_a_step_reads_its_learning_rate_and_its_trainer(ranks: Ranks, tmp_path: 
     assert places == others
 
 
+class Counts(Callback):
+    """The user's first callback."""
+
+    steps = 0
+
+
+class FindsItsCallbacks(Regression):
+    """By their place among all, in the step and in hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[str]] = []
+
+    def look(self) -> None:
+        self.found.append([type(one).__name__ for one in self.trainer.callbacks])  # type: ignore[attr-defined]
+
+    on_fit_start = on_train_start = on_train_epoch_start = on_train_epoch_end = on_train_end = look
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.callbacks[0].steps += 1  # type: ignore[attr-defined]
+        return super().training_step(batch, batch_idx)
+
+
+def callbacks_found(pipeline: dict[str, Any] | None) -> Any:
+    module, counts = FindsItsCallbacks(), Counts()
+    run = trainer(pipeline, callbacks=[counts])
+    run.fit(module, loader(32))
+    module.look()
+    return module.found, counts.steps
+
+
+@pytest.mark.parametrize("options", [{}, {"data_parallel_size": 2}])
+def test_the_trainers_callbacks_are_the_users(ranks: Ranks, options: dict[str, int]) -> None:
+    names, steps = callbacks_found(None)
+    assert names[0][0] == "Counts"
+    replicas = options.get("data_parallel_size", 1)
+    for found in ranks(2 * replicas)(callbacks_found, {**TWO, **options}):
+        assert found == (names, steps // replicas)
+
+
 class StopsItself(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.trainer.global_step == 1:
