@@ -31,7 +31,7 @@ from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
-from lightning_pipeline.model.trace.record import Trace, trace_step
+from lightning_pipeline.model.trace import Trace, trace_step
 from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values
 

@@ -3,7 +3,6 @@
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.choices import plain_leaves, plain_state
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
-from lightning_pipeline.model.trace.effects import Effect, tensors_held
 from lightning_pipeline.model.trace.patches import (
     BackwardHooks,
     Runner,
@@ -14,6 +13,7 @@ from lightning_pipeline.model.trace.patches import (
 from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
+    Effect,
     FoundOwner,
     Guard,
     Kept,
@@ -21,15 +21,10 @@ from lightning_pipeline.model.trace.places import (
     Place,
     Replayed,
     Standing,
+    tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
-from lightning_pipeline.model.trace.record import (
-    Call,
-    Seeding,
-    Trace,
-    step_function,
-    trace_step,
-)
+from lightning_pipeline.model.trace.record import Call, Seeding, Trace, step_function, untraced
 from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
@@ -37,8 +32,8 @@ from lightning_pipeline.model.trace.sinks import (
     stub_metrics,
     stub_sinks,
 )
+from lightning_pipeline.model.trace.tracer import trace_step
 from lightning_pipeline.model.trace.units import find_units, finer_names
-from lightning_pipeline.model.trace.untraced import untraced
 
 __all__ = [
     "FLOPS_PER_BYTE",

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.utils.checkpoint
 from torch import Tensor
 
 from lightning_pipeline.model.trace.costs import Work
+from lightning_pipeline.model.trace.record import Call
 from lightning_pipeline.patching import patched
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.trace.record import Call
 
 _REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction
 
@@ -40,7 +38,7 @@ class Regions:
     def __init__(self) -> None:
         self._open: list[_Region] = []
 
-    def operation(self, call: "Call", work: Work) -> None:
+    def operation(self, call: Call, work: Work) -> None:
         """An operation of a unit ran."""
         for region in self._open:
             region.latest = (call, work)

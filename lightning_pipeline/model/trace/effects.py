@@ -1,55 +1,46 @@
 """What a traced step leaves behind: which places it changes, where in the step, and what that depends on."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeline.model.tensors import filled_by, is_placeholder, items_of, tensors_in
-from lightning_pipeline.model.trace.places import MISSING, Memory, Owner, Place, Replayed, Surroundings
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.trace.ports import PortSpec
-    from lightning_pipeline.model.trace.tracer import Tracer
-
-
-@dataclass(slots=True)
-class Effect:
-    """One place that the code between units changes.
-
-    Attributes:
-        place: Which.
-        positions: How many calls of units had been made before each change.
-        from_units: Whether it depends on what units return, so that the last stage alone has it.
-        deep: Whether the values of the tensor there are written, too.
-    """
-
-    place: Place
-    positions: set[int] = field(default_factory=set)
-    from_units: bool = False
-    deep: bool = False
+from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.trace.glue import Glue
+from lightning_pipeline.model.trace.places import (
+    Effect,
+    Memory,
+    Owner,
+    Place,
+    Replayed,
+    Surroundings,
+    holds_tensor,
+    tensors_held,
+)
+from lightning_pipeline.model.trace.ports import PortSpec
+from lightning_pipeline.model.trace.record import Observation
 
 
 class EffectsSeen:
-    """Looks around for a tracer, before and after each call of a unit.
+    """Looks around for what a step changes, before and after each call of a unit.
 
     Args:
-        tracer: Whose step it is.
+        observed: The step.
+        glue: Tells what is written between units.
         others: What the step may change beside the module.
     """
 
-    def __init__(self, tracer: "Tracer", others: Sequence[Owner]) -> None:
-        self._tracer, self._others = tracer, others
+    def __init__(self, observed: Observation, glue: Glue, others: Sequence[Owner]) -> None:
+        self._observed, self._glue, self._others = observed, glue, others
         self._found: dict[tuple[int, Any], Effect] = {}
         self._by_units: dict[tuple[int, Any], tuple[int, Place]] = {}
         self._iterators: list[tuple[Place, Replayed, int]] = []
-        self._numbers = {id(vars(module)): number for number, module in enumerate(tracer.root.modules())}
+        self._numbers = {id(vars(module)): number for number, module in enumerate(observed.root.modules())}
         self._unknown = False  # what comes now may depend on values of units without a trace of it
 
     def start(self) -> None:
         """The step begins."""
-        self._around = Surroundings(self._tracer.root, self._others)
+        self._around = Surroundings(self._observed.root, self._others)
         self._iterators = []
         for place in self._around.iterators():
             value = place.get()
@@ -58,14 +49,14 @@ class EffectsSeen:
             place.put(replayed)
             self._iterators.append((place, replayed, replayed.at))
         self._around.look()
-        self._buffers = dict(self._tracer.root.named_buffers())
+        self._buffers = dict(self._observed.root.named_buffers())
 
     def _next_taken(self, replayed: Replayed) -> None:
         """Something was taken from an iterator."""
         place = next((place for place, found, _ in self._iterators if found is replayed), None)
         if place is not None:
             effect = self._found.setdefault(place.identity, Effect(place))
-            effect.positions.add(len(self._tracer.trace.calls))
+            effect.positions.add(len(self._observed.trace.calls))
             effect.from_units |= self._unknown
 
     def close(self) -> None:
@@ -81,24 +72,24 @@ class EffectsSeen:
 
     def look(self) -> None:
         """Note what the code between units has changed since."""
-        position = len(self._tracer.trace.calls)
+        position = len(self._observed.trace.calls)
         for place in self._around.look():
             effect = self._found.setdefault(place.identity, Effect(place))
             effect.positions.add(position)
             effect.from_units |= self._unknown
 
-    def look_at_unit(self, unit: int, ports: "PortSpec | None" = None) -> None:
+    def look_at_unit(self, unit: int, ports: PortSpec | None = None) -> None:
         """Note what the forward of a unit has changed since; what its ports fill stands on every stage."""
         filled = {way.place for way in ports.ways if way.filled} if ports is not None else set()
         for place in self._around.look():
             number = self._numbers.get(place.owner.identity, -1)
             if (number, place.key) in filled:
                 effect = self._found.setdefault(place.identity, Effect(place, from_units=True))
-                effect.positions.add(len(self._tracer.trace.calls))
+                effect.positions.add(len(self._observed.trace.calls))
                 continue
             self._by_units.setdefault(place.identity, (unit, place))
-            if number >= 0 and holds_tensor(place.get()) and not self._tracer.in_glue(place.get()):
-                self._tracer.trace.side_writes.add((number, place.key))
+            if number >= 0 and holds_tensor(place.get()) and not self._observed.in_glue(place.get()):
+                self._observed.trace.side_writes.add((number, place.key))
 
     def values_read(self) -> None:
         """A value of a unit is read as a number: what is done from now on may depend on it."""
@@ -108,8 +99,8 @@ class EffectsSeen:
 
     def note(self) -> None:
         """Write what was seen into the trace, after the step."""
-        trace, tracer = self._tracer.trace, self._tracer
-        states = {name: _state_place(tracer.root, name) for name in self._written()}
+        trace, observed = self._observed.trace, self._observed
+        states = {name: _state_place(observed.root, name) for name in self._written()}
         self._positions = {
             effect.place.key if type(effect.place.owner) is Memory else effect.place.label: effect.positions
             for effect in self._found.values()
@@ -125,8 +116,8 @@ class EffectsSeen:
         trace.unit_attributes = [
             (unit, place) for key, (unit, place) in self._by_units.items() if key not in self._found
         ]
-        own = {name for name, _ in tracer.root.named_parameters(remove_duplicate=False)}
-        unseen = set(self._buffers) if tracer.ended_early else set()
+        own = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
+        unseen = set(self._buffers) if observed.ended_early else set()
         late = {effect.place.label for effect in trace.effects if effect.deep and effect.from_units} | unseen
         trace.late_states = sorted(n for n in late - own if n not in trace.state_units)
 
@@ -136,36 +127,36 @@ class EffectsSeen:
         if not effect.deep and any(map(self._comes_from_units, tensors)):
             effect.from_units = True
         if effect.from_units:
-            self._tracer.tail_read(tensors)
-        self._tracer.trace.effects.append(effect)
+            self._observed.tail_read(tensors)
+        self._observed.trace.effects.append(effect)
 
     def _written(self) -> set[str]:
         """Parameters, buffers and plain tensors that are written or moved."""
-        tracer = self._tracer
+        observed = self._observed
         moved = {e.place.key for e in self._found.values() if type(e.place.owner) is Memory}
-        tracer.glue.moved |= moved
+        self._glue.moved |= moved
         rebound = {e.place.label for e in self._found.values() if e.place.label in self._buffers}
-        unseen = set(self._buffers) - set(tracer.trace.state_units) if tracer.ended_early else set()
-        return set(tracer.glue.all_written) | moved | rebound | unseen
+        unseen = set(self._buffers) - set(observed.trace.state_units) if observed.ended_early else set()
+        return set(self._glue.all_written) | moved | rebound | unseen
 
     def _state_effect(self, name: str, place: Place) -> Effect:
-        glue = self._tracer.glue
+        glue = self._glue
         positions = glue.write_positions.get(name, set()) | self._positions.get(name, set())
         late = name in glue.written_states or any(position > 0 for position in positions)
-        return Effect(place, positions or {0}, from_units=late or self._tracer.ended_early, deep=True)
+        return Effect(place, positions or {0}, from_units=late or self._observed.ended_early, deep=True)
 
     def _comes_from_units(self, tensor: Tensor) -> bool:
-        tracer = self._tracer
-        tags = tracer.tags.of(tensor)
+        observed = self._observed
+        tags = observed.tags.of(tensor)
         if self._is_computed(tensor) or any(
-            tag.kind == "state" and tag.name in tracer.trace.state_units for tag in tags
+            tag.kind == "state" and tag.name in observed.trace.state_units for tag in tags
         ):
             return True
-        return is_placeholder(tensor) and not tracer.weightless and not tags
+        return is_placeholder(tensor) and not observed.weightless and not tags
 
     def _is_computed(self, tensor: Tensor) -> bool:
-        tags = self._tracer.tags.of(tensor)
-        return any(tag.kind in ("value", "effect") for tag in tags) or self._tracer.glue.is_poisoned(tensor)
+        tags = self._observed.tags.of(tensor)
+        return any(tag.kind in ("value", "effect") for tag in tags) or self._observed.is_poisoned(tensor)
 
 
 def _state_place(root: nn.Module, name: str) -> Place:
@@ -176,23 +167,3 @@ def _state_place(root: nn.Module, name: str) -> Place:
         if own in entries:
             return Owner(entries, label).place(own)
     return Owner(vars(module), label).place(own)
-
-
-def holds_tensor(value: Any) -> bool:
-    """Whether a tensor is in this value, or in what it holds."""
-    return next(tensors_held(value), None) is not None
-
-
-def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Every tensor in this value, in the containers and in the plain objects of it."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is MISSING:
-        return
-    held = filled_by(value) if depth else None
-    if held is None:
-        yield from tensors_in(value)
-        return
-    for _, item in items_of(held):
-        yield from tensors_held(item, depth - 1)

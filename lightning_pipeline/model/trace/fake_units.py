@@ -4,7 +4,7 @@ import logging
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -27,99 +27,103 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
+from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regions
 from lightning_pipeline.model.trace.costs import Work, has_class_weights, left_out_by
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.trace.record import Call
-    from lightning_pipeline.model.trace.tracer import Tracer
-
+from lightning_pipeline.model.trace.glue import Glue
+from lightning_pipeline.model.trace.record import Call, Observation
+from lightning_pipeline.model.trace.saved_activations import Keeping
 
 _log = logging.getLogger(__name__)
 
 
 class FakeRun:
-    """Runs units for a tracer."""
+    """Runs units without values, for a trace."""
 
-    def __init__(self, tracer: "Tracer") -> None:
-        self._tracer = tracer
-        self._generators = Generators(tracer.root.modules())
+    def __init__(self, observed: Observation, glue: Glue, keeping: Keeping, regions: Regions) -> None:
+        self._observed, self._glue, self._keeping, self._regions = observed, glue, keeping, regions
+        self._generators = Generators(observed.root.modules())
         self._stands = _host_draws(self._generators)  # after the unit that was called last
+        self.reentrant: ReentrantRegions | None = None  # between units
 
     def glue_draws(self) -> None:
         """Whether code between units has drawn from numpy or Python since, which may choose what it calls."""
-        self._tracer.trace.steered |= self._stands != _host_draws(self._generators)
+        self._observed.trace.steered |= self._stands != _host_draws(self._generators)
 
-    def run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
+    def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
         """The output of a unit with no values in it; what it costs is noted on `call`.
 
         Lists and dictionaries among the arguments, which `given` holds, are changed as the unit does it.
         """
-        tracer = self._tracer
+        observed = self._observed
         self.glue_draws()
-        entered = tracer.seeds.enter(call.unit) if tracer.seeds is not None else None
+        entered = observed.seeds.enter(call.unit) if observed.seeds is not None else None
         try:
-            known = self._like(call) if tracer.seeds is not None and tracer.watch is None else None
+            known = self._like(call) if observed.seeds is not None and observed.watch is None else None
             if known is not None:
                 return self._again(call, known, given)
             return self._run(call, args, kwargs, given)
         finally:
-            if tracer.seeds is not None:
-                tracer.seeds.leave(entered, [], again=True)
+            if observed.seeds is not None:
+                observed.seeds.leave(entered, [], again=True)
             self._stands = _host_draws(self._generators)
 
-    def _run(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
-        tracer = self._tracer
-        args, kwargs = tracer.glue.without_poison((args, kwargs))
+    def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
+        observed = self._observed
+        args, kwargs = self._glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
-        self._is_absent = _is_absent(tracer.patches.units[call.unit].module)
+        self._is_absent = _is_absent(observed.patches.units[call.unit].module)
         draws = _host_draws(self._generators)
-        tracer.inside = call
+        observed.inside = call
         try:
-            if tracer.reentrant.open and torch.is_grad_enabled():
+            if self.reentrant is not None and self.reentrant.open and torch.is_grad_enabled():
                 self._check_grad_mode(call, args, kwargs)
             output = self._try_fake(call, args, kwargs)
         finally:
-            tracer.inside = None
-        tracer.trace.host_random |= draws != _host_draws(self._generators)
+            observed.inside = None
+        observed.trace.host_random |= draws != _host_draws(self._generators)
         return given.carry_over(copies, output, lambda tensor: tensor)
 
-    def _check_grad_mode(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check_grad_mode(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In a region of reentrant checkpointing: refuse a unit whose values depend on the grad mode.
 
         On one device it runs without gradients there, and once more with them. Its message to the next stage
         could not be both.
         """
-        tracer, forward = self._tracer, self._tracer.patches.originals[call.unit]
+        observed, forward = self._observed, self._observed.patches.originals[call.unit]
         objects = ObjectState((args, kwargs))
         try:
             with _quiet(), random_state_kept(self._generators), saved_tensors_hooks(_kept, _kept):
-                if same_operations(forward, args, kwargs, tracer.mode):
+                if same_operations(forward, args, kwargs, observed.mode):
                     return
-                if tracer.weightless or self._is_absent:
+                if observed.weightless or self._is_absent:
                     return  # the trace of the whole module, with its weights, has looked
-                tracer.runs_really = True
+                observed.runs_really = True
                 made_up = map_tensors(_made_up, (args, kwargs))
                 same = same_values(forward, made_up[0], made_up[1], self._generators)
         except Exception as error:
             _log.debug("unit %d does not run apart: %s", call.unit, error)
             return
         finally:
-            tracer.runs_really = False
+            observed.runs_really = False
             objects.restore()
         if not same:
             raise SplitError(
-                f"unit {tracer.patches.units[call.unit].name!r} computes other values without gradients than "
-                "with them, and is called in a region of checkpoint(..., use_reentrant=True), whose forward "
-                "runs without and its recomputation with them: use checkpoint(..., use_reentrant=False), or "
-                f"checkpoint inside the unit's own forward [at {user_line(tracer.root)}]"
+                f"unit {observed.patches.units[call.unit].name!r} computes other values without gradients "
+                "than with them, and is called in a region of checkpoint(..., use_reentrant=True), whose "
+                "forward runs without and its recomputation with them: use checkpoint(..., "
+                "use_reentrant=False), or checkpoint inside the unit's own forward [at "
+                f"{user_line(observed.root)}]"
             )
 
-    def _try_fake(self, call: "Call", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        original = self._tracer.patches.originals[call.unit]
-        objects, modules = ObjectState((args, kwargs)), self._tracer.patches.units[call.unit].module.modules()
+    def _try_fake(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        original = self._observed.patches.originals[call.unit]
+        objects, modules = (
+            ObjectState((args, kwargs)),
+            self._observed.patches.units[call.unit].module.modules(),
+        )
         parameters = [(module._parameters, dict(module._parameters)) for module in modules]
         try:
-            with _quiet(), self._tracer.mode, self._tracer.keeping.in_unit(call):
+            with _quiet(), self._observed.mode, self._keeping.in_unit(call):
                 return original(*args, **kwargs)
         except SplitError:
             raise
@@ -127,22 +131,22 @@ class FakeRun:
             objects.restore()
             for registered, before in parameters:
                 registered.update(before)
-            if self._tracer.watch is not None:
-                self._tracer.watch.restart()
+            if self._observed.watch is not None:
+                self._observed.watch.restart()
             return self._run_really(call, args, kwargs, error)
         finally:  # `self.gate.to(self.dtype)` in a forward registers fake ones
             for registered, before in parameters:
                 registered.update(before)
 
-    def _run_really(self, call: "Call", args: Any, kwargs: Any, cause: Exception) -> Any:
+    def _run_really(self, call: Call, args: Any, kwargs: Any, cause: Exception) -> Any:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
-        unit = self._tracer.patches.units[call.unit]
+        unit = self._observed.patches.units[call.unit]
         given = Given(args, kwargs)
         if self._is_absent:
             return self._as_before(call, given, cause)
         with ExitStack() as stack:
-            if self._tracer.stand_ins is not None and not stack.enter_context(
-                self._tracer.stand_ins.with_values(unit.module)
+            if self._observed.stand_ins is not None and not stack.enter_context(
+                self._observed.stand_ins.with_values(unit.module)
             ):
                 raise SplitError(
                     f"unit {unit.name!r} cannot be traced on the meta device: {type(cause).__name__}: "
@@ -150,32 +154,32 @@ class FakeRun:
                 ) from cause
             return self._on_made_up_input(call, given, args, kwargs, cause)
 
-    def _on_made_up_input(self, call: "Call", given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
-        unit = self._tracer.patches.units[call.unit]
+    def _on_made_up_input(self, call: Call, given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
+        unit = self._observed.patches.units[call.unit]
         args, kwargs = map_tensors(_made_up, (args, kwargs))
         copies = Given(args, kwargs)
         call.saved.clear()
         call.recomputed.clear()
         call.activation_bytes = 0
         counter = FlopCounterMode(display=False)
-        self._tracer.runs_really = True
+        self._observed.runs_really = True
         try:
-            with counter, self._tracer.keeping.in_unit(call):
-                output = self._tracer.patches.originals[call.unit](*args, **kwargs)
+            with counter, self._keeping.in_unit(call):
+                output = self._observed.patches.originals[call.unit](*args, **kwargs)
         except Exception as error:
             raise SplitError(
                 f"unit {unit.name!r} cannot be traced: {type(cause).__name__}: {cause}; nor does it run on "
                 f"made-up input: {type(error).__name__}: {error}"
             ) from error
         finally:
-            self._tracer.runs_really = False
+            self._observed.runs_really = False
         call.flops = call.cost = float(counter.get_total_flops())
         call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
-        return given.carry_over(copies, output, self._tracer.mode.like)
+        return given.carry_over(copies, output, self._observed.mode.like)
 
-    def _as_before(self, call: "Call", given: Given, cause: Exception) -> Any:
+    def _as_before(self, call: Call, given: Given, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes in a trace of the whole module."""
-        unit = self._tracer.patches.units[call.unit]
+        unit = self._observed.patches.units[call.unit]
         known = self._seen(call)
         if known is None:
             raise SplitError(
@@ -185,45 +189,45 @@ class FakeRun:
             ) from cause
         return self._again(call, known, given)
 
-    def _seen(self, call: "Call") -> "Call | None":
-        calls = self._tracer.seen
+    def _seen(self, call: Call) -> Call | None:
+        calls = self._observed.seen
         return next((one for one in calls if (one.unit, one.inputs) == (call.unit, call.inputs)), None)
 
-    def _like(self, call: "Call") -> "Call | None":
+    def _like(self, call: Call) -> Call | None:
         """A call in an earlier trace that does the same."""
         known = self._seen(call)
         return known if known is not None and known.closed and known.asked == call.asked else None
 
-    def _again(self, call: "Call", known: "Call", given: Given) -> Any:
+    def _again(self, call: Call, known: Call, given: Given) -> Any:
         """What an earlier call returned, with new placeholders."""
         call.flops, call.cost, call.work = known.flops, known.cost, known.work
         call.reads |= {tag for tag in known.reads if tag.kind == "state"}
         grad = torch.is_grad_enabled()
         specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known.specs]
-        return given.put_together(list(map(self._tracer.mode.make, specs)), known.structure)
+        return given.put_together(list(map(self._observed.mode.make, specs)), known.structure)
 
     def count(
-        self, call: "Call", func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+        self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Add one operation's work to a call."""
-        work = self._tracer.keeping.work_of(func, args, kwargs, result)
+        work = self._keeping.work_of(func, args, kwargs, result)
         if work.flops or work.num_bytes:
             call.work.append(work)
-            self._tracer.regions.operation(call, work)
+            self._regions.operation(call, work)
         call.flops += work.flops
         call.cost += work.cost
         left_out = left_out_by(func, args)
         if left_out is not None:
             if has_class_weights(func, args):
-                name = self._tracer.patches.units[call.unit].name
-                self._tracer.trace.weighted_inside[name] = user_line(self._tracer.root)
-            self._tracer.trace.losses_inside.add((self._tracer.patches.units[call.unit].name, left_out))
-        self._tracer.keeping.operation_in_unit(call, func, args, result)
+                name = self._observed.patches.units[call.unit].name
+                self._observed.trace.weighted_inside[name] = user_line(self._observed.root)
+            self._observed.trace.losses_inside.add((self._observed.patches.units[call.unit].name, left_out))
+        self._keeping.operation_in_unit(call, func, args, result)
 
     def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:
         """An output cut off from the unit's graph, as the next stage would get it, and its description."""
         spec = TensorSpec.of(tensor)
-        leaf = tensor.detach() if is_placeholder(tensor) else self._tracer.mode.like(tensor.detach())
+        leaf = tensor.detach() if is_placeholder(tensor) else self._observed.mode.like(tensor.detach())
         if not spec.requires_grad:
             return leaf, spec
         with torch.enable_grad():
@@ -231,7 +235,7 @@ class FakeRun:
 
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
-        return self._tracer.mode.make(TensorSpec((), (), torch.float32, self._tracer.device.type, False))
+        return self._observed.mode.make(TensorSpec((), (), torch.float32, self._observed.device.type, False))
 
 
 def _is_absent(module: nn.Module) -> bool:

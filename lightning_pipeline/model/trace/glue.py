@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     RANDOM_FUNCTIONS,
     Tag,
-    TagStore,
     TensorSpec,
     is_placeholder,
     map_tensors,
@@ -25,10 +24,8 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace.choices import is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
-from lightning_pipeline.model.trace.record import refuse
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.trace.tracer import Tracer
+from lightning_pipeline.model.trace.record import Observation, refuse
+from lightning_pipeline.model.trace.saved_activations import Keeping
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -43,8 +40,8 @@ class Glue:
         draws: Whether a function runs that is known to draw random numbers.
     """
 
-    def __init__(self, tracer: "Tracer") -> None:
-        self._tracer = tracer
+    def __init__(self, observed: Observation, keeping: Keeping) -> None:
+        self._observed, self._keeping = observed, keeping
         self.unknown_line, self.draws = "", False
         self.written_states: dict[str, Tensor] = {}
         self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
@@ -52,17 +49,15 @@ class Glue:
         self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._hooks: list[tuple[int, str]] = []
-        self._poisoned: dict[int, Tensor] = {}
         self._stand_ins: dict[int, Tensor] = {}
         self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
-        self.batch = TagStore()
 
     def close(self) -> None:
         """Put back what glue wrote into parameters and buffers."""
         with torch.no_grad():
             for tensor, value in self._restores:
                 tensor.copy_(value)
-        for held in (self._poisoned, self._stand_ins, self._poisoned_by, self.written_states):
+        for held in (self._observed.poisoned, self._stand_ins, self._poisoned_by, self.written_states):
             held.clear()
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -71,12 +66,12 @@ class Glue:
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise refuse(
                 "a collective of torch.distributed inside a step would be entered by one stage only",
-                self._tracer.root,
+                self._observed.root,
             )
-        poisoned = any(map(self.is_poisoned, operands))
+        poisoned = any(map(self._observed.is_poisoned, operands))
         empty = poisoned or any(map(is_placeholder, operands))
         faked = poisoned or any(map(self._is_foreign, operands))
-        tags = self._tracer.tags.union(operands)
+        tags = self._observed.tags.union(operands)
         written = list(written_tensors(func, args, kwargs))
         if poisoned:
             args, kwargs = self.without_poison((args, kwargs))
@@ -85,61 +80,63 @@ class Glue:
             if faked:
                 return self._scalar(func, operands)
             if empty:
-                raise weights_needed(tags, self._tracer.root)
-            self._tracer.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
-            self._tracer.trace.steered = True
+                raise weights_needed(tags, self._observed.root)
+            self._observed.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
+            self._observed.trace.steered = True
         if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
-            self._tracer.trace.draws_unseen = True
+            self._observed.trace.draws_unseen = True
         result = func(*args, **kwargs)
         results = list(operands_of((result,), {}))
-        self._note_work(self._tracer.keeping.work_of(func, args, kwargs, result))
+        self._note_work(self._keeping.work_of(func, args, kwargs, result))
         for tensor in results:
-            self._tracer.tags.add(tensor, tags)
+            self._observed.tags.add(tensor, tags)
             if empty and not any(tensor is operand for operand in operands):
-                self._tracer.made.append(weakref.ref(tensor))
+                self._observed.made.append(weakref.ref(tensor))
         for tensor in written:
             self._note_write(tensor, tags, empty)
-        self._tracer.keeping.operation_in_glue(results)
+        self._keeping.operation_in_glue(results)
         return result
 
     def _note_work(self, work: Work) -> None:
         if work.flops or work.num_bytes:
-            self._tracer.trace.between[len(self._tracer.trace.calls)].append(work)
+            self._observed.trace.between[len(self._observed.trace.calls)].append(work)
 
     def _is_foreign(self, tensor: Tensor) -> bool:
         """Whether its values are computed by units, so that some stages do not know them."""
         if not is_placeholder(tensor):
             return False
-        tags = self._tracer.tags.of(tensor)
-        return not self._tracer.weightless or not tags or any(t.kind not in ("state", "batch") for t in tags)
+        tags = self._observed.tags.of(tensor)
+        return (
+            not self._observed.weightless or not tags or any(t.kind not in ("state", "batch") for t in tags)
+        )
 
     def _note_write(self, tensor: Tensor, tags: frozenset[Tag], empty: bool) -> None:
-        tracer = self._tracer
-        for tag in tracer.shared.of(tensor):
-            unit = tracer.patches.units[tracer.trace.calls[tag.call].unit].name
+        observed = self._observed
+        for tag in observed.shared.of(tensor):
+            unit = observed.patches.units[observed.trace.calls[tag.call].unit].name
             raise refuse(
                 f"the memory of an output of unit {unit!r}, which it shares with another of its outputs or "
                 "with its input, is changed in place between units: return a copy",
-                tracer.root,
+                observed.root,
             )
-        self._tracer.trace.mutated |= {(tag.call, tag.leaf) for tag in self._tracer.handed.of(tensor)}
-        self.note_batch(tensor)
-        self._tracer.tags.add(tensor, tags)
+        self._observed.trace.mutated |= {(tag.call, tag.leaf) for tag in self._observed.handed.of(tensor)}
+        self._observed.note_batch(tensor)
+        self._observed.tags.add(tensor, tags)
         if storage_key(tensor) in self._poisoned_by:
-            self._tracer.tags.add(self._poisoned_by[storage_key(tensor)], tags)
+            self._observed.tags.add(self._poisoned_by[storage_key(tensor)], tags)
         if empty and not is_placeholder(tensor):
-            self._poisoned[storage_key(tensor)] = tensor
+            self._observed.poisoned[storage_key(tensor)] = tensor
 
     def _note_states(self, written: list[Tensor], faked: bool) -> None:
         for tensor in written:
-            name = self._tracer.states.get(storage_key(tensor))
+            name = self._observed.states.get(storage_key(tensor))
             if name is None:
                 continue
             if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
                 self._restores.append((tensor, tensor.detach().clone()))
             self._seen_states.add(name)
-            self.write_positions.setdefault(name, set()).add(len(self._tracer.trace.calls))
-            if faked or self._tracer.trace.calls:  # before any unit, every stage does the same
+            self.write_positions.setdefault(name, set()).add(len(self._observed.trace.calls))
+            if faked or self._observed.trace.calls:  # before any unit, every stage does the same
                 self.written_states.setdefault(name, tensor)
 
     @property
@@ -147,22 +144,13 @@ class Glue:
         """Every parameter, buffer and plain tensor that glue writes, before the units too."""
         return sorted(self._seen_states | self.moved)
 
-    def note_batch(self, written: Tensor) -> None:
-        """Note a write into the memory of the batch."""
-        if self.batch.of(written):
-            self._tracer.trace.writes_batch = True
-
-    def is_poisoned(self, tensor: Tensor) -> bool:
-        """Whether a placeholder was written into this real tensor."""
-        return storage_key(tensor) in self._poisoned
-
     def without_poison(self, value: Any) -> Any:
         """The same with placeholders for real tensors that a placeholder was written into."""
-        if not self._poisoned:
+        if not self._observed.poisoned:
             return value
 
         def swap(tensor: Tensor) -> Tensor:
-            if is_placeholder(tensor) or not self.is_poisoned(tensor):
+            if is_placeholder(tensor) or not self._observed.is_poisoned(tensor):
                 return tensor
             return self._stand_in(tensor)
 
@@ -174,16 +162,16 @@ class Glue:
         if base is None:
             count = tensor.untyped_storage().nbytes() // tensor.element_size()
             spec = TensorSpec((count,), (1,), tensor.dtype, tensor.device.type, False)
-            base = self._stand_ins[storage_key(tensor)] = self._tracer.mode.make(spec)
+            base = self._stand_ins[storage_key(tensor)] = self._observed.mode.make(spec)
             self._poisoned_by[storage_key(base)] = tensor
-        self._tracer.tags.add(base, self._tracer.tags.of(tensor))
+        self._observed.tags.add(base, self._observed.tags.of(tensor))
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
-        self._tracer.effects.values_read()
+        self._observed.values_read()
         if not self.unknown_line:
-            self.unknown_line = user_line(self._tracer.root)
-        self._tracer.trace.tail |= self._tracer.tags.union(operands)
+            self.unknown_line = user_line(self._observed.root)
+        self._observed.trace.tail |= self._observed.tags.union(operands)
         dtype = operands[0].dtype
         if func._schema.name != "aten::_local_scalar_dense" or dtype is torch.bool:
             return False
@@ -191,22 +179,22 @@ class Glue:
 
     def data_set(self, state: Tensor, value: Tensor) -> None:
         """A weight is given another's values: the last stage, which has these at the end, needs it too."""
-        own, given = (set(self._tracer.tags.of(tensor)) for tensor in (state, value))
+        own, given = (set(self._observed.tags.of(tensor)) for tensor in (state, value))
         if given - own:
-            self._tracer.trace.tail |= own | given
+            self._observed.trace.tail |= own | given
 
     def hook_registered(self, tensor: Tensor) -> None:
         """A gradient hook was put on a tensor between units."""
-        derived = self._tracer.tags.of(tensor)
+        derived = self._observed.tags.of(tensor)
         if any(t.kind == "value" for t in derived) and not any(
-            r() is tensor for r in self._tracer.values.values()
+            r() is tensor for r in self._observed.values.values()
         ):
-            self._hooks.append((len(self._tracer.trace.calls), user_line(self._tracer.root)))
+            self._hooks.append((len(self._observed.trace.calls), user_line(self._observed.root)))
 
     def check_hooks(self) -> None:
         """Refuse hooks on values whose gradient comes from several stages."""
         for position, line in self._hooks:
-            if position < len(self._tracer.trace.calls):
+            if position < len(self._observed.trace.calls):
                 raise SplitError(
                     f"register_hook at {line} is on a value computed between units, whose gradient may come "
                     "from several stages: put the hook on the output of a module"
@@ -216,33 +204,33 @@ class Glue:
 class GlueOperations(TorchDispatchMode):
     """Sees every operation that is not inside a unit."""
 
-    def __init__(self, tracer: "Tracer") -> None:
+    def __init__(self, observed: Observation, keeping: Keeping, glue: Glue) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._tracer = tracer
+        self._observed, self._keeping, self._glue = observed, keeping, glue
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self._tracer.inside is not None or self._tracer.keeping.is_packing:
+        if self._observed.inside is not None or self._keeping.is_packing:
             result = func(*args, **(kwargs or {}))
-            if self._tracer.runs_really:
-                self._tracer.note_made(operands_of((result,), {}))
+            if self._observed.runs_really:
+                self._observed.note_made(operands_of((result,), {}))
             return result
-        return self._tracer.glue.operation(func, args, kwargs or {})
+        return self._glue.operation(func, args, kwargs or {})
 
 
 class GlueFunctions(TorchFunctionMode):
     """Sees calls that are no operations: gradients taken inside the step, and hooks on tensors."""
 
-    def __init__(self, tracer: "Tracer") -> None:
+    def __init__(self, observed: Observation, glue: Glue) -> None:
         super().__init__()
-        self._tracer = tracer
+        self._observed, self._glue = observed, glue
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tracer = self._tracer
+        observed = self._observed
         if func == _SET_DATA and is_placeholder(args[1]) and not is_placeholder(args[0]):
             return None  # `weight.data = weight.data.to(device)` in a unit, which keeps its values here
-        if tracer.inside is None:
+        if observed.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-                values = tracer.tags.union(tensors_in((args, kwargs or {})))
+                values = observed.tags.union(tensors_in((args, kwargs or {})))
                 if any(tag.kind == "value" for tag in values):
                     raise refuse(
                         "a gradient is taken inside the step through what units return, as for a gradient "
@@ -250,24 +238,24 @@ class GlueFunctions(TorchFunctionMode):
                         "in the forward of one module, which returns what is needed, and keep it whole: "
                         "PipelineStrategy(units=['<its name>']); with create_graph=True the loss may depend "
                         "on it there, under any schedule",
-                        tracer.root,
+                        observed.root,
                     )
             elif func == _SET_DATA:
-                tracer.glue.data_set(*args)
+                self._glue.data_set(*args)
             elif func is Tensor.register_hook:
-                tracer.glue.hook_registered(args[0])
+                self._glue.hook_registered(args[0])
             elif is_tensor_read(func) and not is_placeholder(args[0]):
-                tracer.trace.steered = True
-        tracer.glue.draws = func in RANDOM_FUNCTIONS
+                observed.trace.steered = True
+        self._glue.draws = func in RANDOM_FUNCTIONS
         try:
-            if not tracer.glue.draws or tracer.inside is not None or tracer.seeds is None:
+            if not self._glue.draws or observed.inside is not None or observed.seeds is None:
                 return func(*args, **(kwargs or {}))
-            before = tracer.seeds.drawing((kwargs or {}).get("generator"))
+            before = observed.seeds.drawing((kwargs or {}).get("generator"))
             result = func(*args, **(kwargs or {}))
-            tracer.seeds.drawn(before)
+            observed.seeds.drawn(before)
             return result
         finally:
-            tracer.glue.draws = False
+            self._glue.draws = False
 
 
 def operands_of(args: Any, kwargs: Any) -> Iterator[Tensor]:

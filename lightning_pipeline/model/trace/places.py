@@ -5,6 +5,7 @@ Nothing is put in the way of the user's code: what stands there is compared by i
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
 from typing import Any, NamedTuple
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import set_version
 from lightning_pipeline.model.tensors import (
+    filled_by,
     is_placeholder,
     items_of,
     objects_below,
     refill,
     storage_key,
+    tensors_in,
 )
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
@@ -452,3 +455,40 @@ class Standing:
                 owner.write(key, MISSING)
             for key, value in kept.items():
                 value.give_back(owner.place(key))
+
+
+@dataclass(slots=True)
+class Effect:
+    """One place that the code between units changes.
+
+    Attributes:
+        place: Which.
+        positions: How many calls of units had been made before each change.
+        from_units: Whether it depends on what units return, so that the last stage alone has it.
+        deep: Whether the values of the tensor there are written, too.
+    """
+
+    place: Place
+    positions: set[int] = field(default_factory=set)
+    from_units: bool = False
+    deep: bool = False
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor is in this value, or in what it holds."""
+    return next(tensors_held(value), None) is not None
+
+
+def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
+    """Every tensor in this value, in the containers and in the plain objects of it."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if value is MISSING:
+        return
+    held = filled_by(value) if depth else None
+    if held is None:
+        yield from tensors_in(value)
+        return
+    for _, item in items_of(held):
+        yield from tensors_held(item, depth - 1)

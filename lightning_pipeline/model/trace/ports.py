@@ -22,7 +22,7 @@ from lightning_pipeline.model.tensors import (
     refill,
     unflatten,
 )
-from lightning_pipeline.model.trace.effects import holds_tensor
+from lightning_pipeline.model.trace.places import holds_tensor
 
 _PORTED = "ported"
 _CONTAINERS = (list, deque, dict)

@@ -1,37 +1,34 @@
-"""Run one micro-batch through the user's step without computing the units, and note what depends on what."""
+"""What is noted while a step is traced, and what is known of it afterwards."""
 
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeline._torch import in_a_transform
-from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
     NOTHING,
-    Generators,
-    ModuleState,
     PlaceholderMode,
     StandIns,
     Structure,
     Tag,
+    TagStore,
     TensorSpec,
-    forget_placeholders,
-    map_tensors,
-    random_state_kept,
+    storage_key,
+    tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.costs import Work
-from lightning_pipeline.model.trace.effects import Effect
 from lightning_pipeline.model.trace.patches import UnitPatches
-from lightning_pipeline.model.trace.places import Owner, Place, Standing
-from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec
+from lightning_pipeline.model.trace.places import Effect, Owner, Place
+from lightning_pipeline.model.trace.ports import PortPlace, PortSpec, Watch
+from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 
 
@@ -218,115 +215,102 @@ class Look(NamedTuple):
     seeds: Seeding | None = None
 
 
-def trace_step(
-    root: nn.Module,
-    step: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    units: Sequence[Unit],
-    patches: UnitPatches | None = None,
-    mode: PlaceholderMode | None = None,
-    sinks: Sequence[str] = ("log", "log_dict"),
-    forward_context: ContextFactory = nullcontext,
-    others: Sequence[Owner] = (),
-    seen: Sequence[Call] = (),
-    device: torch.device | None = None,
-    seeds: Seeding | None = None,
-) -> Trace:
-    """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
-
-    Nothing is left behind: the batch is cloned, and buffers, attributes, random states and caches are
-    restored.
+class Observation:
+    """What is known while a step is traced; all that look on share it.
 
     Args:
-        root: The LightningModule, with its weights or on the meta device.
+        root: The LightningModule.
         step: Name of its method.
-        args: Its arguments: the micro-batch, its index, and so on.
-        kwargs: Its keyword arguments.
-        units: The units, from `find_units`.
-        patches: The patched units where the module is split already; None patches them for this call.
-        mode: The placeholders' mode of that split.
-        sinks: Methods of `root` that take values away, such as `log`.
-        forward_context: Makes the precision's context, such as autocast.
-        others: What the step may change beside the module.
-        seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
-        device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
-        seeds: The random numbers of the micro-batch, where its way through the model is looked for; calls
-            like one of `seen` then are not traced again.
+        patches: The patched units.
+        mode: The placeholders' mode.
+        look: What else is looked at.
+        stand_ins: For weights that have no values; None where all have.
 
-    Raises:
-        SplitError: The step does something that no cut allows. The message names module and line.
+    Attributes:
+        trace: What was seen.
+        tags: What each tensor comes from.
+        handed: Of that only the units' own outputs, not what glue makes of them.
+        shared: Memory that outputs of a unit share, with each other or with its input.
+        batch: The memory of the batch.
+        inside: The call of a unit that runs.
+        runs_really: Whether that unit runs on made-up input.
+        ended_early: Whether what the rest of the step writes was not seen.
+        made: Tensors that the trace has made.
+        values: The outputs of units, by their tags.
+        states: Names of parameters, buffers and plain tensors, by their memory.
+        mirrors: Views of real tensors, by their memory; the view is held, so that no key is used again.
+        poisoned: Real tensors that a placeholder was written into, by their memory.
+        watch: Of a call with ports.
+        glue_modules: Those outside the units.
+        values_read: Told when a value of a unit is read as a number.
     """
-    patched = patches or UnitPatches(units)
-    placeholders = mode or PlaceholderMode()
-    batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
 
-    def once(porting: Porting | None = None) -> Trace:
-        if patches is None:
-            patched.install()
-        try:
-            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting)
-        finally:
-            if patches is None:
-                patched.remove()
+    def __init__(
+        self, root: nn.Module, step: str, patches: UnitPatches, mode: PlaceholderMode, look: Look,
+        stand_ins: StandIns | None = None,
+    ) -> None:  # fmt: skip
+        self.root, self.patches, self.mode = root, patches, mode
+        self.stand_ins, self.device = stand_ins, look.device
+        self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
+        self.tags, self.handed, self.shared, self.batch = TagStore(), TagStore(), TagStore(), TagStore()
+        self.inside: Call | None = None
+        self.runs_really = self.ended_early = False
+        self.made: list[weakref.ref[Tensor]] = []
+        self.values: dict[Tag, weakref.ref[Tensor]] = {}
+        self.states: dict[int, str] = {}
+        self.mirrors: dict[int, tuple[Tensor, Tensor]] = {}
+        self.poisoned: dict[int, Tensor] = {}
+        self.watch: Watch | None = None
+        self.glue_modules = self._find_glue_modules()
+        self.values_read: Callable[[], None] = lambda: None
 
-    return _with_ports(once(), once)
+    def _find_glue_modules(self) -> list[nn.Module]:
+        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
+        inner = {id(module) for one in apart for module in one.modules()}
+        return [module for module in self.root.modules() if id(module) not in inner]
 
+    @property
+    def weightless(self) -> bool:
+        """Whether values of parameters or buffers are missing while the step is traced."""
+        return self.stand_ins is not None
 
-def _traced(
-    root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
-    look: Look, forward_context: ContextFactory, porting: Porting | None,
-) -> Trace:  # fmt: skip
-    from lightning_pipeline.model.trace.tracer import Tracer
+    def in_glue(self, value: Any) -> bool:
+        """Whether a module outside the units has this very object."""
+        return any(value is own for module in self.glue_modules for own in vars(module).values())
 
-    clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    clone = with_noted_index(clone[0], index := NotedIndex.of(batch[0])), clone[1]
-    saved, outside = ModuleState(root), Standing(look.others)
-    grad_mode = torch.is_grad_enabled()
-    tracer = None
-    try:
-        stand_ins = StandIns(mode, look.device)
-        weightless = stand_ins.put_into(root)
-        tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
-        # Code that torch.compile meets under a dispatch mode it would leave uncompiled for good.
-        with random_state_kept(Generators(root.modules())), torch.compiler.set_stance("force_eager"):
-            trace = tracer.run(clone[0], clone[1], forward_context)
-    finally:
-        if tracer is not None:
-            tracer.close()
-        torch.set_grad_enabled(grad_mode)
-        kept = tracer.effects.iterators_taken() if tracer is not None else []
-        saved.restore()
-        outside.restore()
-        for place, replayed in kept:
-            place.put(replayed)
-    trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
-    trace.steered_by_index = index is not None and bool(index.noted)
-    made = tracer.made
-    del tracer, clone
-    forget_placeholders(made)
-    return trace
+    def note_made(self, results: Iterable[Tensor]) -> None:
+        """A unit that runs on made-up input has computed these; what stays of them is an effect."""
+        assert self.inside is not None, "a unit runs"
+        for tensor in results:
+            if not self.tags.of(tensor):
+                self.tags.add(tensor, frozenset({Tag("effect", self.inside.index)}))
 
+    def origin(self, tensor: Tensor) -> Tensor:
+        """The real tensor that a placeholder is a view of, or the tensor itself."""
+        return self.mirrors.get(storage_key(tensor), (tensor, tensor))[1]
 
-def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:
-    """Trace once more, with ports, where units change something beside their output that is read.
+    def is_state(self, tensor: Tensor) -> bool:
+        """Whether this is a parameter or buffer of the module, or a view of one."""
+        key = storage_key(tensor)
+        return key in self.states or (
+            key in self.mirrors and storage_key(self.mirrors[key][1]) in self.states
+        )
 
-    Hooks inside units are left where they are unless attributes and containers do not explain it all.
-    """
-    leaking = trace.leaking_units()
-    best = trace
-    for hooks in (False, True):
-        if not best.leaking_units():
-            break
-        try:
-            other = again(Porting(leaking, frozenset(trace.side_writes), hooks))
-        except SplitError:
-            continue  # what is refused with ports works without, on one stage
-        if len(other.leaking_units()) < len(best.leaking_units()):
-            best = other
-    return best
+    def tail_read(self, value: Any) -> None:
+        """Something that leaves the step (a loss, a logged value) depends on this."""
+        self.trace.tail |= self.tags.union(tensors_in(value))
+        self.trace.tail |= {
+            tag for tensor in tensors_in(value) if self.is_poisoned(tensor) for tag in self.tags.of(tensor)
+        }
+
+    def note_batch(self, written: Tensor) -> None:
+        """Note a write into the memory of the batch."""
+        if self.batch.of(written):
+            self.trace.writes_batch = True
+
+    def is_poisoned(self, tensor: Tensor) -> bool:
+        """Whether a placeholder was written into this real tensor."""
+        return storage_key(tensor) in self.poisoned
 
 
 def step_function(root: nn.Module, step: str) -> Callable[..., Any]:
@@ -346,3 +330,28 @@ def refuse(reason: str, root: nn.Module) -> SplitError:
 def in_function_transform() -> bool:
     """Whether we are inside `torch.func.vmap`, `grad` and the like."""
     return in_a_transform()
+
+
+def untraced(root: nn.Module, step: str, units: Sequence[Unit]) -> Trace:
+    """A trace to choose a cut from, for a step that every rank runs whole.
+
+    Its units cost as much as they have parameters, and are called in the order of the module tree. What is in
+    none of them is needed on every stage.
+
+    Args:
+        root: The LightningModule.
+        step: Its name.
+        units: From `find_units`.
+    """
+    trace = Trace(root, step, list(units), is_made_up=True)
+    for number, unit in enumerate(units):
+        trace.calls.append(Call(number, number, 0, cost=float(unit.num_parameters)))
+    holders = {id(module): number for number, unit in enumerate(units) for module in unit.module.modules()}
+    for prefix, module in root.named_modules(remove_duplicate=False):
+        for name in (*module._parameters, *module._buffers):
+            full = f"{prefix}.{name}" if prefix else name
+            if id(module) in holders:
+                trace.state_units[full] = holders[id(module)]
+            else:
+                trace.everywhere.add(full)
+    return trace

@@ -2,36 +2,46 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import (
+    Generators,
     Given,
+    ModuleState,
     PlaceholderMode,
     StandIns,
     Tag,
-    TagStore,
     describe,
+    forget_placeholders,
     is_placeholder,
+    map_tensors,
+    random_state_kept,
     selective_checkpoints,
     storage_key,
     tensors_in,
     written_tensors,
 )
 from lightning_pipeline.model.trace.checkpointing import Regions, reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
 from lightning_pipeline.model.trace.patches import UnitPatches
+from lightning_pipeline.model.trace.places import Owner, Standing
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch, candidates, transient
 from lightning_pipeline.model.trace.record import (
     Call,
     ContextFactory,
     Look,
+    Observation,
+    Seeding,
     Trace,
     in_function_transform,
     refuse,
@@ -39,6 +49,7 @@ from lightning_pipeline.model.trace.record import (
 )
 from lightning_pipeline.model.trace.saved_activations import Keeping
 from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.units import Unit
 
 
 class Tracer:
@@ -54,45 +65,23 @@ class Tracer:
         stand_ins: StandIns | None = None,
         porting: Porting | None = None,
     ) -> None:
-        self.root, self.patches, self.mode = root, patches, mode
-        self.stand_ins, self.device = stand_ins, look.device
-        self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
+        self.observed = observed = Observation(root, step, patches, mode, look, stand_ins)
+        self.root, self.patches, self.trace, self.tags = root, patches, observed.trace, observed.tags
         self._porting, self._modules = porting, list(root.modules())
-        self.watch: Watch | None = None  # of a call with ports
         self._filled: dict[PortPlace, list[Any]] = {}  # containers that units fill, and what was in them
-        self.tags = TagStore()
-        self.handed = TagStore()  # only the units' own outputs, not what glue makes of them
-        self.shared = TagStore()  # memory that outputs of a unit share, with each other or with its input
-        self.inside: Call | None = None
-        self.runs_really = False  # the unit inside which we are, on made-up input
-        self.ended_early = False  # so that what the rest of the step writes was not seen
-        self.made: list[weakref.ref[Tensor]] = []
         self._counts = [0] * len(patches.units)
         self._depth = 0  # of operations inside operations
-        self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self._regions: dict[int, tuple[Any, list[int]]] = {}
-        self._mirrors: dict[int, tuple[Tensor, Tensor]] = {}  # the key's tensor is held, so no key is reused
-        self.states: dict[int, str] = {}
-        self._glue_modules = self._find_glue_modules()
-        self.effects = EffectsSeen(self, look.others)
         self._sinks = look.sinks
-        self.glue = Glue(self)
-        self.keeping = Keeping(self)
         self.regions = Regions()
-        self._fake = FakeRun(self)
+        self.keeping = Keeping(observed, self.regions)
+        self.glue = Glue(observed, self.keeping)
+        self.effects = EffectsSeen(observed, self.glue, look.others)
+        observed.values_read = self.effects.values_read
+        self._fake = FakeRun(observed, self.glue, self.keeping, self.regions)
         self._name_states()
 
-    @property
-    def weightless(self) -> bool:
-        """Whether values of parameters or buffers are missing while the step is traced."""
-        return self.stand_ins is not None
-
     # ---- set-up
-
-    def _find_glue_modules(self) -> list[nn.Module]:
-        apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]
-        inner = {id(module) for one in apart for module in one.modules()}
-        return [module for module in self.root.modules() if id(module) not in inner]
 
     def _name_states(self) -> None:
         holders = {id(m): n for n, unit in enumerate(self.patches.units) for m in unit.module.modules()}
@@ -102,33 +91,38 @@ class Tracer:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 if tensor.untyped_storage().nbytes() or tensor.is_meta or is_placeholder(tensor):
-                    self.states.setdefault(storage_key(tensor), full)
-                    self.tags.add(tensor, frozenset({Tag("state", name=self.states[storage_key(tensor)])}))
+                    self.observed.states.setdefault(storage_key(tensor), full)
+                    self.tags.add(
+                        tensor, frozenset({Tag("state", name=self.observed.states[storage_key(tensor)])})
+                    )
                 if id(module) in holders:
                     self.trace.state_units.setdefault(full, holders[id(module)])
 
     def close(self) -> None:
         """Take every observer away, whatever happened."""
         self.effects.close()
-        self.mode.watcher = None
+        self.observed.mode.watcher = None
         self.patches.runner = None
         self.glue.close()
-        self._mirrors.clear()
+        self.observed.mirrors.clear()
 
     # ---- the run
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any], forward_context: ContextFactory) -> Trace:
         """Call the step and return what was seen."""
+        observed = self.observed
         function = step_function(self.root, self.trace.step)
         for tensor in tensors_in((args, kwargs)):
-            self.glue.batch.add(tensor, frozenset({Tag("batch")}))
-        with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self.reentrant:
-            stack.enter_context(stub_sinks(self.root, self._sinks, self.tail_read))
-            stack.enter_context(stub_metrics(metrics_of(self.root), self.tail_read, self._fake.scalar))
-            self.patches.runner, self.mode.watcher = self, self
+            observed.batch.add(tensor, frozenset({Tag("batch")}))
+        with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self._fake.reentrant:
+            stack.enter_context(stub_sinks(self.root, self._sinks, self.observed.tail_read))
+            stack.enter_context(
+                stub_metrics(metrics_of(self.root), self.observed.tail_read, self._fake.scalar)
+            )
+            self.patches.runner, observed.mode.watcher = self, self
             stack.enter_context(forward_context())
-            stack.enter_context(GlueFunctions(self))
-            stack.enter_context(GlueOperations(self))
+            stack.enter_context(GlueFunctions(observed, self.glue))
+            stack.enter_context(GlueOperations(observed, self.keeping, self.glue))
             stack.enter_context(self.keeping.in_glue())
             stack.enter_context(self.regions.watched(self.keeping.dropped))
             stack.enter_context(selective_checkpoints(self.keeping.kept_by_policy))
@@ -151,7 +145,7 @@ class Tracer:
         except Exception as error:
             self._end_early(error)
         else:
-            self.tail_read(result)
+            self.observed.tail_read(result)
             self.trace.returned = list(result) if isinstance(result, dict) else []
             self.trace.result |= self.tags.union(tensors_in(result)) | self.keeping.take_waiting()
             if self.glue.unknown_line:
@@ -166,18 +160,23 @@ class Tracer:
                 f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
             ) from error
         self.effects.values_read()
-        self.trace.ended_early = self.ended_early = True
+        self.trace.ended_early = self.observed.ended_early = True
         self._everything_alive()
 
     def _everything_alive(self) -> None:
-        self.trace.tail.update(tag for tag, value in self.values.items() if value() is not None)
+        self.trace.tail.update(tag for tag, value in self.observed.values.items() if value() is not None)
         self.trace.result |= self.trace.tail
 
     # ---- calls of units
 
+    @property
+    def inside(self) -> Call | None:
+        """The call of a unit that runs."""
+        return self.observed.inside
+
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a unit: run it in fake-tensor mode and hand out its outputs as fresh values."""
-        if self.inside is not None:  # a unit that is called by another is part of that
+        if self.observed.inside is not None:  # a unit that is called by another is part of that
             return self.patches.originals[unit](*args, **kwargs)
         self._before_call(unit)
         self.effects.look()
@@ -190,28 +189,28 @@ class Tracer:
         inputs = list(tensors_in((args, kwargs)))
         call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
         call.asked, arguments = describe((args, kwargs), []), set(call.reads)
-        self.watch = self._watch(unit, given)
-        with self.watch or nullcontext():
+        self.observed.watch = self._watch(unit, given)
+        with self.observed.watch or nullcontext():
             output = self._fake.run(call, args, kwargs, given)
         call.closed = all(tag in arguments or tag.kind == "state" for tag in call.reads)
-        if self.watch is None:
+        if self.observed.watch is None:
             self.effects.look_at_unit(unit)
             tensors, call.structure = given.take_apart(output)
         else:
-            self.trace.ports[unit, call.nth] = self.watch.narrow()
-            self._filled = self.watch.held_before() | self._filled
-            tensors, call.structure = self.watch.take_apart(output)
+            self.trace.ports[unit, call.nth] = self.observed.watch.narrow()
+            self._filled = self.observed.watch.held_before() | self._filled
+            tensors, call.structure = self.observed.watch.take_apart(output)
         values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
         self._note_shared(call, inputs, tensors, values)
-        if self.watch is None:
+        if self.observed.watch is None:
             return given.put_together(values, call.structure)
-        return self._through_ports(call, self.watch, values)
+        return self._through_ports(call, self.observed.watch, values)
 
     def _watch(self, unit: int, given: Given) -> Watch | None:
         if self._porting is None or unit not in self._porting.units:
             return None
         module = self.patches.units[unit].module
-        ways = candidates(self._modules, module, self._glue_modules, self._porting.places)
+        ways = candidates(self._modules, module, self.observed.glue_modules, self._porting.places)
         return Watch(self._modules, module, PortSpec(ways, self._porting.hooks), given)
 
     def _through_ports(self, call: Call, watch: Watch, values: list[Tensor]) -> Any:
@@ -239,7 +238,8 @@ class Tracer:
             )
         if in_function_transform():
             raise refuse(
-                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split", self.root
+                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split",
+                self.root,
             )
 
     def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
@@ -248,10 +248,10 @@ class Tracer:
         tag = Tag("value", call.index, leaf)
         outer = frozenset(t for t in self.tags.of(handed) if t != Tag("effect", call.index))
         self.tags.replace(handed, outer | {tag})
-        self.handed.add(handed, frozenset({tag}))
-        self.values[tag] = weakref.ref(handed)
+        self.observed.handed.add(handed, frozenset({tag}))
+        self.observed.values[tag] = weakref.ref(handed)
         self.trace.handed[call.index, leaf] = self.keeping.number_of(handed)
-        self.made.append(weakref.ref(handed))
+        self.observed.made.append(weakref.ref(handed))
         return handed
 
     def _note_shared(self, call: Call, inputs: list[Tensor], raw: list[Tensor], values: list[Tensor]) -> None:
@@ -259,14 +259,10 @@ class Tracer:
         tag = frozenset({Tag("value", call.index)})
         for tensor, key in zip((*inputs, *values), keys, strict=True):
             if keys.count(key) > 1 and key in keys[len(inputs) :]:
-                self.shared.add(tensor, tag)
+                self.observed.shared.add(tensor, tag)
 
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)
-
-    def in_glue(self, value: Any) -> bool:
-        """Whether a module outside the units has this very object."""
-        return any(value is own for module in self._glue_modules for own in vars(module).values())
 
     # ---- operations inside units
 
@@ -274,7 +270,7 @@ class Tracer:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """See every operation on a placeholder; inside a unit, note what it reads from elsewhere."""
-        call = self.inside
+        call = self.observed.inside
         if call is None:
             return run()
         own = frozenset({Tag("effect", call.index)})
@@ -286,8 +282,8 @@ class Tracer:
         finally:
             self._depth -= 1
         for tensor in written_tensors(func, args, kwargs):
-            origin = self.origin(tensor)
-            self.glue.note_batch(origin)
+            origin = self.observed.origin(tensor)
+            self.observed.note_batch(origin)
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
@@ -299,51 +295,25 @@ class Tracer:
     def _note_results(
         self, func: Any, operands: list[Tensor], results: list[Tensor], own: frozenset[Tag]
     ) -> None:
-        self.made.extend(weakref.ref(t) for t in results if not any(t is operand for operand in operands))
+        self.observed.made.extend(
+            weakref.ref(t) for t in results if not any(t is operand for operand in operands)
+        )
         if any(returned.alias_info is not None for returned in func._schema.returns):
             for tensor in results:  # the view of a real tensor has a stand-in for its memory
                 if operands and not is_placeholder(operands[0]):
-                    self._mirrors.setdefault(storage_key(tensor), (tensor, operands[0]))
+                    self.observed.mirrors.setdefault(storage_key(tensor), (tensor, operands[0]))
             return
         for tensor in results:
             if not self.tags.of(tensor):
                 self.tags.add(tensor, own)
 
-    def note_made(self, results: Iterable[Tensor]) -> None:
-        """A unit that runs on made-up input has computed these; what stays of them is an effect."""
-        assert self.inside is not None, "a unit runs"
-        for tensor in results:
-            if not self.tags.of(tensor):
-                self.tags.add(tensor, frozenset({Tag("effect", self.inside.index)}))
-
-    def origin(self, tensor: Tensor) -> Tensor:
-        """The real tensor that a placeholder is a view of, or the tensor itself."""
-        return self._mirrors.get(storage_key(tensor), (tensor, tensor))[1]
-
-    def is_state(self, tensor: Tensor) -> bool:
-        """Whether this is a parameter or buffer of the module, or a view of one."""
-        key = storage_key(tensor)
-        return key in self.states or (
-            key in self._mirrors and storage_key(self._mirrors[key][1]) in self.states
-        )
-
     def _is_outside(self, tensor: Tensor, call: Call) -> bool:
-        name = self.states.get(storage_key(tensor))
+        name = self.observed.states.get(storage_key(tensor))
         if name is not None:
             return self.trace.state_units.get(name) != call.unit
         return Tag("effect", call.index) not in self.tags.of(tensor)
 
     # ---- reads at the end, attributes, hooks, checkpoint segments
-
-    def tail_read(self, value: Any) -> None:
-        """Something that leaves the step (a loss, a logged value) depends on this."""
-        self.trace.tail |= self.tags.union(tensors_in(value))
-        self.trace.tail |= {
-            tag
-            for tensor in tensors_in(value)
-            if self.glue.is_poisoned(tensor)
-            for tag in self.tags.of(tensor)
-        }
 
     def _check_written_states(self) -> None:
         self.trace.written_states = self.glue.all_written
@@ -373,6 +343,115 @@ class Tracer:
                     (frozenset(members), "they are in one segment of activation checkpointing")
                 )
         self._regions.clear()
+
+
+def trace_step(
+    root: nn.Module,
+    step: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    units: Sequence[Unit],
+    patches: UnitPatches | None = None,
+    mode: PlaceholderMode | None = None,
+    sinks: Sequence[str] = ("log", "log_dict"),
+    forward_context: ContextFactory = nullcontext,
+    others: Sequence[Owner] = (),
+    seen: Sequence[Call] = (),
+    device: torch.device | None = None,
+    seeds: Seeding | None = None,
+) -> Trace:
+    """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
+
+    Nothing is left behind: the batch is cloned, and buffers, attributes, random states and caches are
+    restored.
+
+    Args:
+        root: The LightningModule, with its weights or on the meta device.
+        step: Name of its method.
+        args: Its arguments: the micro-batch, its index, and so on.
+        kwargs: Its keyword arguments.
+        units: The units, from `find_units`.
+        patches: The patched units where the module is split already; None patches them for this call.
+        mode: The placeholders' mode of that split.
+        sinks: Methods of `root` that take values away, such as `log`.
+        forward_context: Makes the precision's context, such as autocast.
+        others: What the step may change beside the module.
+        seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
+        device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
+        seeds: The random numbers of the micro-batch, where its way through the model is looked for; calls
+            like one of `seen` then are not traced again.
+
+    Raises:
+        SplitError: The step does something that no cut allows. The message names module and line.
+    """
+    patched = patches or UnitPatches(units)
+    placeholders = mode or PlaceholderMode()
+    batch = tuple(args), dict(kwargs or {})
+    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
+
+    def once(porting: Porting | None = None) -> Trace:
+        if patches is None:
+            patched.install()
+        try:
+            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting)
+        finally:
+            if patches is None:
+                patched.remove()
+
+    return _with_ports(once(), once)
+
+
+def _traced(
+    root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
+    look: Look, forward_context: ContextFactory, porting: Porting | None,
+) -> Trace:  # fmt: skip
+    clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
+    clone = with_noted_index(clone[0], index := NotedIndex.of(batch[0])), clone[1]
+    saved, outside = ModuleState(root), Standing(look.others)
+    grad_mode = torch.is_grad_enabled()
+    tracer = None
+    try:
+        stand_ins = StandIns(mode, look.device)
+        weightless = stand_ins.put_into(root)
+        tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
+        # Code that torch.compile meets under a dispatch mode it would leave uncompiled for good.
+        with random_state_kept(Generators(root.modules())), torch.compiler.set_stance("force_eager"):
+            trace = tracer.run(clone[0], clone[1], forward_context)
+    finally:
+        if tracer is not None:
+            tracer.close()
+        torch.set_grad_enabled(grad_mode)
+        kept = tracer.effects.iterators_taken() if tracer is not None else []
+        saved.restore()
+        outside.restore()
+        for place, replayed in kept:
+            place.put(replayed)
+    trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
+    trace.steered_by_index = index is not None and bool(index.noted)
+    made = tracer.observed.made
+    del tracer, clone
+    forget_placeholders(made)
+    return trace
+
+
+def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:
+    """Trace once more, with ports, where units change something beside their output that is read.
+
+    Hooks inside units are left where they are unless attributes and containers do not explain it all.
+    """
+    leaking = trace.leaking_units()
+    best = trace
+    for hooks in (False, True):
+        if not best.leaking_units():
+            break
+        try:
+            other = again(Porting(leaking, frozenset(trace.side_writes), hooks))
+        except SplitError:
+            continue  # what is refused with ports works without, on one stage
+        if len(other.leaking_units()) < len(best.leaking_units()):
+            best = other
+    return best
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_pipeline.errors import ScheduleError
 from lightning_pipeline.measure.advice import Situation, advise
 from lightning_pipeline.model.cut.partitioning import Partition, partition
-from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.schedules import Auto, GPipe, OneFOneB, Plan, Schedule, get_schedule
 from tests.unit.split.pipe import Module

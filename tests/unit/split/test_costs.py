@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.pipe import Module
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.trace.record import Trace, trace_step
+from lightning_pipeline.model.trace import Trace, trace_step
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.models import module_and_batch
 from tests.unit.split.pipe import Module

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from lightning_pipeline.model.cut.graph import atoms_of
-from lightning_pipeline.model.trace.record import trace_step
+from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.nets import Block, Net, assert_works, batch_of, seeded
 from tests.unit.split.pipe import Module, alone, piped
