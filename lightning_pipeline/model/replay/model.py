@@ -150,7 +150,8 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self._finder = RouteFinder(
             root, cut, next(iter(self._programs.values())), self._residence.needed,
-            traced=self._traced, apart=self._apart_in_silence, forget=self._left_behind.forget,
+            traced=self._traced, apart=self._apart_in_silence, in_silence=self._in_silence,
+            forget=self._left_behind.forget,
         )  # fmt: skip
         self._seen_again: set[str] = set()
         self.signatures: list[Hashable] = []
@@ -389,9 +390,8 @@ class SplitModel(OutsideSteps):
         """
         assert self._step is not None, "a batch has begun"
         step, program = self._step, self._programs[self.num_stages - 1]
-        route, seeds = step.ways.base, partial(step.seeds.microbatch, number)
-        if step.ways.varies:
-            route = self._finder.find(step.ways, batch, seeds)
+        seeds = partial(step.seeds.microbatch, number)
+        (route,) = self._finder.routes(step.ways, [batch], lambda _: seeds())
         with self._apart(step.name) as outside:
             outputs = self._finder.outputs(self._context_of(step.name), route, batch, seeds)
             outside.check()
@@ -416,10 +416,15 @@ class SplitModel(OutsideSteps):
     def _apart_in_silence(self, step: str) -> Iterator[None]:
         standing = Standing(self._others())
         try:
-            with self._guards.lifted(), self._apart(step), self.set_aside(), self.told.silent_metrics():
+            with self._guards.lifted(), self._apart(step), self._in_silence():
                 yield
         finally:
             standing.restore()
+
+    @contextmanager
+    def _in_silence(self) -> Iterator[None]:
+        with self.set_aside(), self.told.silent_metrics():
+            yield
 
     def _context_of(self, step: str) -> tuple[Hashable, ...]:
         return step, torch.is_grad_enabled(), result_dtypes(), self.root.training

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import numpy
+import torch
+from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
@@ -18,7 +20,7 @@ from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, go
 from lightning_pipeline.model.replay.replay import Replay, StageDone
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import Generators, Structure, TensorSpec, random_state_kept
+from lightning_pipeline.model.tensors import Generators, Structure, TensorSpec, host_draws, random_state_kept
 from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
 
 if TYPE_CHECKING:
@@ -27,6 +29,18 @@ if TYPE_CHECKING:
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
 _MOST_DECIDED = 1024
+_NUMBERS = (bool, int, float, complex)
+_GIVEN_TO_PYTHON = (*_NUMBERS, list, numpy.ndarray)
+_FORM = (
+    "size dim ndimension numel nelement stride storage_offset element_size __len__ __hash__ get_device "
+    "data_ptr is_floating_point is_complex is_signed is_contiguous is_conj is_neg is_inference "
+    "is_same_size is_shared is_pinned is_set_to is_tensor is_coalesced sparse_dim dense_dim has_names "
+    "is_distributed can_cast"
+)
+_OF_FORM = frozenset(
+    getattr(owner, name) for owner in (Tensor, torch) for name in _FORM.split() if hasattr(owner, name)
+)
+"""Functions that tell of a tensor what follows from its form, and not from its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +88,7 @@ class StepRoutes:
         self.known = {base.trace.path: base}
         self.ports: dict[tuple[int, int], PortSpec] = {}
         self.decided: dict[Hashable, Route] = {}
+        self.by_reads: dict[Hashable, Route | None] = {}
         self._modules = modules
         self.start = Node(base)
         self.add(base)
@@ -111,11 +126,11 @@ class StepRoutes:
         return bool(new)
 
     def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
-        """What the way depends on where no number is read between units; None: it has to be looked for."""
+        """What the way depends on, beside the numbers that code between units reads from tensors."""
         trace = self.base.trace
-        if trace.steered:
-            return None
         index = microbatch[0][1] if trace.steered_by_index else None
+        if trace.steered:
+            return plain_leaves(*microbatch), state, index, signature_of(*microbatch)
         return plain_leaves(*microbatch), state, index
 
     def state(self, root: nn.Module) -> Hashable:
@@ -138,6 +153,7 @@ class RouteFinder:
         needed: The stages that hold each parameter and buffer.
         traced: Traces a step with a micro-batch and its random numbers; calls of these traces are known.
         apart: Inside, a run of a step leaves nothing behind.
+        in_silence: Inside, a run of a step logs nothing.
         forget: Told of a step that leaves more behind than was seen.
     """
 
@@ -146,10 +162,11 @@ class RouteFinder:
         needed: Mapping[str, Sequence[int]], *,
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
         apart: Callable[[str], AbstractContextManager[None]],
+        in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
     ) -> None:  # fmt: skip
         self._root, self._cut, self._program, self._needed = root, cut, program, needed
-        self._traced, self._apart, self._forget = traced, apart, forget
+        self._traced, self._apart, self._in_silence, self._forget = traced, apart, in_silence, forget
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
         units = [unit.module for unit in cut.trace.units]
@@ -181,37 +198,76 @@ class RouteFinder:
             microbatches: Arguments of each.
             seeds: Sets the random numbers of a micro-batch.
         """
-        state = None if routes.base.trace.steered else routes.state(self._root)
-        found = []
-        for number, microbatch in enumerate(microbatches):
-            key = routes.key(microbatch, state)
-            route = None if key is None else routes.decided.get(key)
-            if route is None:
-                route = self.find(routes, microbatch, partial(seeds, number))
-                if len(routes.decided) > _MOST_DECIDED:
-                    routes.decided.clear()
-                if key is not None:
-                    routes.decided[key] = route
-            found.append(route)
-        return found
+        state, find = routes.state(self._root), self._by_reads if routes.base.trace.steered else self._by_key
+        return [
+            find(routes, routes.key(microbatch, state), microbatch, partial(seeds, number))
+            for number, microbatch in enumerate(microbatches)
+        ]
 
-    def find(self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds]) -> Route:
+    def _by_key(
+        self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+    ) -> Route:  # fmt: skip
+        """The way of one micro-batch of a step where no number is read between units."""
+        route = routes.decided.get(key)
+        if route is None:
+            route = self._find(routes, microbatch, seeds, Reads())
+            if len(routes.decided) > _MOST_DECIDED:
+                routes.decided.clear()
+            routes.decided[key] = route
+        return route
+
+    def _by_reads(
+        self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+    ) -> Route:  # fmt: skip
+        """The way of one micro-batch of a step where numbers are read between units.
+
+        The step is run up to the last number that is read. Where they are those of a micro-batch before
+        and nothing was left behind up to there, the way is known, and there is nothing to put back.
+        """
+        if (key, ()) in routes.by_reads:
+            known: Reads = Reads(routes.by_reads, key)
+            with self._numbers_kept(), self._in_silence():
+                self._program.walk(microbatch, seeds, routes, known)
+            if known.leads_to is not None:
+                return known.leads_to
+        reads: Reads = Reads()
+        route = self._find(routes, microbatch, seeds, reads)
+        if len(routes.by_reads) > _MOST_DECIDED:
+            routes.by_reads.clear()
+        if reads.tell_all and not _changes_before(route.trace, reads.calls):
+            for number in range(len(reads.values)):
+                routes.by_reads.setdefault((key, tuple(reads.values[:number])))
+            routes.by_reads[key, tuple(reads.values)] = route
+        return route
+
+    def _find(
+        self,
+        routes: StepRoutes,
+        microbatch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+        reads: "Reads",
+    ) -> Route:
         """The way of one micro-batch.
 
         Args:
             routes: Of the step.
             microbatch: Its arguments.
             seeds: Sets its random numbers.
+            reads: Takes the numbers that are read.
         """
         step = routes.base.trace.step
         with self._numbers_kept():
             try:
                 with self._apart(step):
-                    route = self._program.walk(microbatch, seeds, routes)
+                    route = self._program.walk(microbatch, seeds, routes, reads)
             except CannotRepeatError:
+                reads.tell_all = False
                 return routes.base
             if route is not None:
                 return route
+            reads.tell_all = False  # the run ended where the way is new
             trace = self._traced(step, microbatch, seeds(), routes.calls)
         known = routes.known.get(trace.path)
         if known is None:
@@ -270,6 +326,77 @@ class RouteFinder:
             )
 
 
+def _changes_before(trace: Trace, calls: int) -> bool:
+    """Whether the step changes anything before it has called more than so many units."""
+    return any(position <= calls for effect in trace.effects for position in effect.positions or {0})
+
+
+def _is_getter(func: Any) -> bool:
+    """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
+    return getattr(func, "__name__", "") == "__get__"
+
+
+class Reads:
+    """The numbers that a step reads from tensors between units, up to where they are known to end.
+
+    Args:
+        known: The way by what was read, with None for what is read on the way to the last number.
+        key: The first part of its keys.
+
+    Attributes:
+        values: What was read.
+        calls: How many units had been called at the last read.
+        tell_all: Whether nothing else was read, such as an array or a random number of Python.
+        leads_to: The way that the numbers lead to.
+    """
+
+    def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
+        self._known, self._key = known, key
+        self.values: list[Any] = []
+        self.calls = 0
+        self.tell_all = True
+        self.leads_to: Route | None = None
+
+    def begin(self) -> None:
+        """The step begins.
+
+        Raises:
+            StageDone: No number is read on the way that is known.
+        """
+        self._look_up()
+
+    @property
+    def collects(self) -> bool:
+        """Whether all that is read is wanted, as no way is known by it."""
+        return self._known is None
+
+    def note(self, func: Any, result: Any, calls: int) -> None:
+        """A function of tensors was called between units.
+
+        Args:
+            func: The function.
+            result: What it gave.
+            calls: How many units have been called.
+
+        Raises:
+            StageDone: The way is known, or cannot be told so.
+        """
+        if not isinstance(result, _GIVEN_TO_PYTHON) or func in _OF_FORM or _is_getter(func):
+            return
+        self.tell_all &= isinstance(result, _NUMBERS)
+        self.values.append(result)
+        self.calls = calls
+        self._look_up()
+
+    def _look_up(self) -> None:
+        if self._known is None:
+            return
+        found = (self._key, tuple(self.values))
+        self.leads_to = self._known.get(found)
+        if self.leads_to is not None or found not in self._known:
+            raise StageDone
+
+
 class _NewWay(BaseException):
     """No known way goes on like this."""
 
@@ -282,19 +409,23 @@ class Walk(Replay):
         seeds: Of the random draws.
         routes: The ways that are known.
         fit: The shape of a value in this micro-batch, from that in a trace.
+        reads: Takes the numbers that code between units reads.
     """
 
     def __init__(
         self, program: "StageProgram", seeds: MicrobatchSeeds, routes: StepRoutes,
-        fit: Callable[[Route, TensorSpec], TensorSpec],
+        fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
     ) -> None:  # fmt: skip
         super().__init__(program, 0, None, seeds)
         self.is_last = False  # so that nothing is logged
-        self._node, self._depth, self._fit = routes.start, 0, fit
+        self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
+        self.follow = self._note
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
+        stood = self._host_draws()
         try:
+            self._reads.begin()
             with self.functions, self._poison:
                 function(*args, **kwargs)
         except StageDone:
@@ -302,8 +433,18 @@ class Walk(Replay):
         except _NewWay:
             return None
         except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
+            self._reads.tell_all = False
             return self._node.ends or self._node.through
+        self._reads.tell_all &= self._host_draws() == stood
         return self._node.ends
+
+    def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+        result = run(func, args, kwargs)
+        self._reads.note(func, result, self._depth)
+        return result
+
+    def _host_draws(self) -> str:
+        return host_draws(Generators(self._program.root.modules())) if self._reads.collects else ""
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         nth = self._counts[unit]

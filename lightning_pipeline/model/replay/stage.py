@@ -18,7 +18,7 @@ from lightning_pipeline.model.replay.draws import Draws
 from lightning_pipeline.model.replay.recomputation import Recomputation
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
-from lightning_pipeline.model.replay.routes import Route, StepRoutes, Walk, fitted, sizes_between
+from lightning_pipeline.model.replay.routes import Reads, Route, StepRoutes, Walk, fitted, sizes_between
 from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import AsOne, StepState
@@ -236,7 +236,11 @@ class StageProgram:
             run.close()
 
     def walk(
-        self, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], routes: StepRoutes
+        self,
+        batch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+        routes: StepRoutes,
+        reads: Reads,
     ) -> Route | None:
         """Find out which units the step calls for a micro-batch. See `Walk`."""
         step, now = self.current_step(), signature_of(*batch)
@@ -249,7 +253,7 @@ class StageProgram:
 
         self._take(routes.base)
         self.ports = routes.ports
-        run = Walk(self, seeds(), routes, fit)
+        run = Walk(self, seeds(), routes, fit, reads)
         self._patches.runner, self.mode.watcher = run, run
         try:
             with step.context(), reentrant_checkpoint_replaced(lambda: run.inside):

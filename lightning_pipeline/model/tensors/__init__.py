@@ -10,7 +10,7 @@ from lightning_pipeline.model.tensors.containers import (
     objects_below,
     refill,
 )
-from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators
+from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators, host_draws
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.placeholder import (
     PlaceholderMode,
@@ -75,6 +75,7 @@ __all__ = [
     "filled_by",
     "flatten",
     "forget_placeholders",
+    "host_draws",
     "is_placeholder",
     "items_of",
     "map_tensors",

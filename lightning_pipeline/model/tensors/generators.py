@@ -69,6 +69,12 @@ class Generators:
         return [generator for generator in self._all if isinstance(generator, torch.Generator)]
 
 
+def host_draws(generators: Generators) -> str:
+    """Where numpy's and Python's generators stand in their blocks, and those of a module but for torch's."""
+    host: Any = numpy.random.get_state(legacy=False)
+    return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
+
+
 def _state(generator: Any) -> Any:
     if isinstance(generator, torch.Generator):
         return generator.get_state()

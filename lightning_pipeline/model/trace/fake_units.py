@@ -1,12 +1,10 @@
 """Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
 
 import logging
-import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,6 +19,7 @@ from lightning_pipeline.model.tensors import (
     PlaceholderMode,
     TensorSpec,
     alias,
+    host_draws,
     is_placeholder,
     map_tensors,
     random_state_kept,
@@ -42,12 +41,12 @@ class FakeRun:
     def __init__(self, observed: Observation, glue: Glue, keeping: Keeping, regions: Regions) -> None:
         self._observed, self._glue, self._keeping, self._regions = observed, glue, keeping, regions
         self._generators = Generators(observed.root.modules())
-        self._stands = _host_draws(self._generators)  # after the unit that was called last
+        self._stands = host_draws(self._generators)  # after the unit that was called last
         self.reentrant: ReentrantRegions | None = None  # between units
 
     def glue_draws(self) -> None:
         """Whether code between units has drawn from numpy or Python since, which may choose what it calls."""
-        self._observed.trace.steered |= self._stands != _host_draws(self._generators)
+        self._observed.trace.steered |= self._stands != host_draws(self._generators)
 
     def run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
         """The output of a unit with no values in it; what it costs is noted on `call`.
@@ -65,14 +64,14 @@ class FakeRun:
         finally:
             if observed.seeds is not None:
                 observed.seeds.leave(entered, [], again=True)
-            self._stands = _host_draws(self._generators)
+            self._stands = host_draws(self._generators)
 
     def _run(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], given: Given) -> Any:
         observed = self._observed
         args, kwargs = self._glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
         self._is_absent = _is_absent(observed.patches.units[call.unit].module)
-        draws = _host_draws(self._generators)
+        draws = host_draws(self._generators)
         observed.inside = call
         try:
             if self.reentrant is not None and self.reentrant.open and torch.is_grad_enabled():
@@ -80,7 +79,7 @@ class FakeRun:
             output = self._try_fake(call, args, kwargs)
         finally:
             observed.inside = None
-        observed.trace.host_random |= draws != _host_draws(self._generators)
+        observed.trace.host_random |= draws != host_draws(self._generators)
         return given.carry_over(copies, output, lambda tensor: tensor)
 
     def _check_grad_mode(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -252,12 +251,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
-
-
-def _host_draws(generators: Generators) -> str:
-    """Where numpy's and Python's generators stand in their blocks, and those of the module."""
-    host: Any = numpy.random.get_state(legacy=False)
-    return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
 
 
 def _kept(tensor: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.replay import model as model_module
 from tests.unit.split.nets import WIDTH, Block, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
@@ -143,3 +144,39 @@ def test_a_step_that_chooses_nothing_is_not_looked_at_twice():
     mine = piped(made, batches(made, 0), 2, steps=3)
     for split in mine.splits:
         assert not split._finder._steps["training_step"].varies
+
+
+class Counting(Ways):
+    """The number of samples with a mark chooses the head; `at` says when the step counts itself."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__("nothing")
+        self.at, self.rounds = at, 0
+
+    def training_step(self, batch, batch_idx):
+        if self.at == "first":
+            self.rounds += 1
+        marked = int((batch["x"][:, 0] > 0).sum())
+        h = self.emb(batch["x"])
+        for layer in self.layers:
+            h = layer(h)
+        loss = F.mse_loss(self.heads[marked % 2](h), batch["y"])
+        if self.at == "last":
+            self.rounds += 1
+        return loss
+
+
+@pytest.mark.parametrize("at", ["never", "first", "last"])
+def test_a_way_by_numbers_that_were_read_before_is_found_without_putting_the_module_back(at, monkeypatch):
+    made = seeded(lambda: Counting(at))
+    kept: list[int] = []
+    saved = model_module.ModuleState
+    monkeypatch.setattr(model_module, "ModuleState", lambda root: kept.append(1) or saved(root))
+
+    def times_kept(steps):
+        kept.clear()
+        options = {"steps": steps, "each": lambda module, count: batches(module, count % 2)}
+        assert_same(piped(made, batches(made, 0), 2, **options), alone(made, None, **options))
+        return len(kept)
+
+    assert (times_kept(8) > times_kept(4)) is (at == "first")
