@@ -80,7 +80,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         resume: "auto": `fit` goes on from the newest whole checkpoint in the `ModelCheckpoint` folders, as a
             job that `torchrun` or SLURM starts again should. A `ckpt_path` wins.
         save_distributed_checkpoint: Whether a checkpoint is a folder that each stage writes its part of, or
-            Lightning's one file. Default: one file with one stage, a folder otherwise.
+            Lightning's one file. Default: one file with one stage or a `CheckpointIO` plugin, else a folder.
         start_method: How Lightning starts the processes where nobody else does: "popen" runs the script once
             per rank; "fork" works in notebooks; "spawn" and "forkserver" need picklable modules.
         loss_weighting: What the loss of a micro-batch counts for. "auto": what makes their sum the loss of

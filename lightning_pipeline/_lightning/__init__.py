@@ -9,6 +9,7 @@ from lightning_pipeline._lightning.epochs import (
     hold_schedulers,
     is_last_batch,
     resume_from,
+    validate_by_the_clock_of,
 )
 from lightning_pipeline._lightning.hooks import around_hooks, before_hooks
 from lightning_pipeline._lightning.launchers import make_launcher
@@ -60,6 +61,7 @@ from lightning_pipeline._lightning.trainer import (
     prepared_batch,
     read_folders_by,
     reading_folders,
+    reads_checkpoints_itself,
     reduce_over,
     request_loaders,
     set_device_mesh,
@@ -71,7 +73,6 @@ from lightning_pipeline._lightning.trainer import (
     sync_module_states,
     syncs_batch_norm,
     takes,
-    time_based_validation,
     uploads_checkpoints,
     will_sanity_check,
 )
@@ -133,6 +134,7 @@ __all__ = [
     "prepared_batch",
     "read_folders_by",
     "reading_folders",
+    "reads_checkpoints_itself",
     "reduce_over",
     "request_loaders",
     "resume_from",
@@ -145,7 +147,7 @@ __all__ = [
     "sync_module_states",
     "syncs_batch_norm",
     "takes",
-    "time_based_validation",
     "uploads_checkpoints",
+    "validate_by_the_clock_of",
     "will_sanity_check",
 ]

@@ -15,6 +15,7 @@ __all__ = [
     "hold_schedulers",
     "is_last_batch",
     "resume_from",
+    "validate_by_the_clock_of",
 ]
 
 
@@ -60,6 +61,24 @@ def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callab
             original(interval, update_plateau_schedulers)
 
     return patch(loop, "update_lr_schedulers", update_lr_schedulers)
+
+
+def validate_by_the_clock_of(
+    trainer: Trainer, decided: Callable[[Callable[[], bool]], bool]
+) -> Callable[[], None]:
+    """With `Trainer(val_check_interval=<time>)` let one rank say when; gives the undoing. Since 2.6.
+
+    Lightning lets each rank read a clock of its own.
+
+    Args:
+        trainer: Of a run that trains.
+        decided: Asks the rank that reads its clock; told how. All ranks call it after each batch.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop
+    original = loop._should_check_val_fx
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        return lambda: None
+    return patch(loop, "_should_check_val_fx", lambda fetcher: decided(lambda: original(fetcher)))
 
 
 def current_hook(trainer: Trainer) -> str | None:

@@ -42,6 +42,9 @@ from lightning.pytorch.loops.utilities import _verify_dataloader_idx_requirement
 
 # What `DDPStrategy` does around the wrapper. Since 2.2.
 from lightning.pytorch.overrides.distributed import _sync_module_states
+
+# A plugin for checkpoints around another one. Since 2.0.
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
@@ -105,6 +108,7 @@ __all__ = [
     "prepared_batch",
     "read_folders_by",
     "reading_folders",
+    "reads_checkpoints_itself",
     "reduce_over",
     "request_loaders",
     "set_device_mesh",
@@ -116,7 +120,6 @@ __all__ = [
     "sync_module_states",
     "syncs_batch_norm",
     "takes",
-    "time_based_validation",
     "uploads_checkpoints",
     "will_sanity_check",
 ]
@@ -510,11 +513,6 @@ def moves_batches_itself(module: LightningModule) -> bool:
     return any(found) or (datamodule is not None and any(is_overridden(hook, datamodule) for hook in hooks))
 
 
-def time_based_validation(trainer: Trainer) -> Any:
-    """`Trainer(val_check_interval=<time>)`: each rank reads its own clock. Since 2.6."""
-    return getattr(trainer, "_val_check_time_interval", None)
-
-
 def syncs_batch_norm(strategy: Any) -> bool:
     """`Trainer(sync_batchnorm=True)` reaches a strategy as a plugin that it must apply itself. Since 1.9."""
     return getattr(strategy, "_layer_sync", None) is not None
@@ -523,6 +521,13 @@ def syncs_batch_norm(strategy: Any) -> bool:
 def brings_checkpoint_io(strategy: Any) -> bool:
     """A plugin of the user for one-file checkpoints; the public getter would make one. Since 1.6."""
     return type(getattr(strategy, "_checkpoint_io", None)) not in (type(None), TorchCheckpointIO)
+
+
+def reads_checkpoints_itself(io: Any) -> bool:
+    """Whether a plugin for checkpoints has its own way to read them, and not only to write. Since 1.6."""
+    while isinstance(io, _WrappingCheckpointIO):
+        io = io.checkpoint_io
+    return io is not None and type(io).load_checkpoint is not TorchCheckpointIO.load_checkpoint
 
 
 def configured_to_log_graph(logger: Any) -> bool:

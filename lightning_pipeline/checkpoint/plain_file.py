@@ -1,6 +1,6 @@
 """Fills a pipeline run from a one-file checkpoint, such as a run on one device or with DDP writes."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -27,8 +27,12 @@ from lightning_pipeline.checkpoint.load import Opened, Staged, Target, apply
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
 
+Get = Callable[[str], Any]
 
-def open_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) -> Opened:
+
+def open_file(
+    path: Path, target: Target, ranks: Ranks, order: Sequence[str], get: Get | None = None
+) -> Opened:
     """Open a file, to fill this rank from it. Every rank calls this.
 
     Tensors stay in the file until they are copied, so that no rank holds the whole model.
@@ -38,6 +42,7 @@ def open_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) ->
         target: What to fill. Data types may differ, as on one device.
         ranks: Of the load.
         order: All parameter names of the module.
+        get: Reads the file in place of us, as a plugin does, whole on every rank.
 
     Raises:
         CheckpointCorruptError: It cannot be read.
@@ -45,7 +50,7 @@ def open_file(path: Path, target: Target, ranks: Ranks, order: Sequence[str]) ->
         CheckpointError: It does not fit the module.
     """
     what = f"loading {path}"
-    checkpoint = ranks.everyone_local(what, lambda: _read(path, target))
+    checkpoint = ranks.everyone_local(what, lambda: _read(path, target, get))
     states = checkpoint.pop("state_dict")
     optimizer_states = checkpoint.pop("optimizer_states", None)
 
@@ -67,10 +72,13 @@ def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str
     return groups_of(optimizer, names), shapes_of(optimizer, names)
 
 
-def _read(path: Path, target: Target) -> dict[str, Any]:
-    if not path.is_file():
+def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
+    if get is not None:
+        found = get(str(path))
+    elif not path.is_file():
         raise CheckpointCorruptError(f"checkpoint {path} is no plain file, nor a folder: it was not opened")
-    found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
+    else:
+        found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
     if not isinstance(found, dict) or "state_dict" not in found:
         raise CheckpointCorruptError(f"checkpoint file {path} has no state_dict: Lightning did not write it")
     return found

@@ -33,7 +33,7 @@ from lightning_pipeline.checkpoint.contents import (
 from lightning_pipeline.checkpoint.folder import MODEL, OURS, is_folder, optimizer_key
 from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
 from lightning_pipeline.checkpoint.one_file import Put, write_file
-from lightning_pipeline.checkpoint.plain_file import open_file
+from lightning_pipeline.checkpoint.plain_file import Get, open_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.checkpoint.save import Part, without_ties, write
@@ -91,6 +91,7 @@ class Holdings:
         topology: How the run is spread over ranks, for the manifest.
         objects: What was pickled already, and where it stands in what Lightning dumps.
         put: Saves one-file checkpoints in place of us, as a plugin does.
+        get: Reads them.
     """
 
     tensors: Mapping[str, Tensor]
@@ -106,6 +107,7 @@ class Holdings:
     topology: Mapping[str, Any]
     objects: Sequence[tuple[tuple[str, ...], bytes]] = ()
     put: Put | None = None
+    get: Get | None = None
 
 
 def _rest(dumped: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,11 +308,11 @@ class Checkpoints:
             held.tensors, optimizers, held.names, strict=strict, trust=self._options.trust,
             checksums=self._options.integrity != "off", extra=held.extra, load_extra=held.load_extra,
         )  # fmt: skip
-        folder = self._ranks.leader(f"loading {path}", lambda: is_folder(path))
+        folder = self._ranks.leader(f"loading {path}", lambda: held.get is None and is_folder(path))
         if folder:
             found = open_folder(path, target, self._ranks, editable=edited)
         else:
-            found = open_file(path, target, self._ranks, held.order)
+            found = open_file(path, target, self._ranks, held.order, held.get)
         meta = dict(found.meta)
         if edited:
             meta["state_dict"] = found.states()

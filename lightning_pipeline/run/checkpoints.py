@@ -163,17 +163,20 @@ class CheckpointHooks(Answers, PlainStrategy):
             self.check_checkpoint_io()
 
     def check_checkpoint_io(self) -> None:
-        """Once it is known whether there is anything to split.
+        """Once it is known whether there is anything to split: a plugin of the user's writes one file.
 
         Raises:
-            ConfigurationError: The user brought a plugin, which stages have no use for.
+            ConfigurationError: The user asked for folders too.
         """
-        if _lightning.brings_checkpoint_io(self) and not self._is_one_file:
+        if not _lightning.brings_checkpoint_io(self):
+            return
+        if self._settings.save_distributed_checkpoint is None:
+            self._settings = replace(self._settings, save_distributed_checkpoint=False)
+        if not self._is_one_file:
             raise ConfigurationError(
-                f"CheckpointIO plugin {type(self._checkpoint_io).__name__} writes one file from one rank, "
-                "and no rank of a pipeline has the whole model: remove it. PipelineStrategy writes folders "
-                "by itself, in the background with async_save=True, and one file with "
-                "save_distributed_checkpoint=False"
+                f"CheckpointIO plugin {type(self._checkpoint_io).__name__} writes one file, and "
+                "save_distributed_checkpoint=True asks for a folder, which each stage writes its part of: "
+                "leave one of them out (async_save=True writes folders in the background)"
             )
 
     @property
@@ -386,11 +389,13 @@ class CheckpointHooks(Answers, PlainStrategy):
         path = local_path(self.broadcast(checkpoint_path))
         training = bool(module.trainer.training)
         ranks = pipeline.checkpoints.ranks
-        if ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
+        io = self.checkpoint_io
+        get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
+        if get is None and ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
             self._fill_from(path, ranks, None, module.strict_loading)
             return _lightning.checkpoint_without_state()
         rest, stood = pipeline.checkpoints.load(
-            path, self._held(whole=True), strict=module.strict_loading, training=training,
+            path, replace(self._held(whole=True), get=get), strict=module.strict_loading, training=training,
             edited=is_overridden("on_load_checkpoint", module)
             or bool(_lightning.callbacks_with("on_load_checkpoint", module.trainer)),
         )  # fmt: skip

@@ -104,8 +104,8 @@ class Pipeline:
             plugin: Whose context the forwards run in.
             built: The weights that the module has not yet.
         """
-        trainer = self._trainer
-        self.seed = self.feed.seed = seed_of_run(self.members.from_zero)
+        trainer, members = self._trainer, self.members
+        self.seed = self.feed.seed = seed_of_run(members.from_zero)
         self.position = Position(trainer, counts=True)
         self.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
@@ -118,6 +118,8 @@ class Pipeline:
             self._undo.append(_lightning.skip_without_loss(trainer))
             several = self.groups.numbering.replicas > 1
             self._undo.append(_lightning.before_hooks(trainer, together.at_hooks(trainer, several=several)))
+            clock = partial(members.from_zero.share, what="asking for the time to validate")
+            self._undo.append(_lightning.validate_by_the_clock_of(trainer, clock))
         if first is None:
             return
         step, args = first

@@ -178,7 +178,7 @@ def test_training_goes_on_during_a_save(ranks: Ranks, tmp_path: Path) -> None:
 
 def test_what_cannot_work_is_refused_with_a_reason() -> None:
     with pytest.raises(ConfigurationError, match="AsyncCheckpointIO writes one file.*async_save=True"):
-        trainer(TWO, plugins=[AsyncCheckpointIO()])
+        trainer({**TWO, "save_distributed_checkpoint": True}, plugins=[AsyncCheckpointIO()])
     with pytest.raises(ConfigurationError, match=r"(?s)4 problems.*integrity='md5'.*checkpoint_timeout=0"):
         PipelineStrategy(2, integrity="md5", trust_checkpoint=1, async_save="yes", checkpoint_timeout=0)  # type: ignore[arg-type]
     assert issubclass(CheckpointWriteError, CheckpointError)

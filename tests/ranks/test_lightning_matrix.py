@@ -1,6 +1,8 @@
 """docs/lightning.md: each row is tried out."""
 
+import os
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,30 @@ def test_a_graph_is_not_logged(ranks: Ranks, tmp_path: Path) -> None:
         RankFailure, match="runs the model on rank 0, which has one stage, on example_input_array"
     ):
         ranks(2)(graphed, str(tmp_path))
+
+
+class Counted(Regression):
+    validations = 0
+
+    def on_validation_start(self) -> None:
+        self.validations += 1
+
+
+def validated(pipeline: dict[str, Any] | None) -> tuple[int, Any]:
+    """Global rank 0's clock says so after each batch, and the others' never would."""
+    module = Counted()
+    run = trainer(
+        pipeline, num_sanity_val_steps=0, val_check_interval=timedelta(hours=int(os.environ.get("RANK", "0")))
+    )
+    run.fit(module, loader(), loader(seed=4))
+    return module.validations, weights(module)
+
+
+def test_the_clock_of_global_rank_0_says_when_to_validate(ranks: Ranks) -> None:
+    expected = validated(None)
+    assert expected[0] == 6  # two epochs of three batches
+    for found in ranks(2)(validated, TWO):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
 
 
 def test_the_page_shows_the_table() -> None:

@@ -1,5 +1,6 @@
 """One-file checkpoints of several stages, hyper-parameters with modules, and what else callers look for."""
 
+import io
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy, load_from_checkpoint
@@ -85,6 +86,37 @@ def save_by_plugin(file: str) -> None:
 def test_a_checkpoint_plugin_writes_one_file_of_several_stages(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2)(save_by_plugin, str(tmp_path / "noted.ckpt"))
     assert torch.load(tmp_path / "noted.ckpt", weights_only=False)["noted"] == {"mine": 1}
+
+
+class Reversed(TorchCheckpointIO):
+    """A format of its own, that only it can read."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        content = io.BytesIO()
+        torch.save(checkpoint, content)
+        Path(path).write_bytes(content.getvalue()[::-1])
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: Any = None) -> Any:
+        return torch.load(io.BytesIO(Path(path).read_bytes()[::-1]), weights_only=False)
+
+
+def fit_with_plugin(pipeline: dict[str, Any] | None, folder: str, resumes: bool, wrapped: bool) -> Any:
+    module = Scheduled()
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)
+    plugin = AsyncCheckpointIO(Reversed()) if wrapped else Reversed()
+    run = trainer(pipeline, max_epochs=3, enable_checkpointing=True, callbacks=[saver], plugins=[plugin])
+    run.fit(module, loader(), ckpt_path=f"{folder}/step=4.ckpt" if resumes else None, weights_only=False)
+    return weights(module)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "async"])
+def test_a_checkpoint_plugin_writes_and_reads_its_own_format(
+    ranks: Ranks, tmp_path: Path, wrapped: bool
+) -> None:
+    whole = ranks(2)(fit_with_plugin, TWO, str(tmp_path), False, wrapped)
+    assert (tmp_path / "step=4.ckpt").read_bytes()[-2:] == b"KP"  # the first bytes of a zip file, reversed
+    resumed = ranks(2)(fit_with_plugin, TWO, str(tmp_path), True, wrapped)
+    torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-10)
 
 
 class WithNet(pl.LightningModule):

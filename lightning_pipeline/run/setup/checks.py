@@ -32,7 +32,6 @@ from lightning_pipeline._lightning import (
     is_overridden,
     syncs_batch_norm,
     takes,
-    time_based_validation,
     uploads_checkpoints,
 )
 from lightning_pipeline.errors import ConfigMismatchError
@@ -87,11 +86,6 @@ def _steps(module: LightningModule) -> Iterator[str]:
 
 
 def _trainer(trainer: Trainer) -> Iterator[str]:
-    if time_based_validation(trainer) is not None:
-        yield (
-            "val_check_interval is a time, which every rank reads off its own clock: give a number of "
-            "batches or a share of the epoch"
-        )
     if syncs_batch_norm(trainer.strategy) and trainer.strategy.num_replicas > 1:  # type: ignore[attr-defined]
         yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
     folders = trainer.strategy._settings.save_distributed_checkpoint is not False  # type: ignore[attr-defined]
