@@ -7,6 +7,10 @@
 Every test runs with the strategy first; those that fail run again without it. A test counts when a Trainer
 in it was given the strategy and it passes without. `--parts` chooses folders, `--list` prints what fails
 from results that are there already. This file is also the pytest plugin that does so (`-p lightning_suite`).
+
+With `--stages 2` two processes run each test in step, as ranks of a pipeline, and `BoringModel.layer` is made
+of two (lightning_lockstep.py). Left out of the count, and listed, are tests of a module with one layer, what
+is refused by design, what asks for one process, and a test's own affair (lightning_excluded.py).
 """
 
 import argparse
@@ -20,12 +24,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from lightning_excluded import excluded
+from lightning_lockstep import LAYERS, RESULTS, TIMEOUT, run_pairs
+
 PARTS = (
     "loops", "core", "callbacks", "tuner", "checkpointing", "trainer", "models", "loggers", "profilers",
 )  # fmt: skip
 NOT_HERE = "not spawn and not fork and not ddp and not fsdp and not deepspeed"
 STAGES = "LIGHTNING_SUITE_STAGES"
-RESULTS = "LIGHTNING_SUITE_RESULTS"
 
 # ---- the plugin
 
@@ -55,8 +61,15 @@ def _watch(stages: int) -> None:
             and given.get("num_nodes", 1) == 1
         )
         _given.append("given" if plain else "other")
-        if plain and stages:
-            kwargs["strategy"] = PipelineStrategy(stages=stages)
+        if plain and stages == 1:
+            kwargs["strategy"] = PipelineStrategy(stages=1)
+        elif plain and stages:
+            wait = int(os.environ[TIMEOUT]) / 3
+            waits = dict.fromkeys(
+                ("init_timeout", "step_timeout", "hook_timeout", "checkpoint_timeout"), wait
+            )
+            strategy = PipelineStrategy(stages=stages, **waits)  # type: ignore[arg-type]
+            kwargs |= {"accelerator": "cpu", "devices": stages, "strategy": strategy}
         original(self, *args, **kwargs)
 
     init.__wrapped__ = inspect.unwrap(original)  # type: ignore[attr-defined]
@@ -88,30 +101,41 @@ def _reason(report: Any) -> str:
 # ---- the command
 
 
-def run(tests: Path, part: str, results: Path, stages: int, only: list[str] | None, timeout: int) -> None:
-    """Run one folder's tests, or some of them, in one process.
+def run(
+    tests: Path, part: str, results: list[Path], stages: int, only: list[str] | None, timeout: int,
+    layers: int | None = None,
+) -> None:  # fmt: skip
+    """Run one folder's tests, or some of them, in a process for each file of results.
 
     Args:
         tests: The folder `tests` of Lightning.
         part: A folder in `tests_pytorch`.
-        results: File with a line of JSON for each test.
+        results: Files with a line of JSON for each test.
         stages: To give; 0 gives nothing.
         only: Names of tests; default: all of the folder.
         timeout: Seconds for one test.
+        layers: Of `BoringModel`; default: as many as stages.
     """
-    if only is None:
-        results.unlink(missing_ok=True)
+    layers = layers or stages
     here = Path(__file__).resolve()
     path = os.pathsep.join([str(tests), str(here.parent), str(here.parent.parent)])
-    environment = {**os.environ, STAGES: str(stages), RESULTS: str(results), "PYTHONPATH": path}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
+    own = {STAGES: str(stages), RESULTS: str(results[0]), TIMEOUT: str(timeout), "CUDA_VISIBLE_DEVICES": ""}
+    if layers > 1:
+        own[LAYERS] = str(layers)
+    given = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, **own, "PYTHONPATH": os.pathsep.join(filter(None, [path, given]))}
     chosen = [f"tests_pytorch/{part}", "-k", NOT_HERE] if only is None else only
     command = [
-        sys.executable, "-m", "pytest", f"--rootdir={tests}", "-p", "lightning_suite", "-q", "--tb=short",
-        "-p", "no:cacheprovider", f"--timeout={timeout}", "--disable-pytest-warnings",
-        "--continue-on-collection-errors", *chosen,
+        sys.executable, "-m", "pytest", f"--rootdir={tests}", "-p", "lightning_suite", "-p",
+        "lightning_lockstep", "-q", "--tb=short", "-p", "no:cacheprovider", f"--timeout={timeout}",
+        "--disable-pytest-warnings", "--continue-on-collection-errors", *chosen,
     ]  # fmt: skip
-    log = results.with_suffix(".log").open("w")
+    if len(results) > 1:
+        run_pairs(command, tests, environment, results)
+        return
+    if only is None:
+        results[0].unlink(missing_ok=True)
+    log = results[0].with_suffix(".log").open("w")
     subprocess.run(command, cwd=tests, env=environment, stdout=log, stderr=log, check=False)
 
 
@@ -138,8 +162,67 @@ def counted(given: dict[str, dict[str, Any]], plain: dict[str, dict[str, Any]]) 
     return passed + len(failed), failed
 
 
-def _failed(given: Path) -> list[str]:
-    return [test for test, entry in read(given).items() if entry["outcome"] == "failed"]
+def _failed(given: list[Path]) -> list[str]:
+    """Of any rank, in their order."""
+    found = [t for file in given for t, entry in read(file).items() if entry["outcome"] == "failed"]
+    return list(dict.fromkeys(found))
+
+
+def measured(options: argparse.Namespace, part: str) -> list[tuple[int, dict[str, str]]]:
+    """Run one folder as asked, and count for each rank."""
+    tests, out, stages = options.tests.resolve(), options.out.resolve(), options.stages
+    name = part.replace("/", "_") + (".lockstep" if stages > 1 else "")
+    given = [out / f"{name}.given.jsonl"]
+    if stages > 1:
+        given = [out / f"{name}.rank{rank}.jsonl" for rank in range(stages)]
+    plain = out / f"{name}.plain.jsonl"
+    if options.failed and _failed(given):
+        run(tests, part, given, stages, _failed(given), options.timeout)
+    elif not (options.failed or options.list):
+        run(tests, part, given, stages, None, options.timeout)
+    failed = _failed(given)
+    if failed and not options.list:
+        plain.unlink(missing_ok=True)
+        run(tests, part, [plain], 0, failed, options.timeout, layers=stages)
+    return [counted(read(file), read(plain)) for file in given]
+
+
+def show(rows: list[tuple[str, int, int]], reasons: dict[str, str]) -> None:
+    """Print a table, and each test that fails under its reason."""
+    rows = [*rows, ("all", sum(row[1] for row in rows), sum(row[2] for row in rows))]
+    print(f"\n{'part':<20} {'without':>8} {'with':>8}")
+    for part, count, passes in rows:
+        print(f"{part:<20} {count:>8} {passes:>8}  {passes / max(1, count):.1%}")
+    for why, number in Counter(reasons.values()).most_common():
+        print(f"\n{number} x {why}")
+        print("\n".join(f"    {test}" for test, reason in reasons.items() if reason == why))
+
+
+def show_pairs(found: dict[str, list[tuple[int, dict[str, str]]]]) -> None:
+    """The same for two ranks: without the tests that are not about two stages, which are listed."""
+    first: list[tuple[str, int, int]] = []
+    both: list[tuple[str, int, int]] = []
+    left_out: dict[str, str] = {}
+    reasons: dict[str, str] = {}
+    for part, ranks in found.items():
+        why = {test: reason for _, failed in reversed(ranks) for test, reason in failed.items()}
+        apart = {test: kind for test, reason in why.items() if (kind := excluded(test, reason))}
+        left_out |= {test: f"{kind}: {why[test]}" for test, kind in apart.items()}
+        count = ranks[0][0] - len(apart)
+        failed = [{test: text for test, text in fails.items() if test not in apart} for _, fails in ranks]
+        reasons |= {
+            test: f"rank {rank}: {t}" for rank, f in reversed([*enumerate(failed)]) for test, t in f.items()
+        }
+        first.append((part, count, count - len(failed[0])))
+        both.append((part, count, count - len({test for fails in failed for test in fails})))
+    print("\nrank 0")
+    show(first, {})
+    print("\nboth ranks")
+    show(both, reasons)
+    print(f"\n{len(left_out)} left out")
+    for kind, number in Counter(text.split(": ")[0] for text in left_out.values()).most_common():
+        print(f"\n{number} x {kind}")
+        print("\n".join(f"    {t}\n        {w}" for t, w in left_out.items() if w.startswith(f"{kind}: ")))
 
 
 def main() -> None:
@@ -149,33 +232,21 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("lightning_suite_results"))
     parser.add_argument("--timeout", type=int, default=120)
+    parser.add_argument("--stages", type=int, default=1, choices=(1, 2))
     parser.add_argument("--failed", action="store_true", help="run only what failed the last time")
     parser.add_argument("--list", action="store_true", help="run nothing")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    tests, out = options.tests.resolve(), options.out.resolve()
-    rows, reasons = [], {}
+    found: dict[str, list[tuple[int, dict[str, str]]]] = {}
     for part in options.parts:
-        name = part.replace("/", "_")
-        given, plain = out / f"{name}.given.jsonl", out / f"{name}.plain.jsonl"
-        if options.failed and _failed(given):
-            run(tests, part, given, 1, _failed(given), options.timeout)
-        elif not (options.failed or options.list):
-            run(tests, part, given, 1, None, options.timeout)
-        failed = _failed(given)
-        if failed and not options.list:
-            run(tests, part, plain, 0, failed, options.timeout)
-        count, why = counted(read(given), read(plain))
-        rows.append((part, count, count - len(why)))
-        reasons.update(why)
-        print(f"{part}: {count - len(why)} of {count}", flush=True)
-    rows.append(("all", sum(row[1] for row in rows), sum(row[2] for row in rows)))
-    print(f"\n{'part':<20} {'without':>8} {'with':>8}")
-    for part, count, passes in rows:
-        print(f"{part:<20} {count:>8} {passes:>8}  {passes / max(1, count):.1%}")
-    for why, number in Counter(reasons.values()).most_common():
-        print(f"\n{number} x {why}")
-        print("\n".join(f"    {test}" for test, reason in reasons.items() if reason == why))
+        found[part] = measured(options, part)
+        for count, why in found[part]:
+            print(f"{part}: {count - len(why)} of {count}", flush=True)
+    if options.stages > 1:
+        show_pairs(found)
+        return
+    reasons = {test: why for ranks in found.values() for test, why in ranks[0][1].items()}
+    show([(part, ranks[0][0], ranks[0][0] - len(ranks[0][1])) for part, ranks in found.items()], reasons)
 
 
 if __name__ == "__main__":
