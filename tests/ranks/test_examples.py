@@ -1,4 +1,4 @@
-"""The examples do what their first lines say."""
+"""The examples do what their first lines say; those that pages run are run by `test_documentation`."""
 
 import contextlib
 import io
@@ -47,8 +47,3 @@ def test_the_demo_trains_saves_and_writes(ranks: Ranks, tmp_path: Path, stages: 
     assert {path.name for path in tmp_path.glob("timeline*")} == (
         {"timeline-7.svg", "timeline-7.json"} if stages == 2 else set()
     )
-
-
-def test_lightning_cli_reads_the_yaml(ranks: Ranks) -> None:
-    size = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--model.layers=2", "--model.width=32"]
-    ranks(2)(run_here, "gpt_cli.py", "fit", "--config", str(EXAMPLES / "gpt.yaml"), *size, group=False)
