@@ -35,6 +35,7 @@ ROOMS = [
     "model.trace",
     "model.loss",
     "model.construction",
+    "model.random",
     "model.tensors",
     "data",
     "_lightning",
@@ -66,9 +67,7 @@ FOREIGN = {
 }
 # Inside functions only: read when asked for.
 LATE = {"schedules.rules.from_torch": {"torch"}}
-FILES_IN_ROOT, FILES_IN_A_ROOM, LINES, IMPORTS, PATH = 6, 16, 600, 29, 25
-# Rooms in which modules still import one another, for types; none is to be added.
-IN_CIRCLES = {"model.replay": 6}
+FILES_IN_ROOT, FILES_IN_A_ROOM, LINES, IMPORTS, PATH = 6, 16, 600, 28, 25
 
 
 def dotted(file: Path) -> str:
@@ -249,7 +248,7 @@ def longest_path(edges: dict[str, set[str]]) -> list[str]:
 
 
 def test_no_modules_import_one_another() -> None:
-    assert {room_of(circle[0]): len(circle) for circle in circles(graph())} == IN_CIRCLES
+    assert circles(graph()) == []
 
 
 def test_a_circle_and_a_path_are_found() -> None:

@@ -16,8 +16,9 @@ from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.workload.times import StageTimes, hops_of
 from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition
+from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.model.tensors import Generators, ModuleState, random_state_kept
+from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.wire import Values
 
 MICROBATCHES = 2  # held at once in a round

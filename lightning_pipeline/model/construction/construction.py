@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline.model.construction.places import named_states, replace, substituted
 from lightning_pipeline.model.construction.recorder import Recorder
 from lightning_pipeline.model.construction.tape import View
-from lightning_pipeline.model.tensors import random_state_kept
+from lightning_pipeline.model.random import random_state_kept
 
 _Module = TypeVar("_Module", bound=nn.Module)
 _SEEN_BY_GLUE = 1 << 24  # bytes of buffers that are made before the module is traced

@@ -1,5 +1,6 @@
 """A stage's part of the module, driven through the user's own step."""
 
-from lightning_pipeline.model.replay.model import SplitModel, StepResult, WholeBatch
+from lightning_pipeline.model.replay.model import SplitModel, StepResult
+from lightning_pipeline.model.replay.view import WholeBatch
 
 __all__ = ["SplitModel", "StepResult", "WholeBatch"]

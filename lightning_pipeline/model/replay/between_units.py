@@ -1,8 +1,8 @@
 """Code between units, as it runs on one stage: what random calls, hooks and placeholders in it do."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,9 @@ from lightning_pipeline._torch import (
 )
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States, generators_in
+from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, States, generators_in
+from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
-    RANDOM_FUNCTIONS,
     Given,
     Poison,
     Structure,
@@ -36,13 +36,6 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_hooks
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from lightning_pipeline.model.replay.stage import StageProgram
-
-Returned = dict[tuple[int, int], tuple[Structure, tuple[TensorSpec, ...], States]]
-"""What units of earlier stages returned for a micro-batch, by unit and number of the call."""
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
@@ -56,7 +49,7 @@ class GlueRun:
     """One micro-batch on one stage: the forward, or what its backward runs again.
 
     Args:
-        program: Of the stage.
+        view: Of the stage.
         seeds: The random numbers of the micro-batch.
         returned: What units of earlier stages returned.
         received: The tensors among that which arrived here.
@@ -68,20 +61,20 @@ class GlueRun:
     """
 
     def __init__(
-        self, program: "StageProgram", seeds: MicrobatchSeeds, returned: Returned,
+        self, view: StageView, seeds: MicrobatchSeeds, returned: Returned,
         received: dict[ValueKey, Tensor],
     ) -> None:  # fmt: skip
-        self._program, self._seeds = program, seeds
+        self._view, self._seeds = view, seeds
         self._returned, self._received = returned, received
         self.inside = self.in_regions = self.draws = False
-        self.is_last = program.is_last
+        self.is_last = view.is_last
         self._drawing = self._in_operation = False
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
         self._partial_ids: set[int] = set()
-        self._poison = Poison(program.mode, self._poisoned_read)
+        self._poison = Poison(view.mode, self._poisoned_read)
         self._outer_hooks = top_hooks()
-        self.remembered = program.remembered
+        self.remembered = view.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.functions = _GlueFunctions(self)
         self.follow: Follow | None = None
@@ -110,7 +103,7 @@ class GlueRun:
 
         Checkpointing puts the random state back, which tells.
         """
-        forward = self._program.originals[unit]
+        forward = self._view.originals[unit]
         if not self._seeds.at_mark():
             return forward(*args, **kwargs)
         if self.draws:
@@ -122,7 +115,7 @@ class GlueRun:
         try:
             return forward(*args, **kwargs)
         finally:
-            self._seeds.leave(entered, [], again=unit in self._program.repeated)
+            self._seeds.leave(entered, [], again=unit in self._view.repeated)
 
     def _call_hooks(self, unit: int) -> None:
         """Forward hooks inside a unit, which run as what they are: code between units."""
@@ -130,7 +123,7 @@ class GlueRun:
         for hook in hooks:
             if hook() is not None:
                 raise SplitError(
-                    f"a forward hook inside unit {self._program.unit_name(unit)!r} returns a value now, and "
+                    f"a forward hook inside unit {self._view.unit_name(unit)!r} returns a value now, and "
                     "none when the step was traced: what it changes would not reach the unit"
                 )
 
@@ -145,24 +138,24 @@ class GlueRun:
         self._check_not_lost()
         entered = self._seeds.enter(unit)
         self.inside = True
-        return self._program.originals[unit], entered
+        return self._view.originals[unit], entered
 
     def _hooks_of(self, unit: int) -> BackwardHooks | None:
         """The hooks on gradients that are to be around a unit, where there are some."""
-        module = self._program.module_of(unit)
+        module = self._view.module_of(unit)
         return BackwardHooks(module) if has_backward_hooks(module) else None
 
     def _leave(self, unit: int, entered: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> States:
         """A unit has run: where it left generators that the user seeded."""
         given = generators_in(args, kwargs)
-        again, host = unit in self._program.repeated, self._program.host_random
+        again, host = unit in self._view.repeated, self._view.host_random
         return self._seeds.leave(entered, given, again=again, host=host)
 
     def _around(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Around | None:
         """What takes the outputs of this call apart, and puts them together."""
-        ports = self._program.ports.get((unit, nth))
+        ports = self._view.ports.get((unit, nth))
         if ports is not None:
-            return self._program.watch(unit, ports, Given(args, kwargs))
+            return self._view.watch(unit, ports, Given(args, kwargs))
         return Given(args, kwargs) if takes_containers(args, kwargs) else None
 
     def _put_together(self, tensors: list[Tensor], structure: Structure, around: Around | None) -> Any:
@@ -179,7 +172,7 @@ class GlueRun:
         structure, specs, states = self._returned[unit, nth]
         tensors = [self._received_or_placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         given = generators_in(args, kwargs) if states else ()
-        self._seeds.follow(states, given, again=unit in self._program.repeated)
+        self._seeds.follow(states, given, again=unit in self._view.repeated)
         if structure == _LONE:
             return tensors[0]
         return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
@@ -187,11 +180,11 @@ class GlueRun:
     def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
         tensor = self._received.get(key)
         if tensor is None:
-            tensor = self._program.placeholder(key, spec)
-        elif key in self._program.mutated:
+            tensor = self._view.placeholder(key, spec)
+        elif key in self._view.mutated:
             tensor = tensor.clone()
         self._handed_ids.add(id(tensor))
-        if key in self._program.read_before:
+        if key in self._view.read_before:
             self._partial_ids.add(id(tensor))
         return tensor
 
@@ -263,8 +256,8 @@ class GlueRun:
             raise self._refuse(f"{what} holds a value of another stage that was not sent here")
 
     def _refuse(self, reason: str) -> PlaceholderError:
-        program = self._program
-        error = PlaceholderError(f"{reason} (stage {program.index}) [at {user_line(program.root)}]")
+        view = self._view
+        error = PlaceholderError(f"{reason} (stage {view.index}) [at {user_line(view.root)}]")
         self._error = self._error or error
         return error
 
@@ -304,7 +297,7 @@ class GlueRun:
 
 
 @contextmanager
-def _nothing_kept() -> "Iterator[None]":
+def _nothing_kept() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, _never))
         if current_dispatch_mode() is not None:

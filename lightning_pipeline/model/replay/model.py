@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from lightning_pipeline.data import merge_outputs, signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
-from lightning_pipeline.model.loss import Follower, Observer, Whole, check_no_class_weights
-from lightning_pipeline.model.replay.draws import Draws, rehearsed
+from lightning_pipeline.model.loss import check_no_class_weights
+from lightning_pipeline.model.random import MicrobatchSeeds, StepSeeds
 from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
 from lightning_pipeline.model.replay.over_batch import OverBatch
-from lightning_pipeline.model.replay.routes import RouteFinder
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
-from lightning_pipeline.model.replay.stage import StageProgram, Step
+from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns
+from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder
+from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.told import Sink, Told
+from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.state import (
+    Apart,
     AttributeGuards,
-    CannotRepeatError,
     Elsewhere,
     Merge,
-    Outside,
     Residence,
     SetByUnit,
     SharedParameter,
@@ -34,12 +34,10 @@ from lightning_pipeline.model.state import (
 )
 from lightning_pipeline.model.tensors import (
     Held,
-    ModuleState,
     Peaks,
     PlaceholderMode,
     SavedCount,
     TensorSpec,
-    result_dtypes,
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
@@ -53,10 +51,6 @@ from lightning_pipeline.model.trace import (
     step_function,
     trace_step,
 )
-
-MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
-WholeBatch = tuple[MicrobatchArguments, Sequence[float], float]
-"""Arguments, each micro-batch's share of samples, and scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,8 +133,7 @@ class SplitModel(OutsideSteps):
         self.beside: Callable[[], Iterable[Any]] = list
         self.looks_again = False
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._followers: dict[str, Follower] = {}
-        self._outside: dict[str, Outside] = {}
+        self._apart = Apart(root, lambda: self.beside())
         self._open: ExitStack | None = None
         self._step: Step | None = None
         self._state: StepState | None = None
@@ -149,10 +142,12 @@ class SplitModel(OutsideSteps):
             traced=self._traced, guards=self._guards, others=others, quiet=self._quiet,
         )  # fmt: skip
         self._finder = RouteFinder(
-            root, cut, next(iter(self._programs.values())), self._residence.needed,
-            traced=self._traced, apart=self._apart_in_silence, in_silence=self._in_silence,
-            forget=self._left_behind.forget,
+            root, cut, self._residence.needed,
+            walk=DryRuns(self._first_view, self._patches).walk, traced=self._traced,
+            apart=self._apart_in_silence, in_silence=self._in_silence, forget=self._left_behind.forget,
         )  # fmt: skip
+        runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
+        self._divisors = Divisors(root, runs, self._finder, self._apart, self._in_silence)
         self._seen_again: set[str] = set()
         self.signatures: list[Hashable] = []
         self.counts_next = False
@@ -162,12 +157,17 @@ class SplitModel(OutsideSteps):
 
     def _program(self, stage: int) -> StageProgram:
         last = stage == self._end
-        return StageProgram(stage, self.root, self._stage_of, self._patches, self.mode, is_last=last)
+        view = StageView(stage, self.root, self._stage_of, self._patches, self.mode, is_last=last)
+        return StageProgram(view, self._patches)
+
+    @property
+    def _first_view(self) -> StageView:
+        return next(iter(self._programs.values())).view
 
     def _install(self) -> None:
         self._residence.drop()
         self._patches.install()
-        self._patches.idle = IdleRunner(self.root, self._patches, self._programs)
+        self._patches.idle = IdleRunner(self.root, self._patches, self._first_view, self._programs)
         for stage, program in self._programs.items():
             program.counts = stage == max(self._programs) and self._over_batch is None
             if not program.counts:
@@ -280,7 +280,7 @@ class SplitModel(OutsideSteps):
     def begin(
         self,
         step: str,
-        microbatches: Sequence[MicrobatchArguments],
+        microbatches: Sequence[Microbatch],
         *,
         weights: Sequence[float] | None,
         key: Sequence[int],
@@ -289,7 +289,7 @@ class SplitModel(OutsideSteps):
         whole: WholeBatch | None = None,
         sizes: Sequence[int] | None = None,
         merge: Merge = merge_outputs,
-        at_once: MicrobatchArguments | None = None,
+        at_once: Microbatch | None = None,
     ) -> None:
         """Get ready to run a batch; a kind of step that was not seen yet is traced first.
 
@@ -340,94 +340,42 @@ class SplitModel(OutsideSteps):
             program.state = self._state
         if self._over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
-            context = self._context_of(step)
-            self._over_batch.begin(self._step, at_once, self._finder, context, self._state)
+            self._over_batch.begin(self._step, at_once, self._finder, self._state)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
-            self._follow(whole, self._step)
+            self._divisors.follow(self._step, whole)
+            self._open.enter_context(self.told.metrics_unfollowed())
 
     def _find_ways(self, step: Step) -> None:
         """Which units each micro-batch calls, and what a rank is to know of them."""
-        context = self._context_of(step.name)
+        context = self._finder.context(step.name)
         step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch)
         self.signatures = [
             (*context, signature_of(args, kwargs), *((route.number,) if route.number else ()))
             for route, (args, kwargs) in zip(step.routes, step.microbatches, strict=True)
         ]
         step.later_outputs = [
-            self._finder.outputs(context, route, batch, partial(step.seeds.microbatch, number))
+            self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
             if any(route.liveness.meets_later_calls[s] or route.goes_on[s] for s in self._programs)
             else {}
             for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True))
         ]
 
-    def _follow(self, whole: WholeBatch, step: Step) -> None:
-        """Find out what one device would divide by, where that is not the number of samples."""
-        arguments, fractions, step.scale = whole
-        assert self._open is not None, "a batch has begun"
-        follower = step.follower = self._followers.setdefault(step.name, Follower(self.root, step.name))
-        tensors = list(tensors_in(arguments))
-
-        def rehearse() -> list[Whole] | str:
-            try:
-                wholes = rehearsed(arguments, step.microbatches, self._rehearse, lambda: Observer(tensors))
-            except CannotRepeatError as iterator:
-                return f"takes from {iterator}"
-            for seen in wholes if step.trace.draws_unseen else ():
-                seen.unclear = "a function that is not known to"
-            return wholes
-
-        follower.warn_of_losses(step.trace.losses_inside, tensors)
-        follower.begin(fractions, tensors, rehearse)
-        self._open.enter_context(self.told.metrics_unfollowed())
-
-    def _rehearse(self, batch: MicrobatchArguments, number: int, observer: Observer, draws: Draws) -> None:
-        """Run the step once without units, and leave nothing behind.
-
-        Raises:
-            CannotRepeatError: It takes from an iterator.
-        """
-        assert self._step is not None, "a batch has begun"
-        step, program = self._step, self._programs[self.num_stages - 1]
-        seeds = partial(step.seeds.microbatch, number)
-        (route,) = self._finder.routes(step.ways, [batch], lambda _: seeds())
-        with self._apart(step.name) as outside:
-            outputs = self._finder.outputs(self._context_of(step.name), route, batch, seeds)
-            outside.check()
-            with self.set_aside(), self.told.silent_metrics():
-                program.rehearse(batch, outputs, number, observer, draws)
-
-    @contextmanager
-    def _apart(self, step: str) -> Iterator[Outside]:
-        """For a run of a step that is to leave nothing behind, and may not take from an iterator."""
-        if step not in self._outside:
-            self._outside[step] = Outside(self.root, step, self.beside)
-        outside, before = self._outside[step], ModuleState(self.root)
-        outside.keep()
-        try:
-            yield outside
-            outside.check()
-        finally:
-            before.restore()
-            outside.restore()
-
     @contextmanager
     def _apart_in_silence(self, step: str) -> Iterator[None]:
         standing = Standing(self._others())
         try:
-            with self._guards.lifted(), self._apart(step), self._in_silence():
+            with self._guards.lifted(), self._apart.running(step), self._in_silence():
                 yield
         finally:
             standing.restore()
 
     @contextmanager
     def _in_silence(self) -> Iterator[None]:
+        """For runs of a step on placeholders."""
         with self.set_aside(), self.told.silent_metrics():
             yield
-
-    def _context_of(self, step: str) -> tuple[Hashable, ...]:
-        return step, torch.is_grad_enabled(), result_dtypes(), self.root.training
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -466,7 +414,7 @@ class SplitModel(OutsideSteps):
             rest = self._state.take(values)
             self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
-    def _new_count(self, microbatches: Sequence[MicrobatchArguments]) -> SavedCount:
+    def _new_count(self, microbatches: Sequence[Microbatch]) -> SavedCount:
         """Counts what the stages hold beside parameters, buffers, plain tensors of modules and the batch."""
         held = [vars(m).values() for m in self._modules]
         states = [(*m._parameters.values(), *m._buffers.values()) for m in self._modules]
@@ -483,7 +431,7 @@ class SplitModel(OutsideSteps):
         return self._step.count.held()
 
     def _traced(
-        self, step: str, microbatch: MicrobatchArguments, seeds: MicrobatchSeeds | None = None,
+        self, step: str, microbatch: Microbatch, seeds: MicrobatchSeeds | None = None,
         seen: Sequence[Call] = (),
     ) -> Trace:  # fmt: skip
         with self._guards.lifted():
@@ -495,10 +443,10 @@ class SplitModel(OutsideSteps):
                 device=self._device, seeds=seeds,
             )  # fmt: skip
 
-    def _trace(self, step: str, microbatch: MicrobatchArguments) -> tuple[Trace, Liveness]:
+    def _trace(self, step: str, microbatch: Microbatch) -> tuple[Trace, Liveness]:
         return self._know(self._traced(step, microbatch))
 
-    def refusal(self, step: str, microbatch: MicrobatchArguments) -> SplitError | None:
+    def refusal(self, step: str, microbatch: Microbatch) -> SplitError | None:
         """Why a step cannot be cut; None where it can.
 
         Args:
@@ -523,7 +471,7 @@ class SplitModel(OutsideSteps):
         self._known[trace.step] = (trace, self.cut.liveness(trace))
         return self._known[trace.step]
 
-    def _look_again(self, trace: Trace, microbatch: MicrobatchArguments) -> None:
+    def _look_again(self, trace: Trace, microbatch: Microbatch) -> None:
         """What a trace could not see of the step it may see now: the Trainer has its optimizers."""
         self._seen_again.add(trace.step)
         again = self._traced(trace.step, microbatch)

@@ -1,6 +1,6 @@
 """What the user's hooks see and call of a module that is cut."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.model.replay.view import StageView
 from lightning_pipeline.model.state import Meeting, Residence, Sources
 from lightning_pipeline.model.tensors import tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
@@ -88,20 +88,29 @@ class OutsideSteps:
 
 
 class IdleRunner:
-    """Answers calls of units outside a step: own ones run, those of other stages raise."""
+    """Answers calls of units outside a step: own ones run, those of other stages raise.
+
+    Args:
+        root: The LightningModule.
+        patches: The patched units.
+        view: Of a stage of this rank.
+        stages: Those of this rank.
+    """
 
     inside = False
 
-    def __init__(self, root: nn.Module, patches: UnitPatches, programs: dict[int, StageProgram]) -> None:
-        self._root, self._patches, self._programs = root, patches, programs
+    def __init__(
+        self, root: nn.Module, patches: UnitPatches, view: StageView, stages: Collection[int]
+    ) -> None:
+        self._root, self._patches, self._view, self._stages = root, patches, view, stages
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an own unit, or raise."""
-        program = next(iter(self._programs.values()))
-        if program.stage_of[unit] in self._programs:
+        stage = self._view.stage_of[unit]
+        if stage in self._stages:
             return self._patches.originals[unit](*args, **kwargs)
         raise SplitError(
-            f"unit {self._patches.units[unit].name!r} is on stage {program.stage_of[unit]} and is called "
+            f"unit {self._patches.units[unit].name!r} is on stage {stage} and is called "
             "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "
             f"which run across the stages, or on the whole model after fit [at {user_line(self._root)}]"
         )

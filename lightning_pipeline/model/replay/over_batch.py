@@ -5,7 +5,7 @@ are joined, and the step runs once more with the whole batch and with these in t
 begins there; what it leaves at the joined tensors is cut again, and each micro-batch goes on from its rows.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey, liveness_of
-from lightning_pipeline.model.replay.replay import Replay, Table
-from lightning_pipeline.model.replay.routes import RouteFinder, StepRoutes, TracedOutput
-from lightning_pipeline.model.replay.stage import Microbatch, StageProgram, Step
+from lightning_pipeline.model.replay.replay import Replay
+from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder, StepRoutes, TracedOutput
+from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.model.replay.view import Step, Table
 from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in
 from lightning_pipeline.model.trace import Trace
@@ -77,7 +78,7 @@ class OverBatch:
 
     def __init__(self, first: StageProgram, tail: StageProgram) -> None:
         self._first, self._tail = first, tail
-        self._stage_of = list(first.stage_of)
+        self._stage_of = list(first.view.stage_of)
         self._later: dict[tuple[str, int], frozenset[int]] = {}
         self._ways: dict[tuple[tuple[str, int], frozenset[int]], StepRoutes] = {}
         self._given: dict[int, Values] = {}
@@ -94,17 +95,13 @@ class OverBatch:
 
     # ---- a batch
 
-    def begin(
-        self, step: Step, whole: Microbatch, finder: RouteFinder, context: tuple[Hashable, ...],
-        state: StepState | None,
-    ) -> None:  # fmt: skip
+    def begin(self, step: Step, whole: Microbatch, finder: RouteFinder, state: StepState | None) -> None:
         """Take on a batch.
 
         Args:
             step: With the micro-batches.
             whole: Arguments for the whole batch.
             finder: Of its way through the model.
-            context: What shapes depend on beside the arguments.
             state: Where the step leaves something behind.
 
         Raises:
@@ -118,7 +115,7 @@ class OverBatch:
             )
 
         def outputs(arguments: Microbatch) -> Outputs:
-            return finder.outputs(context, route, arguments, partial(step.seeds.microbatch, 0))
+            return finder.outputs(route, arguments, partial(step.seeds.microbatch, 0))
 
         first, tail, batches = self._first, self._tail, step.microbatches
         self._outputs = outputs(whole)
@@ -133,7 +130,7 @@ class OverBatch:
             longer = replace(route, liveness=live, goes_on=(False,) * (tail.index + 1))
             self._ways[key, later] = StepRoutes(longer, [])
         ways = self._ways[key, later]
-        first.stage_of, tail.stage_of = stage_of, list(stage_of)
+        first.view.stage_of, tail.view.stage_of = stage_of, list(stage_of)
         meets = ways.base.liveness.meets_later_calls[first.index]
         parts = [outputs(batch) if meets else {} for batch in batches]
         first.begin(replace(step, ways=ways, routes=[ways.base] * len(batches), later_outputs=parts))
@@ -155,7 +152,7 @@ class OverBatch:
 
     def end(self) -> None:
         """Let go of the batch."""
-        self._first.stage_of = list(self._stage_of)
+        self._first.view.stage_of = list(self._stage_of)
         self._tail.end()
         self._given.clear()
         self._gradients = None
@@ -170,8 +167,8 @@ class OverBatch:
     def forward(self, microbatch: int, incoming: Values | None) -> None:
         """Run the units for a micro-batch; after the last of them the end of the step. See `wire.Stage`."""
         first = self._first
-        if first.own_calls or incoming is None:
-            given = first.forward(microbatch, incoming) if first.own_calls else Values([], ())
+        if first.view.own_calls or incoming is None:
+            given = first.forward(microbatch, incoming) if first.view.own_calls else Values([], ())
             assert given is not None, "the tail comes after it"
             self._given[microbatch] = given
         else:
@@ -181,7 +178,7 @@ class OverBatch:
 
     @property
     def _number(self) -> int:
-        return len(self._first.current_step().microbatches)
+        return len(self._first.view.current_step().microbatches)
 
     def _run_tail(self) -> None:
         given = [self._given.pop(number) for number in range(self._number)]
@@ -192,16 +189,18 @@ class OverBatch:
                 "and not for others: with loss_over_batch=True it has to decide so for the whole batch"
             )
         if any(empty):
-            self._gradients = {number: [None] * len(self._tail.incoming) for number in range(self._number)}
+            self._gradients = {
+                number: [None] * len(self._tail.view.incoming) for number in range(self._number)
+            }
             self._tail.forward(0, Values([], (), empty=True))
             return
-        self._tail.lost_states = any(_leaves_states(values.table) for values in given)
+        self._tail.view.lost_states = any(_leaves_states(values.table) for values in given)
         self._tail.forward(0, Values(self._join([values.tensors for values in given]), self._table))
 
     def _join(self, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         self._dimensions = []
         joined = []
-        for key, *tensors in zip(self._tail.incoming, *parts, strict=True):
+        for key, *tensors in zip(self._tail.view.incoming, *parts, strict=True):
             dimension = self._dimension(key, tensors)
             with torch.no_grad():
                 tensor = tensors[0] if dimension == _EVERYWHERE else torch.cat(tensors, dimension)
@@ -223,11 +222,12 @@ class OverBatch:
         if all(t.shape == whole.shape and torch.equal(t, tensors[0]) for t in tensors):
             return _EVERYWHERE
         raise SplitError(
-            f"unit {self._first.unit_name(unit)!r} returns a tensor of shape {tuple(tensors[0].shape)} for a "
-            f"micro-batch and {tuple(whole.shape)} for the whole batch, which is no row for each sample, "
-            f"and the end of {self._step.name} reads it: with loss_over_batch=True only rows of samples can "
-            "be joined. Return what it is computed from, and compute it after the last unit, or choose a "
-            f"partition with this unit on the last stage, which runs such units on the whole batch"
+            f"unit {self._first.view.unit_name(unit)!r} returns a tensor of shape {tuple(tensors[0].shape)} "
+            f"for a micro-batch and {tuple(whole.shape)} for the whole batch, which is no row for each "
+            f"sample, and the end of {self._step.name} reads it: with loss_over_batch=True only rows of "
+            "samples can be joined. Return what it is computed from, and compute it after the "
+            "last unit, or choose a partition with this unit on the last stage, which runs such units on the "
+            "whole batch"
         )
 
     def backward(
@@ -245,7 +245,7 @@ class OverBatch:
         if self._gradients is None:
             self._gradients = self._cut(self._tail.backward(0, None) or [])
         received = self._gradients.pop(microbatch)
-        if not self._first.own_calls:
+        if not self._first.view.own_calls:
             return received if self._first.index else None
         return self._first.backward_input(microbatch, received)
 
@@ -287,16 +287,16 @@ class BatchReplay(Replay):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._left = len(self._returned)
-        self._host: int | None = None if self._program.host_random else self._seeds.host_place()
+        self._host: int | None = None if self._view.host_random else self._seeds.host_place()
         self._drawn = False
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        earlier = self._program.stage_of[unit] < self._program.index
+        earlier = self._view.stage_of[unit] < self._view.index
         self._left -= earlier
         if earlier and not self._left and self._host not in (None, self._seeds.host_place()):
             self._drawn = True
             raise self._refuse("numpy's or Python's random numbers are drawn between units")
-        if earlier and self._program.lost_states:
+        if earlier and self._view.lost_states:
             self._seeds.lose(again=False)
         return super()._answer(unit, args, kwargs)
 

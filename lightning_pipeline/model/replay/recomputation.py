@@ -1,25 +1,23 @@
 """What a backward runs again: regions of activation checkpointing, with units in them or without."""
 
 from contextlib import AbstractContextManager, ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ValueKey
-from lightning_pipeline.model.replay.between_units import GlueRun, Returned
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
+from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.replay.between_units import GlueRun
+from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import flatten, unflatten, user_line
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.replay.stage import StageProgram
 
 
 class Recomputation(GlueRun):
     """Answers code as the forward of the micro-batch did: the same draws, values and placeholders.
 
     Args:
-        program: Of the stage.
+        view: Of the stage.
         seeds: The random numbers of the micro-batch.
         returned: What units of earlier stages returned.
         received: The tensors among that which arrived here.
@@ -31,16 +29,16 @@ class Recomputation(GlueRun):
     """
 
     def __init__(
-        self, program: "StageProgram", seeds: MicrobatchSeeds, returned: Returned,
+        self, view: StageView, seeds: MicrobatchSeeds, returned: Returned,
         received: dict[ValueKey, Tensor], places: dict[int, list[Any]], *, watches: bool,
     ) -> None:  # fmt: skip
-        super().__init__(program, seeds, returned, received)
+        super().__init__(view, seeds, returned, received)
         self._places, self._watches = places, watches
         self.reentrant = False
 
     def running(self) -> AbstractContextManager[Any]:
         """For the length of the backward."""
-        self._seeds.backward(self._program.index)
+        self._seeds.backward(self._view.index)
         stack = ExitStack()
         if self._watches:
             stack.enter_context(self.functions)
@@ -57,19 +55,19 @@ class Recomputation(GlueRun):
         return self if self._watches else None
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program = self._program
-        stage = program.stage_of[unit]
-        if stage == program.index:
+        view = self._view
+        stage = view.stage_of[unit]
+        if stage == view.index:
             return self._own(unit, args, kwargs)
-        if stage < program.index and self._watches:
+        if stage < view.index and self._watches:
             output = self._hand_out(unit, self._nth(unit), args, kwargs)
             self._put_off.clear()  # they ran in the forward
             return output
-        assert program.idle is not None, "a program belongs to a split model"
-        return program.idle.call(unit, args, kwargs)
+        assert view.idle is not None, "a stage belongs to a split model"
+        return view.idle.call(unit, args, kwargs)
 
     def _own(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        changed = {(nth, leaf) for one, nth, leaf in self._program.mutated if one == unit}
+        changed = {(nth, leaf) for one, nth, leaf in self._view.mutated if one == unit}
         nth = self._nth(unit) if changed else 0
         hooks, (forward, entered) = self._hooks_of(unit), self._enter(unit)
         try:
@@ -85,14 +83,14 @@ class Recomputation(GlueRun):
 
     def _nth(self, unit: int) -> int:
         """Which call of the unit this is. Checkpointing puts the random state back, which tells."""
-        if unit not in self._program.repeated or len(self._places[unit]) == 1:
+        if unit not in self._view.repeated or len(self._places[unit]) == 1:
             return 0
         found = [nth for nth, place in enumerate(self._places[unit]) if place == self._seeds.place()]
         if len(found) == 1:
             return found[0]
         raise SplitError(
-            f"unit {self._program.unit_name(unit)!r} is called several times in a step and again by "
+            f"unit {self._view.unit_name(unit)!r} is called several times in a step and again by "
             "activation checkpointing, which did not put the random state back, so that the calls cannot be "
             "told apart: checkpoint with preserve_rng_state=True, or without seeding in the step [at "
-            f"{user_line(self._program.root)}]"
+            f"{user_line(self._view.root)}]"
         )

@@ -1,28 +1,42 @@
-"""The step over the whole batch, without any unit: for what one device would divide by."""
+"""Runs of a step without any unit: to see which it calls, and what one device would divide by."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_pipeline.model.loss import Observer
-from lightning_pipeline.model.replay.draws import Draws
+from lightning_pipeline.data import signature_of
+from lightning_pipeline.model.loss import Follower, Observer, Whole
+from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
-from lightning_pipeline.model.tensors import Structure, TensorSpec, is_placeholder, unflatten
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.replay.stage import StageProgram
+from lightning_pipeline.model.replay.routes import (
+    Microbatch,
+    Reads,
+    Route,
+    RouteFinder,
+    StageDone,
+    StepRoutes,
+    TracedOutput,
+    fitted,
+    sizes_between,
+)
+from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
+from lightning_pipeline.model.state import Apart, CannotRepeatError
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in, unflatten
+from lightning_pipeline.model.trace import UnitPatches, reentrant_checkpoint_replaced
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_UNLIKELY = 0.7310585786300049  # a number that no micro-batch has by chance
 
 
 class Rehearsal(Replay):
     """One run of a step in which every unit only says what shape its output has.
 
     Args:
-        program: Of the last stage.
+        view: Of the last stage.
         outputs: What each call of a unit returns.
         seeds: Of the random draws.
         observer: Sees the functions between the units.
@@ -31,13 +45,13 @@ class Rehearsal(Replay):
 
     def __init__(
         self,
-        program: "StageProgram",
-        outputs: Mapping[tuple[int, int], tuple[Structure, list[TensorSpec]]],
+        view: StageView,
+        outputs: Mapping[tuple[int, int], TracedOutput],
         seeds: MicrobatchSeeds,
         observer: Observer,
         draws: Draws,
     ) -> None:
-        super().__init__(program, 0, None, seeds)
+        super().__init__(view, 0, None, seeds)
         self.is_last = False  # so that nothing is logged
         self.follow, self._observer = observer.call, observer
         self._outputs, self._draws = outputs, draws
@@ -59,9 +73,9 @@ class Rehearsal(Replay):
         self._counts[unit] = nth + 1
         self._observer.unit(unit, nth)
         structure, specs = self._outputs[unit, nth]
-        tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
-        self._seeds.lose(again=unit in self._program.repeated)
-        if self._program.host_random:
+        tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.lose(again=unit in self._view.repeated)
+        if self._view.host_random:
             self._draws.host_at(self._host, self._seeds.host_place())
             self._seeds.host(unit, nth)
             self._host = self._seeds.host_place()
@@ -85,4 +99,218 @@ class Rehearsal(Replay):
         return _UNLIKELY if dtype.is_floating_point else 1
 
 
-_UNLIKELY = 0.7310585786300049  # a number that no micro-batch has by chance
+class _NewWay(BaseException):
+    """No known way goes on like this."""
+
+
+class Walk(Replay):
+    """One run of a step without any unit, to see which units it calls.
+
+    Args:
+        view: Of a stage.
+        seeds: Of the random draws.
+        routes: The ways that are known.
+        fit: The shape of a value in this micro-batch, from that in a trace.
+        reads: Takes the numbers that code between units reads.
+    """
+
+    def __init__(
+        self, view: StageView, seeds: MicrobatchSeeds, routes: StepRoutes,
+        fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
+    ) -> None:  # fmt: skip
+        super().__init__(view, 0, None, seeds)
+        self.is_last = False  # so that nothing is logged
+        self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
+        self.follow = self._note
+
+    def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
+        """Call the step, up to where values are needed; None where the way is not known."""
+        stood = self._host_draws()
+        try:
+            self._reads.begin()
+            with self.functions, self._poison:
+                function(*args, **kwargs)
+        except StageDone:
+            pass
+        except _NewWay:
+            return None
+        except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
+            self._reads.tell_all = False
+            return self._node.ends or self._node.through
+        self._reads.tell_all &= self._host_draws() == stood
+        return self._node.ends
+
+    def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+        result = run(func, args, kwargs)
+        self._reads.note(func, result, self._depth)
+        return result
+
+    def _host_draws(self) -> str:
+        return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""
+
+    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        nth = self._counts[unit]
+        self._counts[unit] = nth + 1
+        node = self._node.following.get(unit)
+        if node is None:
+            raise _NewWay
+        call = node.through.trace.calls[self._depth]
+        self._node, self._depth = node, self._depth + 1
+        specs = [self._fit(node.through, spec) for spec in call.specs]
+        tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.lose(again=unit in self._view.repeated)
+        if self._view.host_random and not self._seeds.host_is_users():
+            self._seeds.host(unit, nth)
+        return self._put_together(tensors, call.structure, self._around(unit, nth, args, kwargs))
+
+    def _reads_value(self, reason: str) -> BaseException:
+        return StageDone()
+
+
+class DryRuns:
+    """Runs the step of a batch that has begun, with placeholders for all that units return.
+
+    Args:
+        view: Of a stage of this rank.
+        patches: The patched units.
+    """
+
+    def __init__(self, view: StageView, patches: UnitPatches) -> None:
+        self._view, self._patches = view, patches
+
+    def rehearse(
+        self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
+        observer: Observer, draws: Draws,
+    ) -> None:  # fmt: skip
+        """Run the step with the seeds of a micro-batch. See `Rehearsal`."""
+        step = self._view.current_step()
+        run = Rehearsal(self._view, outputs, step.seeds.microbatch(number), observer, draws)
+        with self._answering(run):
+            run.rehearse(step.function, self._view.fresh(batch[0]), self._view.fresh(batch[1]))
+
+    def walk(
+        self, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], routes: StepRoutes, reads: Reads
+    ) -> Route | None:
+        """Find out which units the step calls for a micro-batch. See `Walk`."""
+        view, now = self._view, signature_of(*batch)
+        step, sizes = view.current_step(), dict[int, dict[int, int]]()
+
+        def fit(route: Route, spec: TensorSpec) -> TensorSpec:
+            if route.number not in sizes:
+                sizes[route.number] = sizes_between(route.trace.arguments, now)
+            return fitted(spec, sizes[route.number])
+
+        view.take(routes.base)
+        view.ports = routes.ports
+        run = Walk(view, seeds(), routes, fit, reads)
+        try:
+            with self._answering(run):
+                return run.walk(step.function, view.fresh(batch[0]), view.fresh(batch[1]))
+        finally:
+            view.route = None
+
+    @contextmanager
+    def _answering(self, run: Replay) -> Iterator[None]:
+        self._patches.runner, self._view.mode.watcher = run, run
+        try:
+            with self._view.current_step().context(), reentrant_checkpoint_replaced(lambda: run.inside):
+                yield
+        finally:
+            self._patches.runner = self._view.mode.watcher = None
+            run.close()
+
+
+class Divisors:
+    """What one device divides losses and logged values by, where that is not the number of samples.
+
+    Args:
+        root: The LightningModule.
+        runs: Of the last stage.
+        finder: Of ways through the model.
+        apart: Inside, a run of a step leaves nothing behind.
+        silent: Inside, a run of a step tells nobody anything.
+    """
+
+    def __init__(
+        self, root: nn.Module, runs: DryRuns, finder: RouteFinder, apart: Apart,
+        silent: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._root, self._runs, self._finder = root, runs, finder
+        self._apart, self._silent = apart, silent
+        self._followers: dict[str, Follower] = {}
+
+    def follow(self, step: Step, whole: WholeBatch) -> None:
+        """A batch begins: find out, or have it found out while its micro-batches run.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one, and the shares of its micro-batches.
+        """
+        arguments, fractions, step.scale = whole
+        follower = step.follower = self._followers.setdefault(step.name, Follower(self._root, step.name))
+        tensors = list(tensors_in(arguments))
+
+        def rehearse() -> list[Whole] | str:
+            try:
+                wholes = rehearsed(
+                    arguments, step.microbatches, partial(self._rehearse, step), lambda: Observer(tensors)
+                )
+            except CannotRepeatError as iterator:
+                return f"takes from {iterator}"
+            for seen in wholes if step.trace.draws_unseen else ():
+                seen.unclear = "a function that is not known to"
+            return wholes
+
+        follower.warn_of_losses(step.trace.losses_inside, tensors)
+        follower.begin(fractions, tensors, rehearse)
+
+    def _rehearse(self, step: Step, batch: Microbatch, number: int, observer: Observer, draws: Draws) -> None:
+        """Run the step once without units, and leave nothing behind.
+
+        Raises:
+            CannotRepeatError: It takes from an iterator.
+        """
+        seeds = partial(step.seeds.microbatch, number)
+        (route,) = self._finder.routes(step.ways, [batch], lambda _: seeds())
+        with self._apart.running(step.name) as outside:
+            outputs = self._finder.outputs(route, batch, seeds)
+            outside.check()
+            with self._silent():
+                self._runs.rehearse(batch, outputs, number, observer, draws)
+
+
+Run = Callable[[Any, int, Observer, Draws], None]
+
+
+def rehearsed(
+    whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]
+) -> list[Whole]:
+    """What a step divides by in the whole batch, for each micro-batch.
+
+    Args:
+        whole: Its arguments.
+        microbatches: Arguments for each.
+        run: Rehearses the step with some of these arguments, the seeds of a micro-batch, somebody who sees
+            the functions and somebody who sees the draws.
+        observer: Makes the former.
+    """
+    seen, draws = observer(), Draws()
+    run(whole, 0, seen, draws)
+    if not draws.any:
+        return [seen.whole] * len(microbatches)
+    parts = [Draws() for _ in microbatches]
+    for number, microbatch in enumerate(microbatches):
+        run(microbatch, number, observer(), parts[number])
+    firsts = [
+        [tensor.shape[0] for tensor in tensors_in(one) if tensor.dim()] for one in (whole, *microbatches)
+    ]
+    kinds: Kinds = frozenset(zip(*firsts, strict=False))
+    wholes: list[Whole] = []
+    for number in range(len(microbatches)):
+        seen, joined = observer(), JoinedDraws(parts, number, kinds)
+        run(whole, number, seen, joined)
+        seen.whole.unclear = joined.unclear()
+        wholes.append(seen.whole)
+        if not joined.once:
+            return wholes * len(microbatches)
+    return wholes

@@ -3,19 +3,19 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.random import MicrobatchSeeds, States
 from lightning_pipeline.model.replay.between_units import Around, GlueRun
 from lightning_pipeline.model.replay.recomputation import Recomputation
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, States
+from lightning_pipeline.model.replay.routes import StageDone
+from lightning_pipeline.model.replay.view import Entry, StageView
 from lightning_pipeline.model.tensors import (
-    Structure,
-    TensorSpec,
     alias,
     flatten,
     is_placeholder,
@@ -24,17 +24,6 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace import Watch, has_backward_hooks
 from lightning_pipeline.wire import Values
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.replay.stage import StageProgram
-
-CallKey = tuple[int, int]
-Entry = tuple[int, int, Structure, tuple[TensorSpec, ...], States]
-Table = tuple[Entry, ...]
-
-
-class StageDone(BaseException):
-    """The stage's last unit has run and one of a later stage was called."""
 
 
 @dataclass(slots=True)
@@ -58,13 +47,13 @@ class Replay(GlueRun):
     """The forward of one micro-batch on one stage."""
 
     def __init__(
-        self, program: "StageProgram", microbatch: int, incoming: Values | None, seeds: MicrobatchSeeds
+        self, view: StageView, microbatch: int, incoming: Values | None, seeds: MicrobatchSeeds
     ) -> None:
-        returned = program.read_table(incoming.table if incoming is not None else ())
-        super().__init__(program, seeds, returned, {})
+        returned = view.read_table(incoming.table if incoming is not None else ())
+        super().__init__(view, seeds, returned, {})
         self._microbatch = microbatch
-        self._counts = [0] * len(program.stage_of)
-        self._own_left = len(program.own_calls)
+        self._counts = [0] * len(view.stage_of)
+        self._own_left = len(view.own_calls)
         self._raw: dict[ValueKey, Tensor] = {}  # what goes out, as it was returned
         self._entries: list[Entry] = []
         self._places: dict[int, list[Any]] = {}  # of calls of units that are called several times
@@ -75,7 +64,7 @@ class Replay(GlueRun):
             self._accept(incoming)
 
     def _accept(self, incoming: Values) -> None:
-        for key, tensor in zip(self._program.incoming, incoming.tensors, strict=True):
+        for key, tensor in zip(self._view.incoming, incoming.tensors, strict=True):
             needs_grad = tensor.requires_grad and torch.is_grad_enabled()
             leaf = tensor if needs_grad else None
             self.replayed.leaves.append(leaf)
@@ -103,14 +92,14 @@ class Replay(GlueRun):
             torch.set_grad_enabled(grad_mode)
         if self._error is not None and not self._going_on:
             raise self._error
-        self.replayed.outgoing = None if self._program.is_last else self._outgoing(self.replayed.result)
+        self.replayed.outgoing = None if self._view.is_last else self._outgoing(self.replayed.result)
 
     def again(self) -> Recomputation:
         """What answers code that the backward runs again."""
-        program = self._program
-        regions = self.in_regions or program.checkpointed
+        view = self._view
+        regions = self.in_regions or view.checkpointed
         return Recomputation(
-            program, self._seeds, self._returned, self._received if regions else {}, self._places,
+            view, self._seeds, self._returned, self._received if regions else {}, self._places,
             watches=regions or self.draws,
         )  # fmt: skip
 
@@ -124,7 +113,7 @@ class Replay(GlueRun):
             raise self._error from error
         if self._exited:
             raise SplitError(
-                f"{self._program.step} raised {type(error).__name__} after stage {self._program.index} was "
+                f"{self._view.step} raised {type(error).__name__} after stage {self._view.index} was "
                 "done: a bare `except:` around the model's call swallowed what ends the step on this stage; "
                 "catch Exception instead"
             ) from error
@@ -132,47 +121,47 @@ class Replay(GlueRun):
     def _check_return(self, result: Any) -> None:
         if self._exited:
             raise SplitError(
-                f"{self._program.step} went on after stage {self._program.index} was done: a bare `except:` "
+                f"{self._view.step} went on after stage {self._view.index} was done: a bare `except:` "
                 "around the model's call swallowed what ends the step on this stage; catch Exception instead"
             )
-        if self._program.is_last:
-            self.check_real(result, f"what {self._program.step} returns")
+        if self._view.is_last:
+            self.check_real(result, f"what {self._view.step} returns")
         elif result is None and not any(self._counts):
             return
-        elif (self._program.has_later_calls and not self._going_on) or self._own_left:
+        elif (self._view.has_later_calls and not self._going_on) or self._own_left:
             raise self._other_path(
-                f"{self._program.step} ended on stage {self._program.index} before any unit of a later stage "
+                f"{self._view.step} ended on stage {self._view.index} before any unit of a later stage "
                 f"was called, with {self._own_left} of the stage's own calls missing",
                 line="",
             )
 
     def _outgoing(self, result: Any) -> Values:
-        program = self._program
-        if result is None and not any(self._counts) and (program.has_later_calls or program.own_calls):
+        view = self._view
+        if result is None and not any(self._counts) and (view.has_later_calls or view.own_calls):
             return Values([], (), empty=True)
-        missing = [key for key in program.outgoing if key not in self._raw]
+        missing = [key for key in view.outgoing if key not in self._raw]
         if missing:
             unit, nth, _ = missing[0]
             raise self._other_path(
-                f"unit {program.unit_name(unit)!r} (call {nth}) was not called on stage {program.index}, but "
+                f"unit {view.unit_name(unit)!r} (call {nth}) was not called on stage {view.index}, but "
                 "a later stage needs its output",
                 line="",
             )
-        tensors = [self._raw[key] for key in program.outgoing]
-        self.check_real(tensors, f"what stage {program.index} sends")
-        return Values(tensors, program.write_table(self._entries))
+        tensors = [self._raw[key] for key in view.outgoing]
+        self.check_real(tensors, f"what stage {view.index} sends")
+        return Values(tensors, view.write_table(self._entries))
 
     # ---- calls of units
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nth, program = self._counts[unit], self._program
+        nth, view = self._counts[unit], self._view
         self._counts[unit] = nth + 1
-        if unit in program.repeated:
+        if unit in view.repeated:
             self._places.setdefault(unit, []).append(self._seeds.place())
-        stage = program.stage_of[unit]
-        if stage < program.index:
+        stage = view.stage_of[unit]
+        if stage < view.index:
             output = self._earlier(unit, nth, args, kwargs)
-        elif stage > program.index:
+        elif stage > view.index:
             output = self._later(unit, nth, args, kwargs)
         else:
             self._expect(unit, nth)
@@ -186,36 +175,36 @@ class Replay(GlueRun):
                     self.inside = False
                 states = self._leave(unit, entered, args, kwargs)
             output = self._record(unit, nth, output, around, states)
-        if program.host_random and not self._seeds.host_is_users():
+        if view.host_random and not self._seeds.host_is_users():
             self._seeds.host(unit, nth)
         self.on_unit(unit, nth)
         return output
 
     def _expect(self, unit: int, nth: int) -> None:
         """A unit of this stage is called."""
-        if (unit, nth) not in self._program.own_calls:
+        if (unit, nth) not in self._view.own_calls:
             count = "is called" if not nth else f"is called {nth + 1} times"
-            raise self._other_path(f"unit {self._program.unit_name(unit)!r} {count}")
+            raise self._other_path(f"unit {self._view.unit_name(unit)!r} {count}")
         self._own_left -= 1
 
     def _record(self, unit: int, nth: int, output: Any, around: Around | None, states: States) -> Any:
         tensors, structure = flatten(output) if around is None else around.take_apart(output)
-        program, specs, copied = self._program, [], False
+        view, specs, copied = self._view, [], False
         for leaf, tensor in enumerate(tensors):
             if is_placeholder(tensor):
-                raise self._refuse(f"unit {program.unit_name(unit)!r} returns a value of another stage")
+                raise self._refuse(f"unit {view.unit_name(unit)!r} returns a value of another stage")
             key = (unit, nth, leaf)
             self._raw[key] = tensor
-            specs.append(program.spec_of(key, tensor))
-            if key in program.mutated:
+            specs.append(view.spec_of(key, tensor))
+            if key in view.mutated:
                 tensors[leaf], copied = tensor.clone(), True
         self._entries.append((unit, nth, structure, tuple(specs), states))
         if copied:
             output = self._put_together(tensors, structure, around)
         elif isinstance(around, Watch):
             self._put_off = around.put_off(tensors, structure)
-        module = program.module_of(unit)
-        if module._forward_hooks and not program.is_last and has_backward_hooks(module):
+        module = view.module_of(unit)
+        if module._forward_hooks and not view.is_last and has_backward_hooks(module):
             self._unchanged_by_hooks(unit, module, output)
         return output
 
@@ -227,7 +216,7 @@ class Replay(GlueRun):
             handle.remove()
             if output is not returned or versions != [tensor._version for tensor in tensors_in(returned)]:
                 raise SplitError(
-                    f"a forward hook of unit {self._program.unit_name(unit)!r} changes what the unit "
+                    f"a forward hook of unit {self._view.unit_name(unit)!r} changes what the unit "
                     "returns, and hooks on gradients of the same module would see another gradient than on "
                     "one device: do the one in the module's forward, or put the other on a module inside it"
                 )
@@ -237,39 +226,39 @@ class Replay(GlueRun):
     def _earlier(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if (unit, nth) not in self._returned:
             raise self._other_path(
-                f"unit {self._program.unit_name(unit)!r} is called on stage {self._program.index} "
+                f"unit {self._view.unit_name(unit)!r} is called on stage {self._view.index} "
                 f"(call {nth}), but was not on its own stage"
             )
         return self._hand_out(unit, nth, args, kwargs)
 
     def _later(self, unit: int, nth: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._own_left <= 0:
-            if not self._program.goes_on:
+            if not self._view.goes_on:
                 self._exited = True
                 raise StageDone
             self._going_on = True
-        traced = self._program.traced_output(unit, nth, self._microbatch)
+        traced = self._view.traced_output(unit, nth, self._microbatch)
         if traced is None:
             raise self._other_path(
-                f"unit {self._program.unit_name(unit)!r} is called (call {nth}), with {self._own_left} calls "
-                f"of stage {self._program.index} before it missing"
+                f"unit {self._view.unit_name(unit)!r} is called (call {nth}), with {self._own_left} calls "
+                f"of stage {self._view.index} before it missing"
             )
-        if self._program.host_random and self._seeds.host_is_users() and not self._going_on:
+        if self._view.host_random and self._seeds.host_is_users() and not self._going_on:
             raise self._refuse(
                 "numpy's or Python's random numbers are seeded in the step, and a unit of a later stage may "
                 "draw from them before this stage goes on: seed a generator of your own, "
                 "`numpy.random.default_rng(seed)`"
             )
         structure, specs = traced
-        tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
-        self._seeds.lose(again=unit in self._program.repeated)
+        tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
+        self._seeds.lose(again=unit in self._view.repeated)
         return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
 
     def end_after_own(self, unit: int, nth: int) -> None:
         """After a call: end the step here if it was the stage's last, and no later stage's unit ends it."""
         if not self._own_left:
-            self._exited = not self._program.goes_on
-            self._going_on = self._program.goes_on
+            self._exited = not self._view.goes_on
+            self._going_on = self._view.goes_on
             if self._exited:
                 raise StageDone
 
@@ -278,9 +267,9 @@ class Replay(GlueRun):
         return StageDone() if self._going_on else super()._reads_value(reason)
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:
-        line = f" [at {user_line(self._program.root)}]" if line is None else line
+        line = f" [at {user_line(self._view.root)}]" if line is None else line
         return SplitError(
-            f"{what}, which is not what {self._program.step} did when it was traced: the path through the "
+            f"{what}, which is not what {self._view.step} did when it was traced: the path through the "
             "model varies by something that stages do not follow, such as shapes or global_step. Choose by "
             "an attribute, a drawn number or what is in the batch, or put the choice into the forward of one "
             f"module and keep that whole with PipelineStrategy(units=['<its name>']){line}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -17,14 +17,10 @@ from torch import Tensor, nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, states_by_stage, torn
-from lightning_pipeline.model.replay.replay import Replay, StageDone
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds
+from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import Generators, Structure, TensorSpec, host_draws, random_state_kept
+from lightning_pipeline.model.tensors import Structure, TensorSpec, result_dtypes
 from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
-
-if TYPE_CHECKING:
-    from lightning_pipeline.model.replay.stage import StageProgram
 
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
@@ -149,8 +145,8 @@ class RouteFinder:
     Args:
         root: The LightningModule.
         cut: Its partition.
-        program: One stage of this rank.
         needed: The stages that hold each parameter and buffer.
+        walk: Runs a step without any unit, to see which units it calls; None where the way is not known.
         traced: Traces a step with a micro-batch and its random numbers; calls of these traces are known.
         apart: Inside, a run of a step leaves nothing behind.
         in_silence: Inside, a run of a step logs nothing.
@@ -158,14 +154,14 @@ class RouteFinder:
     """
 
     def __init__(
-        self, root: nn.Module, cut: Partition, program: "StageProgram",
-        needed: Mapping[str, Sequence[int]], *,
+        self, root: nn.Module, cut: Partition, needed: Mapping[str, Sequence[int]], *,
+        walk: Callable[[Microbatch, Callable[[], MicrobatchSeeds], StepRoutes, "Reads"], Route | None],
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self._root, self._cut, self._program, self._needed = root, cut, program, needed
+        self._root, self._cut, self._needed, self._walk = root, cut, needed, walk
         self._traced, self._apart, self._in_silence, self._forget = traced, apart, in_silence, forget
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
@@ -229,7 +225,7 @@ class RouteFinder:
         if (key, ()) in routes.by_reads:
             known: Reads = Reads(routes.by_reads, key)
             with self._numbers_kept(), self._in_silence():
-                self._program.walk(microbatch, seeds, routes, known)
+                self._walk(microbatch, seeds, routes, known)
             if known.leads_to is not None:
                 return known.leads_to
         reads: Reads = Reads()
@@ -261,7 +257,7 @@ class RouteFinder:
         with self._numbers_kept():
             try:
                 with self._apart(step):
-                    route = self._program.walk(microbatch, seeds, routes, reads)
+                    route = self._walk(microbatch, seeds, routes, reads)
             except CannotRepeatError:
                 reads.tell_all = False
                 return routes.base
@@ -277,23 +273,22 @@ class RouteFinder:
                 self._forget(step)
         return known
 
+    def context(self, step: str) -> tuple[Hashable, ...]:
+        """What units return depends on this beside their arguments."""
+        return step, torch.is_grad_enabled(), result_dtypes(), self._root.training
+
     def outputs(
-        self,
-        context: tuple[Hashable, ...],
-        route: Route,
-        batch: Microbatch,
-        seeds: Callable[[], MicrobatchSeeds],
+        self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
     ) -> dict[tuple[int, int], TracedOutput]:
         """What units return for arguments of these shapes, on this way.
 
         Args:
-            context: What that depends on beside, such as the mode of the module.
             route: The way.
             batch: The arguments.
             seeds: Sets the random numbers of the micro-batch.
         """
         shapes, trace = signature_of(*batch), route.trace
-        key = (*context, route.number, shapes)
+        key = (*self.context(trace.step), route.number, shapes)
         if key not in self._outputs:
             if trace.arguments != shapes:
                 step = trace.step
@@ -334,6 +329,10 @@ def _changes_before(trace: Trace, calls: int) -> bool:
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
     return getattr(func, "__name__", "") == "__get__"
+
+
+class StageDone(BaseException):
+    """The stage's last unit has run and one of a later stage was called, or no more of the step is wanted."""
 
 
 class Reads:
@@ -395,74 +394,6 @@ class Reads:
         self.leads_to = self._known.get(found)
         if self.leads_to is not None or found not in self._known:
             raise StageDone
-
-
-class _NewWay(BaseException):
-    """No known way goes on like this."""
-
-
-class Walk(Replay):
-    """One run of a step without any unit, to see which units it calls.
-
-    Args:
-        program: Of a stage.
-        seeds: Of the random draws.
-        routes: The ways that are known.
-        fit: The shape of a value in this micro-batch, from that in a trace.
-        reads: Takes the numbers that code between units reads.
-    """
-
-    def __init__(
-        self, program: "StageProgram", seeds: MicrobatchSeeds, routes: StepRoutes,
-        fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
-    ) -> None:  # fmt: skip
-        super().__init__(program, 0, None, seeds)
-        self.is_last = False  # so that nothing is logged
-        self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
-        self.follow = self._note
-
-    def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
-        """Call the step, up to where values are needed; None where the way is not known."""
-        stood = self._host_draws()
-        try:
-            self._reads.begin()
-            with self.functions, self._poison:
-                function(*args, **kwargs)
-        except StageDone:
-            pass
-        except _NewWay:
-            return None
-        except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
-            self._reads.tell_all = False
-            return self._node.ends or self._node.through
-        self._reads.tell_all &= self._host_draws() == stood
-        return self._node.ends
-
-    def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
-        result = run(func, args, kwargs)
-        self._reads.note(func, result, self._depth)
-        return result
-
-    def _host_draws(self) -> str:
-        return host_draws(Generators(self._program.root.modules())) if self._reads.collects else ""
-
-    def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        nth = self._counts[unit]
-        self._counts[unit] = nth + 1
-        node = self._node.following.get(unit)
-        if node is None:
-            raise _NewWay
-        call = node.through.trace.calls[self._depth]
-        self._node, self._depth = node, self._depth + 1
-        specs = [self._fit(node.through, spec) for spec in call.specs]
-        tensors = [self._program.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
-        self._seeds.lose(again=unit in self._program.repeated)
-        if self._program.host_random and not self._seeds.host_is_users():
-            self._seeds.host(unit, nth)
-        return self._put_together(tensors, call.structure, self._around(unit, nth, args, kwargs))
-
-    def _reads_value(self, reason: str) -> BaseException:
-        return StageDone()
 
 
 def sizes_between(traced: Any, now: Any) -> dict[int, int]:

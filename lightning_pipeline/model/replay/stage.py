@@ -1,98 +1,24 @@
 """One stage of a split model, as the executor drives it."""
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import ValueKey
-from lightning_pipeline.model.loss import Follower, Observer, seeds_of
-from lightning_pipeline.model.replay.between_units import Returned
-from lightning_pipeline.model.replay.draws import Draws
+from lightning_pipeline.model.loss import seeds_of
 from lightning_pipeline.model.replay.recomputation import Recomputation
-from lightning_pipeline.model.replay.rehearsal import Rehearsal
-from lightning_pipeline.model.replay.replay import Entry, Replay, Replayed, Table
-from lightning_pipeline.model.replay.routes import Reads, Route, StepRoutes, Walk, fitted, sizes_between
-from lightning_pipeline.model.replay.seeds import MicrobatchSeeds, StepSeeds
+from lightning_pipeline.model.replay.replay import Replay, Replayed
+from lightning_pipeline.model.replay.view import StageView, Step
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import AsOne, StepState
-from lightning_pipeline.model.tensors import (
-    Given,
-    PlaceholderMode,
-    Remembered,
-    SavedCount,
-    Structure,
-    TensorSpec,
-    map_tensors,
-)
-from lightning_pipeline.model.trace import (
-    PortSpec,
-    Trace,
-    Transient,
-    UnitPatches,
-    Watch,
-    reentrant_checkpoint_replaced,
-)
+from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.model.trace import Transient, UnitPatches, reentrant_checkpoint_replaced
 from lightning_pipeline.wire import Values
-
-Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
-TracedOutput = tuple[Structure, list[TensorSpec]]
-
-
-@dataclass(slots=True)
-class Step:
-    """One batch on its way through the stages of this rank.
-
-    Attributes:
-        name: The user's method.
-        function: That method, bound.
-        microbatches: Arguments and keyword arguments of each micro-batch.
-        weights: What each loss is multiplied with for the backward; None: no backward follows.
-        ways: The ways of this kind of step through the model.
-        seeds: The random state of the batch.
-        context: Makes the precision's context for one forward.
-        split_backward: Whether the plan has I and W actions.
-        routes: By micro-batch, its way.
-        later_outputs: By micro-batch, what units of later stages return, as traced.
-        on_microbatch: Told the micro-batch that the last stage is about to run.
-        results: What the step returned on the last stage, detached, by micro-batch.
-        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
-        parts: By micro-batch, what its loss is of the batch's, where that is not its mean by samples.
-        follower: Finds that, on the last stage; None where the weights are settled.
-        scale: Of all gradients, where the weights are not used.
-        scaled: Makes what a backward begins with larger, as a gradient scaler does.
-        count: Counts what the stages hold, in the steps that are looked at.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    microbatches: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    weights: Sequence[float] | None
-    ways: StepRoutes
-    seeds: StepSeeds
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    on_microbatch: Callable[[int], None] = lambda microbatch: None
-    split_backward: bool = False
-    routes: Sequence[Route] = ()
-    later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
-    results: dict[int, Any] = field(default_factory=dict)
-    losses: dict[int, Tensor | None] = field(default_factory=dict)
-    parts: dict[int, Tensor] = field(default_factory=dict)
-    follower: Follower | None = None
-    scale: float = 1.0
-    scaled: Callable[[Tensor], Tensor] = lambda seed: seed
-    count: SavedCount | None = None
-
-    @property
-    def trace(self) -> Trace:
-        """What the first run of this kind of step showed."""
-        return self.ways.base.trace
 
 
 @dataclass(slots=True)
@@ -110,78 +36,39 @@ class StageProgram:
     """Implements the executor's `Stage` by replaying the user's step.
 
     Args:
-        index: The stage.
-        root: The LightningModule.
-        stage_of: The stage of each unit.
+        view: What a step is to this stage.
         patches: The patched units.
-        mode: The placeholders' mode.
+
+    Attributes:
+        index: The stage.
         is_last: Whether this is the last stage.
+        apart: Around each forward, such as what keeps metrics silent.
+        state: Where the step leaves something behind.
+        counts: Whether what this stage leaves of it is the rank's.
+        ends_itself: Whether the step ends after the last call, for what comes then runs once for the batch.
+        replay_kind: Replays a micro-batch.
     """
 
-    def __init__(
-        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
-        mode: PlaceholderMode, *, is_last: bool,
-    ) -> None:  # fmt: skip
-        self.index, self.root, self.is_last = index, root, is_last
-        self._modules = list(root.modules())
-        self.stage_of, self.mode = list(stage_of), mode
-        self.originals = patches.originals
+    def __init__(self, view: StageView, patches: UnitPatches) -> None:
+        self.view, self._patches, self._mode = view, patches, view.mode
+        self.index, self.is_last = view.index, view.is_last
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
-        self.state: StepState | AsOne | None = None  # where the step leaves something behind
-        self.counts = True  # whether what this stage leaves of it is the rank's
-        self.goes_on = False  # to the end of the step, for what is left behind there
-        self.ends_itself = False  # after its last call, for what comes then runs once for the batch
+        self.state: StepState | AsOne | None = None
+        self.counts, self.ends_itself = True, False
         self.replay_kind: type[Replay] = Replay
-        self.lost_states = False  # whether units left generators that the user seeded where is not known
-        self.idle = patches.idle  # who answers calls outside steps
-        self._patches = patches
         self._saved: dict[int, _Saved] = {}
         self._queues: dict[int, WeightQueue] = {}
         self._deferral = Deferral()
-        self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
-        self.remembered = Remembered()
-        self._returned: dict[ValueKey, TensorSpec] = {}
-        self._read: tuple[Table, Returned] = ((), {})
-        self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
-        self._step: Step | None = None
-        self._route: Route | None = None  # of the micro-batch that runs
 
     def begin(self, step: Step) -> None:
         """Take on a batch."""
-        self._step = step
         self._saved.clear()
         self._queues.clear()
-        self.step = step.name
-        self.idle = self._patches.idle
-        trace, every = step.trace, step.ways.varies or step.trace.draws_unseen
-        self.repeated = set(range(len(self.stage_of))) if every else {c.unit for c in trace.calls if c.nth}
-        self.host_random = trace.host_random
-        self._take(step.ways.base)
-
-    def _take(self, route: Route) -> None:
-        """Be ready for a micro-batch that goes this way."""
-        if route is self._route:
-            return
-        self._route, live = route, route.liveness
-        self.incoming = live.messages[self.index] if self.index else []
-        self.outgoing = live.messages[self.index + 1] if self.index + 1 < len(live.messages) else []
-        self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
-        self.has_later_calls = live.has_later_calls[self.index]
-        self.goes_on = route.goes_on[self.index]
-        self.read_before = self._read_before(route.trace)
-        self.checkpointed = route.trace.checkpointed
-        self.ports = route.trace.ports
-        self._no_unit_follows = not (self.is_last or live.leaves[self.index])
-
-    def _read_before(self, trace: Trace) -> set[ValueKey]:
-        """Values of earlier stages that units of earlier stages read, as this one may."""
-        calls = trace.calls
-        tags = {t for c in calls if self.stage_of[c.unit] < self.index for t in c.reads if t.kind == "value"}
-        return {(calls[tag.call].unit, calls[tag.call].nth, tag.leaf) for tag in tags}
+        self.view.begin(step)
 
     def end(self) -> None:
         """Let go of the batch."""
-        self._step = self._route = None
+        self.view.end()
         self._saved.clear()
         self._queues.clear()
 
@@ -199,15 +86,15 @@ class StageProgram:
 
     def forward(self, microbatch: int, incoming: Values | None) -> Values | None:
         """Replay the user's step for one micro-batch. See `wire.Stage`."""
-        step = self.current_step()
+        step = self.view.current_step()
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
-        self._take(step.routes[microbatch])
+        self.view.take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
-                replay.replayed.result = step.function(*self._fresh(args), **self._fresh(kwargs))
+                replay.replayed.result = step.function(*self.view.fresh(args), **self.view.fresh(kwargs))
             done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)
@@ -220,49 +107,6 @@ class StageProgram:
             self._saved[microbatch].queue = queue
         return done.outgoing
 
-    def rehearse(
-        self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
-        observer: Observer, draws: Draws,
-    ) -> None:  # fmt: skip
-        """Run the step without any unit, with the seeds of a micro-batch. See `Rehearsal`."""
-        step = self.current_step()
-        run = Rehearsal(self, outputs, step.seeds.microbatch(number), observer, draws)
-        self._patches.runner, self.mode.watcher = run, run
-        try:
-            with step.context(), reentrant_checkpoint_replaced(lambda: run.inside):
-                run.rehearse(step.function, self._fresh(batch[0]), self._fresh(batch[1]))
-        finally:
-            self._patches.runner = self.mode.watcher = None
-            run.close()
-
-    def walk(
-        self,
-        batch: Microbatch,
-        seeds: Callable[[], MicrobatchSeeds],
-        routes: StepRoutes,
-        reads: Reads,
-    ) -> Route | None:
-        """Find out which units the step calls for a micro-batch. See `Walk`."""
-        step, now = self.current_step(), signature_of(*batch)
-        sizes: dict[int, dict[int, int]] = {}
-
-        def fit(route: Route, spec: TensorSpec) -> TensorSpec:
-            if route.number not in sizes:
-                sizes[route.number] = sizes_between(route.trace.arguments, now)
-            return fitted(spec, sizes[route.number])
-
-        self._take(routes.base)
-        self.ports = routes.ports
-        run = Walk(self, seeds(), routes, fit, reads)
-        self._patches.runner, self.mode.watcher = run, run
-        try:
-            with step.context(), reentrant_checkpoint_replaced(lambda: run.inside):
-                return run.walk(step.function, self._fresh(batch[0]), self._fresh(batch[1]))
-        finally:
-            self._patches.runner = self.mode.watcher = None
-            self._route = None
-            run.close()
-
     @contextmanager
     def _replaying(
         self, microbatch: int, step: Step, incoming: Values | None, queue: WeightQueue | None
@@ -273,15 +117,15 @@ class StageProgram:
         if self.state is not None:
             self.state.before(microbatch, counts=self.counts)
         with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
-            replay = self.replay_kind(self, microbatch, incoming, step.seeds.microbatch(microbatch))
-            if self.ends_itself or self._no_unit_follows:
+            replay = self.replay_kind(self.view, microbatch, incoming, step.seeds.microbatch(microbatch))
+            if self.ends_itself or self.view.no_unit_follows:
                 replay.on_unit = replay.end_after_own
             if self.is_last and step.follower is not None:
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
-            self._patches.runner, self.mode.watcher = replay, replay
+            self._patches.runner, self._mode.watcher = replay, replay
             emptied = Transient(
-                self._modules, () if self.is_last else step.routes[microbatch].trace.transient
+                self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient
             )
             try:
                 with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
@@ -290,15 +134,15 @@ class StageProgram:
                 if again is not None:
                     again.reentrant = regions.replaced
             finally:
-                self._patches.runner = self.mode.watcher = None
+                self._patches.runner = self._mode.watcher = None
                 replay.close()
                 emptied.restore()
         if self.state is not None:
             self.state.after(counts=self.counts)
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
-        count = self.current_step().count
-        if count is None or self.current_step().weights is None:
+        count = self.view.current_step().count
+        if count is None or self.view.current_step().weights is None:
             return nullcontext()
         return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
 
@@ -309,14 +153,6 @@ class StageProgram:
             return
         with self._deferral.into(queue), nullcontext() if roots is None else queue.collecting(roots):
             yield
-
-    def _fresh(self, value: Any) -> Any:
-        """Containers of our own for each replay, and tensors where the step writes into them.
-
-        Micro-batches are views of one batch: a write into one would count as a write into all.
-        """
-        copied = self.current_step().trace.writes_batch
-        return map_tensors(lambda tensor: tensor.clone() if copied else tensor, value)
 
     def _pass_empty(self, microbatch: int, step: Step) -> Values | None:
         if not self.is_last:
@@ -366,13 +202,13 @@ class StageProgram:
         self, microbatch: int, gradients: Sequence[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """The half of the backward that the stage before waits for. See `wire.Stage`."""
-        count = self.current_step().count
+        count = self.view.current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
-        self._take(self.current_step().routes[microbatch])
+        self.view.take(self.view.current_step().routes[microbatch])
         saved = self._saved.pop(microbatch, None)
         if saved is None:  # the step returned None before any unit ran
-            return [None] * len(self.incoming) if self.index else None
+            return [None] * len(self.view.incoming) if self.index else None
         received: Sequence[Tensor | None] = saved.seeds if gradients is None else gradients
         pairs = [
             (r, g) for r, g in zip(saved.roots, received, strict=True) if r is not None and g is not None
@@ -390,7 +226,7 @@ class StageProgram:
     def _run_graph(self, saved: _Saved, roots: list[Any], gradients: list[Tensor]) -> None:
         again, queue = saved.again, saved.queue
         assert again is not None, "a forward that a backward follows says what answers code in it"
-        self._patches.runner, self.mode.watcher = again, again.watcher
+        self._patches.runner, self._mode.watcher = again, again.watcher
         try:
             with (
                 again.running(),
@@ -402,17 +238,17 @@ class StageProgram:
             if not again.reentrant:
                 raise
             raise SplitError(
-                f"a region of checkpoint(..., use_reentrant=True) in {self.step} does something else when it "
-                "is run again for the backward, such as after self.eval() at the end of the step, and stages "
-                "cannot follow it: change modes and attributes before such a region, or in a hook"
+                f"a region of checkpoint(..., use_reentrant=True) in {self.view.step} does something else "
+                "when it is run again for the backward, such as after self.eval() at the end of the step, "
+                "and stages cannot follow it: change modes and attributes before such a region, or in a hook"
             ) from error
         finally:
-            self._patches.runner = self.mode.watcher = None
+            self._patches.runner = self._mode.watcher = None
             again.close()
 
     def backward_weight(self, microbatch: int) -> None:
         """Compute the weight gradients that `backward_input` left."""
-        count = self.current_step().count
+        count = self.view.current_step().count
         if count is not None:
             count.backward(self.index, microbatch)
         queue = self._queues.pop(microbatch, None)
@@ -420,68 +256,6 @@ class StageProgram:
             queue.drain()
         if count is not None:
             count.done(self.index, microbatch)
-
-    # ---- what a replay asks
-
-    def current_step(self) -> Step:
-        """The batch that runs."""
-        assert self._step is not None, "begin() comes before the first action"
-        return self._step
-
-    def module_of(self, unit: int) -> nn.Module:
-        """The module of a unit."""
-        return self._patches.units[unit].module
-
-    def unit_name(self, unit: int) -> str:
-        """Name of a unit."""
-        return self._patches.units[unit].name
-
-    def watch(self, unit: int, ports: PortSpec, given: Given) -> Watch:
-        """Of a call of a unit that gives something away beside its output."""
-        return Watch(self._modules, self._patches.units[unit].module, ports, given)
-
-    def placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
-        """The placeholder for a value, made once; one that glue changes in place is made anew."""
-        if key in self.mutated:
-            return self.mode.make(spec)
-        found = self._placeholders.get((key, spec))
-        if found is None:
-            if len(self._placeholders) > 4096:
-                self._placeholders.clear()
-            found = self._placeholders[key, spec] = self.mode.make(spec)
-            self.remembered.keep(found)
-        return found
-
-    def spec_of(self, key: ValueKey, tensor: Tensor) -> TensorSpec:
-        """What a unit returned: the same object as for the micro-batch before where nothing has changed."""
-        known = self._returned.get(key)
-        if (
-            known is None
-            or known.shape != tensor.shape
-            or known.stride != tensor.stride()
-            or known.dtype is not tensor.dtype
-            or known.requires_grad is not tensor.requires_grad
-        ):
-            known = self._returned[key] = TensorSpec.of(tensor)
-        return known
-
-    def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput | None:
-        """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
-        return self.current_step().later_outputs[microbatch].get((unit, nth))
-
-    def read_table(self, table: Hashable) -> Returned:
-        """What earlier units returned for this micro-batch, by call."""
-        if self._read[0] is not table:
-            entries: Any = table
-            self._read = entries, {(unit, nth): what for unit, nth, *what in entries}
-        return self._read[1]
-
-    def write_table(self, entries: list[Entry]) -> Table:
-        """The table for the next stage: what was read and the own outputs. The same object if equal."""
-        own = tuple(entries)
-        if self._written[0] is not self._read[0] or self._written[1] != own:
-            self._written = (self._read[0], own, (*self._read[0], *own))
-        return self._written[2]
 
 
 def _edge(tensor: Tensor) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
-from lightning_pipeline.model.tensors import Generators, PlaceholderMode, TensorSpec, random_state_kept
+from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec
 from lightning_pipeline.model.trace import around_metrics, metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.patching import patched
 

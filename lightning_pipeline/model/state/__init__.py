@@ -3,7 +3,7 @@
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
-from lightning_pipeline.model.state.outside import CannotRepeatError, Outside
+from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import Residence, SharedParameter
 from lightning_pipeline.model.state.rules import (
     Merge,
@@ -20,6 +20,7 @@ from lightning_pipeline.model.state.step_state import CHAINED, AsOne, StepState,
 
 __all__ = [
     "CHAINED",
+    "Apart",
     "AsOne",
     "AttributeGuards",
     "CannotRepeatError",
@@ -27,7 +28,6 @@ __all__ = [
     "ElsewhereError",
     "Meeting",
     "Merge",
-    "Outside",
     "Residence",
     "Rows",
     "Rule",

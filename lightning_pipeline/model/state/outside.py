@@ -5,11 +5,19 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from lightning_pipeline.model.tensors import attributes_of, contents_of, filled_by, items_of, refill
+from lightning_pipeline.model.tensors import (
+    ModuleState,
+    attributes_of,
+    contents_of,
+    filled_by,
+    items_of,
+    refill,
+)
 
 _DEPTH = 4
 _MOST = 100  # items of a container that are looked into: a data set is none of a step's
@@ -94,6 +102,37 @@ class Outside:
             for name, value in vars(module).items():
                 if name not in _OF_ALL_MODULES:
                     yield f"{path}.{name}".lstrip("."), value, _DEPTH
+
+
+class Apart:
+    """Lets steps run once more than on one device and leave nothing behind, in the module or beside it.
+
+    Args:
+        root: The LightningModule.
+        others: Objects that a step can reach beside, such as optimizers.
+    """
+
+    def __init__(self, root: nn.Module, others: Callable[[], Iterable[Any]]) -> None:
+        self._root, self._others = root, others
+        self._outside: dict[str, Outside] = {}
+
+    @contextmanager
+    def running(self, step: str) -> Iterator[Outside]:
+        """Around a run of a step, which may not take from an iterator.
+
+        Raises:
+            CannotRepeatError: It does.
+        """
+        if step not in self._outside:
+            self._outside[step] = Outside(self._root, step, self._others)
+        outside, before = self._outside[step], ModuleState(self._root)
+        outside.keep()
+        try:
+            yield outside
+            outside.check()
+        finally:
+            before.restore()
+            outside.restore()
 
 
 def _is_iterator(value: Any) -> bool:

@@ -10,7 +10,6 @@ from lightning_pipeline.model.tensors.containers import (
     objects_below,
     refill,
 )
-from lightning_pipeline.model.tensors.generators import RANDOM_FUNCTIONS, Generators, host_draws
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.placeholder import (
     PlaceholderMode,
@@ -24,7 +23,6 @@ from lightning_pipeline.model.tensors.restore import (
     ModuleState,
     ObjectState,
     forget_placeholders,
-    random_state_kept,
 )
 from lightning_pipeline.model.tensors.saved import (
     Held,
@@ -51,8 +49,6 @@ from lightning_pipeline.model.tensors.taint import Poison
 
 __all__ = [
     "NOTHING",
-    "RANDOM_FUNCTIONS",
-    "Generators",
     "Given",
     "Held",
     "ModuleState",
@@ -75,12 +71,10 @@ __all__ = [
     "filled_by",
     "flatten",
     "forget_placeholders",
-    "host_draws",
     "is_placeholder",
     "items_of",
     "map_tensors",
     "objects_below",
-    "random_state_kept",
     "refill",
     "result_dtypes",
     "selective_checkpoints",

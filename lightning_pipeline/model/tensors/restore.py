@@ -3,38 +3,18 @@
 import functools
 import gc
 import inspect
-import random
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
-from lightning_pipeline.model.tensors.generators import Generators
 from lightning_pipeline.model.tensors.placeholder import is_placeholder, storage_key
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-
-
-@contextmanager
-def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
-    """Restore torch's, numpy's and Python's random state, and that of `generators`, on exit."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    host, python = numpy.random.get_state(), random.getstate()
-    own = generators.states() if generators is not None else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            numpy.random.set_state(host)
-            random.setstate(python)
-            if generators is not None:
-                generators.restore(own)
 
 
 class ModuleState:

@@ -24,7 +24,7 @@ from lightning_pipeline.model.trace.places import (
     tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
-from lightning_pipeline.model.trace.record import Call, Seeding, Trace, step_function, untraced
+from lightning_pipeline.model.trace.record import Call, Trace, step_function, untraced
 from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
@@ -50,7 +50,6 @@ __all__ = [
     "PortSpec",
     "Replayed",
     "Runner",
-    "Seeding",
     "Stand",
     "Standing",
     "Trace",

@@ -12,17 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.random import Generators, host_draws, random_state_kept
 from lightning_pipeline.model.tensors import (
-    Generators,
     Given,
     ObjectState,
     PlaceholderMode,
     TensorSpec,
     alias,
-    host_draws,
     is_placeholder,
     map_tensors,
-    random_state_kept,
     tensors_in,
     user_line,
 )
@@ -62,7 +60,7 @@ class FakeRun:
                 return self._again(call, known, given)
             return self._run(call, args, kwargs, given)
         finally:
-            if observed.seeds is not None:
+            if observed.seeds is not None and entered is not None:
                 observed.seeds.leave(entered, [], again=True)
             self._stands = host_draws(self._generators)
 

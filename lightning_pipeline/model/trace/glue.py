@@ -10,8 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import TorchDispatchMode
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
-    RANDOM_FUNCTIONS,
     Tag,
     TensorSpec,
     is_placeholder,

@@ -5,13 +5,14 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import in_a_transform
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
     NOTHING,
     PlaceholderMode,
@@ -176,26 +177,6 @@ class Trace:
 ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
-class Seeding(Protocol):
-    """The random numbers of one micro-batch. See `replay.seeds`."""
-
-    def enter(self, unit: int) -> Any:
-        """A unit is called."""
-        ...
-
-    def leave(self, entered: Any, given: Any, *, again: bool) -> Any:
-        """The call is over."""
-        ...
-
-    def drawing(self, generator: Any = None) -> Any:
-        """A random call between units comes."""
-        ...
-
-    def drawn(self, before: Any) -> None:
-        """It is done."""
-        ...
-
-
 class Look(NamedTuple):
     """What a trace is to know beside the module.
 
@@ -212,7 +193,7 @@ class Look(NamedTuple):
     others: Sequence[Owner]
     seen: Sequence[Call]
     device: torch.device
-    seeds: Seeding | None = None
+    seeds: MicrobatchSeeds | None = None
 
 
 class Observation:

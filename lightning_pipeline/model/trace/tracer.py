@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
-    Generators,
     Given,
     ModuleState,
     PlaceholderMode,
@@ -22,7 +22,6 @@ from lightning_pipeline.model.tensors import (
     forget_placeholders,
     is_placeholder,
     map_tensors,
-    random_state_kept,
     selective_checkpoints,
     storage_key,
     tensors_in,
@@ -41,7 +40,6 @@ from lightning_pipeline.model.trace.record import (
     ContextFactory,
     Look,
     Observation,
-    Seeding,
     Trace,
     in_function_transform,
     refuse,
@@ -359,7 +357,7 @@ def trace_step(
     others: Sequence[Owner] = (),
     seen: Sequence[Call] = (),
     device: torch.device | None = None,
-    seeds: Seeding | None = None,
+    seeds: MicrobatchSeeds | None = None,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.replay import model as model_module
+from lightning_pipeline.model.state import outside
 from tests.unit.split.nets import WIDTH, Block, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
@@ -170,8 +170,8 @@ class Counting(Ways):
 def test_a_way_by_numbers_that_were_read_before_is_found_without_putting_the_module_back(at, monkeypatch):
     made = seeded(lambda: Counting(at))
     kept: list[int] = []
-    saved = model_module.ModuleState
-    monkeypatch.setattr(model_module, "ModuleState", lambda root: kept.append(1) or saved(root))
+    saved = outside.ModuleState
+    monkeypatch.setattr(outside, "ModuleState", lambda root: kept.append(1) or saved(root))
 
     def times_kept(steps):
         kept.clear()

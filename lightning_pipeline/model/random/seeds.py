@@ -20,7 +20,7 @@ import numpy
 import torch
 from torch import nn
 
-from lightning_pipeline.model.tensors import Generators, random_state_kept
+from lightning_pipeline.model.random.generators import Generators, random_state_kept
 
 _MASK = (1 << 63) - 1
 _UNIT_DRAWS = 1 << 40  # apart from the numbers of generators

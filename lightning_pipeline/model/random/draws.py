@@ -1,14 +1,13 @@
 """What rehearsals draw: one of the whole batch draws for each sample what its micro-batch draws for it."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pipeline.model.loss import Observer, Whole
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
 
 _BY_ELEMENT_NAMES = (
@@ -33,6 +32,8 @@ class _Draw(NamedTuple):
     func: Any
     numbers: tuple[Any, ...]  # bounds and the like
     result: Tensor
+    in_place: bool
+    of_tensors: bool  # it may be made of values of the micro-batch
 
 
 class Draws:
@@ -54,9 +55,11 @@ class Draws:
             if not is_placeholder(tensor):
                 numbers = [*args, *kwargs.values()] if func not in _SIZES_ALONE else []
                 kept = tuple(number for number in numbers if isinstance(number, int | float))
-                self._add(_Draw(func, kept, tensor), args)
+                in_place = any(arg is tensor for arg in args)
+                of_tensors = any(isinstance(arg, Tensor) for arg in args)
+                self._add(_Draw(func, kept, tensor, in_place, of_tensors))
 
-    def _add(self, draw: _Draw, args: tuple[Any, ...]) -> None:
+    def _add(self, draw: _Draw) -> None:
         self.draws.append(draw._replace(result=draw.result.detach().clone()))
 
     def host_at(self, seeded: int, now: int) -> None:
@@ -80,25 +83,24 @@ class JoinedDraws(Draws):
         self._unclear = ""
         self.once = any(part.host_drawn for part in parts)
 
-    def _add(self, draw: _Draw, args: tuple[Any, ...]) -> None:
+    def _add(self, draw: _Draw) -> None:
         position = len(self.draws)
-        super()._add(draw, args)
+        super()._add(draw)
         theirs = [part.draws[position] for part in self._parts if position < len(part.draws)]
         if len(theirs) < len(self._parts) or any(one.func is not draw.func for one in theirs):
             self._doubt(draw.func)
         elif all(one.result.shape == draw.result.shape for one in theirs):
-            self._same(draw, theirs[self._number], args)
+            self._same(draw, theirs[self._number])
         else:
             self._join(draw, theirs)
 
-    def _same(self, draw: _Draw, theirs: _Draw, args: tuple[Any, ...]) -> None:
+    def _same(self, draw: _Draw, theirs: _Draw) -> None:
         """A number for all samples."""
         self.once = True
         if torch.equal(draw.result, theirs.result):
             return
-        in_place = any(arg is draw.result for arg in args)
-        if not in_place and draw.func not in _LIKE and any(isinstance(arg, Tensor) for arg in args):
-            self._doubt(draw.func)  # it may be made of values of the micro-batch
+        if draw.of_tensors and not draw.in_place and draw.func not in _LIKE:
+            self._doubt(draw.func)
         else:
             self._put(draw, theirs.result)
 
@@ -139,40 +141,3 @@ class JoinedDraws(Draws):
         if not self._unclear and self.once and mine.host != self.host:
             self._unclear = "numpy or Python"
         return self._unclear
-
-
-Run = Callable[[Any, int, Observer, Draws], None]
-
-
-def rehearsed(
-    whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]
-) -> list[Whole]:
-    """What a step divides by in the whole batch, for each micro-batch.
-
-    Args:
-        whole: Its arguments.
-        microbatches: Arguments for each.
-        run: Rehearses the step with some of these arguments, the seeds of a micro-batch, somebody who sees
-            the functions and somebody who sees the draws.
-        observer: Makes the former.
-    """
-    seen, draws = observer(), Draws()
-    run(whole, 0, seen, draws)
-    if not draws.any:
-        return [seen.whole] * len(microbatches)
-    parts = [Draws() for _ in microbatches]
-    for number, microbatch in enumerate(microbatches):
-        run(microbatch, number, observer(), parts[number])
-    firsts = [
-        [tensor.shape[0] for tensor in tensors_in(one) if tensor.dim()] for one in (whole, *microbatches)
-    ]
-    kinds: Kinds = frozenset(zip(*firsts, strict=False))
-    wholes: list[Whole] = []
-    for number in range(len(microbatches)):
-        seen, joined = observer(), JoinedDraws(parts, number, kinds)
-        run(whole, number, seen, joined)
-        seen.whole.unclear = joined.unclear()
-        wholes.append(seen.whole)
-        if not joined.once:
-            return wholes * len(microbatches)
-    return wholes

@@ -1,7 +1,8 @@
 """Who draws random numbers: functions of torch, and generators that modules own as attributes."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -73,6 +74,22 @@ def host_draws(generators: Generators) -> str:
     """Where numpy's and Python's generators stand in their blocks, and those of a module but for torch's."""
     host: Any = numpy.random.get_state(legacy=False)
     return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
+
+
+@contextmanager
+def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
+    """Restore torch's, numpy's and Python's random state, and that of `generators`, on exit."""
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    host, python = numpy.random.get_state(), random.getstate()
+    own = generators.states() if generators is not None else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            numpy.random.set_state(host)
+            random.setstate(python)
+            if generators is not None:
+                generators.restore(own)
 
 
 def _state(generator: Any) -> Any:

@@ -1,0 +1,24 @@
+"""Random numbers of a micro-batch: the same for any number of stages, in a batch that is cut or whole."""
+
+from lightning_pipeline.model.random.draws import Draws, JoinedDraws, Kinds
+from lightning_pipeline.model.random.generators import (
+    RANDOM_FUNCTIONS,
+    Generators,
+    host_draws,
+    random_state_kept,
+)
+from lightning_pipeline.model.random.seeds import MicrobatchSeeds, States, StepSeeds, generators_in
+
+__all__ = [
+    "RANDOM_FUNCTIONS",
+    "Draws",
+    "Generators",
+    "JoinedDraws",
+    "Kinds",
+    "MicrobatchSeeds",
+    "States",
+    "StepSeeds",
+    "generators_in",
+    "host_draws",
+    "random_state_kept",
+]

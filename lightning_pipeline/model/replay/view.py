@@ -1,0 +1,241 @@
+"""What one stage sees of a step: its own calls, what arrives and what leaves, and what it remembers."""
+
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.loss import Follower
+from lightning_pipeline.model.random import States, StepSeeds
+from lightning_pipeline.model.replay.routes import Microbatch, Route, StepRoutes, TracedOutput
+from lightning_pipeline.model.tensors import (
+    Given,
+    PlaceholderMode,
+    Remembered,
+    SavedCount,
+    Structure,
+    TensorSpec,
+    map_tensors,
+)
+from lightning_pipeline.model.trace import PortSpec, Runner, Trace, UnitPatches, Watch
+
+WholeBatch = tuple[Microbatch, Sequence[float], float]
+"""Arguments, each micro-batch's share of samples, and scale."""
+CallKey = tuple[int, int]
+Entry = tuple[int, int, Structure, tuple[TensorSpec, ...], States]
+Table = tuple[Entry, ...]
+Returned = dict[CallKey, tuple[Structure, tuple[TensorSpec, ...], States]]
+"""What units of earlier stages returned for a micro-batch, by unit and number of the call."""
+
+
+@dataclass(slots=True)
+class Step:
+    """One batch on its way through the stages of this rank.
+
+    Attributes:
+        name: The user's method.
+        function: That method, bound.
+        microbatches: Arguments and keyword arguments of each micro-batch.
+        weights: What each loss is multiplied with for the backward; None: no backward follows.
+        ways: The ways of this kind of step through the model.
+        seeds: The random state of the batch.
+        context: Makes the precision's context for one forward.
+        split_backward: Whether the plan has I and W actions.
+        routes: By micro-batch, its way.
+        later_outputs: By micro-batch, what units of later stages return, as traced.
+        on_microbatch: Told the micro-batch that the last stage is about to run.
+        results: What the step returned on the last stage, detached, by micro-batch.
+        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        parts: By micro-batch, what its loss is of the batch's, where that is not its mean by samples.
+        follower: Finds that, on the last stage; None where the weights are settled.
+        scale: Of all gradients, where the weights are not used.
+        scaled: Makes what a backward begins with larger, as a gradient scaler does.
+        count: Counts what the stages hold, in the steps that are looked at.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    microbatches: Sequence[Microbatch]
+    weights: Sequence[float] | None
+    ways: StepRoutes
+    seeds: StepSeeds
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    on_microbatch: Callable[[int], None] = lambda microbatch: None
+    split_backward: bool = False
+    routes: Sequence[Route] = ()
+    later_outputs: Sequence[dict[tuple[int, int], TracedOutput]] = ()
+    results: dict[int, Any] = field(default_factory=dict)
+    losses: dict[int, Tensor | None] = field(default_factory=dict)
+    parts: dict[int, Tensor] = field(default_factory=dict)
+    follower: Follower | None = None
+    scale: float = 1.0
+    scaled: Callable[[Tensor], Tensor] = lambda seed: seed
+    count: SavedCount | None = None
+
+    @property
+    def trace(self) -> Trace:
+        """What the first run of this kind of step showed."""
+        return self.ways.base.trace
+
+
+class StageView:
+    """Answers what a replay asks of its stage.
+
+    Args:
+        index: The stage.
+        root: The LightningModule.
+        stage_of: The stage of each unit.
+        patches: The patched units.
+        mode: The placeholders' mode.
+        is_last: Whether this is the last stage.
+
+    Attributes:
+        originals: The `forward` of each unit.
+        idle: Who answers calls outside steps.
+        lost_states: Whether units left generators that the user seeded where is not known.
+        step: Name of the user's method.
+        route: The way of the micro-batch that runs.
+        incoming: Values that the stage before sends, in order.
+        outgoing: Values that the next stage is sent.
+        own_calls: Of units of this stage.
+        mutated: Values that code between units changes in place.
+        has_later_calls: Whether units of later stages are called.
+        no_unit_follows: Whether no call of theirs ends the step here.
+        goes_on: Whether the stage goes on to the end of the step, for what is left behind there.
+        read_before: Values of earlier stages that units of earlier stages read, as this one may.
+        repeated: Units that are called several times, or may be.
+        host_random: Whether a unit draws from numpy's or Python's random state.
+        checkpointed: Whether there is activation checkpointing around units.
+        ports: What calls give away beside their output.
+    """
+
+    incoming: Sequence[ValueKey]
+    outgoing: Sequence[ValueKey]
+
+    def __init__(
+        self, index: int, root: nn.Module, stage_of: Sequence[int], patches: UnitPatches,
+        mode: PlaceholderMode, *, is_last: bool,
+    ) -> None:  # fmt: skip
+        self.index, self.root, self.is_last = index, root, is_last
+        self.modules = list(root.modules())
+        self.stage_of, self.mode = list(stage_of), mode
+        self.originals = patches.originals
+        self.idle: Runner | None = patches.idle
+        self.lost_states = False
+        self.remembered = Remembered()
+        self._patches = patches
+        self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
+        self._returned: dict[ValueKey, TensorSpec] = {}
+        self._read: tuple[Table, Returned] = ((), {})
+        self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
+        self._step: Step | None = None
+        self.route: Route | None = None
+
+    # ---- a batch
+
+    def begin(self, step: Step) -> None:
+        """A batch begins."""
+        self._step = step
+        self.step = step.name
+        self.idle = self._patches.idle
+        trace, every = step.trace, step.ways.varies or step.trace.draws_unseen
+        self.repeated = set(range(len(self.stage_of))) if every else {c.unit for c in trace.calls if c.nth}
+        self.host_random = trace.host_random
+        self.take(step.ways.base)
+
+    def take(self, route: Route) -> None:
+        """A micro-batch comes that goes this way."""
+        if route is self.route:
+            return
+        self.route, live = route, route.liveness
+        self.incoming = live.messages[self.index] if self.index else []
+        self.outgoing = live.messages[self.index + 1] if self.index + 1 < len(live.messages) else []
+        self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
+        self.has_later_calls = live.has_later_calls[self.index]
+        self.goes_on = route.goes_on[self.index]
+        self.read_before = self._read_before(route.trace)
+        self.checkpointed = route.trace.checkpointed
+        self.ports = route.trace.ports
+        self.no_unit_follows = not (self.is_last or live.leaves[self.index])
+
+    def _read_before(self, trace: Trace) -> set[ValueKey]:
+        calls = trace.calls
+        tags = {t for c in calls if self.stage_of[c.unit] < self.index for t in c.reads if t.kind == "value"}
+        return {(calls[tag.call].unit, calls[tag.call].nth, tag.leaf) for tag in tags}
+
+    def end(self) -> None:
+        """It is over."""
+        self._step = self.route = None
+
+    def current_step(self) -> Step:
+        """The batch that runs."""
+        assert self._step is not None, "begin() comes before the first action"
+        return self._step
+
+    def fresh(self, value: Any) -> Any:
+        """Arguments of the step in containers of our own, and tensors where the step writes into them.
+
+        Micro-batches are views of one batch: a write into one would count as a write into all.
+        """
+        copied = self.current_step().trace.writes_batch
+        return map_tensors(lambda tensor: tensor.clone() if copied else tensor, value)
+
+    # ---- what a replay asks
+
+    def module_of(self, unit: int) -> nn.Module:
+        """The module of a unit."""
+        return self._patches.units[unit].module
+
+    def unit_name(self, unit: int) -> str:
+        """Name of a unit."""
+        return self._patches.units[unit].name
+
+    def watch(self, unit: int, ports: PortSpec, given: Given) -> Watch:
+        """Of a call of a unit that gives something away beside its output."""
+        return Watch(self.modules, self._patches.units[unit].module, ports, given)
+
+    def placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
+        """The placeholder for a value, made once; one that glue changes in place is made anew."""
+        if key in self.mutated:
+            return self.mode.make(spec)
+        found = self._placeholders.get((key, spec))
+        if found is None:
+            if len(self._placeholders) > 4096:
+                self._placeholders.clear()
+            found = self._placeholders[key, spec] = self.mode.make(spec)
+            self.remembered.keep(found)
+        return found
+
+    def spec_of(self, key: ValueKey, tensor: Tensor) -> TensorSpec:
+        """What a unit returned: the same object as for the micro-batch before where nothing has changed."""
+        known = self._returned.get(key)
+        if (
+            known is None
+            or known.shape != tensor.shape
+            or known.stride != tensor.stride()
+            or known.dtype is not tensor.dtype
+            or known.requires_grad is not tensor.requires_grad
+        ):
+            known = self._returned[key] = TensorSpec.of(tensor)
+        return known
+
+    def traced_output(self, unit: int, nth: int, microbatch: int) -> TracedOutput | None:
+        """What a unit of a later stage returned when a micro-batch of these shapes was traced."""
+        return self.current_step().later_outputs[microbatch].get((unit, nth))
+
+    def read_table(self, table: Hashable) -> Returned:
+        """What earlier units returned for this micro-batch, by call."""
+        if self._read[0] is not table:
+            entries: Any = table
+            self._read = entries, {(unit, nth): what for unit, nth, *what in entries}
+        return self._read[1]
+
+    def write_table(self, entries: list[Entry]) -> Table:
+        """The table for the next stage: what was read and the own outputs. The same object if equal."""
+        own = tuple(entries)
+        if self._written[0] is not self._read[0] or self._written[1] != own:
+            self._written = (self._read[0], own, (*self._read[0], *own))
+        return self._written[2]
