@@ -38,6 +38,11 @@ START_TIMEOUT = 120.0
 GRACE = 8.0  # seconds that the other ranks get after the first failure
 OUTPUT_TAIL = 40000
 
+# torch asks a name server for the other end of each connection to a store, 127.0.0.1 as an address of IPv6, which is
+# in no file; a question that is lost takes five seconds, and a fit on two ranks puts 18. After one that cannot be
+# put torch asks no more. glibc reads this once a process, so it is set before the first.
+os.environ.setdefault("RES_OPTIONS", "attempts:0")
+
 
 @dataclass
 class Outcome:
