@@ -249,7 +249,7 @@ def reads_in_batches(pipeline: dict[str, Any]) -> Any:
         {**pipeline, "process_group_backend": serial_backend.NAME}, callbacks=[count], gradient_clip_val=0.1,
         accelerator=island.IslandAccelerator(), enable_progress_bar=False, max_epochs=1,
     )  # fmt: skip
-    run.fit(Adam(), loader(samples=32))
+    run.fit(Adam(), loader(samples=32 * run.strategy.num_replicas))  # type: ignore[attr-defined]
     return count.reads[1:]
 
 
@@ -258,11 +258,12 @@ def reads_in_batches(pipeline: dict[str, Any]) -> Any:
     [
         {"stages": 2, "num_microbatches": 2, "transport": "nccl"},
         {"stages": 2, "num_microbatches": 2, "transport": "ipc", "schedule": "ZBH1"},
+        {"stages": 2, "num_microbatches": 2, "transport": "nccl", "data_parallel_size": 2},
     ],
 )
 def test_a_batch_with_clipping_and_optimizer_reads_nothing_to_the_host(
     apart: Ranks, pipeline: dict[str, Any]
 ) -> None:
-    for reads in apart(2)(reads_in_batches, pipeline):
+    for reads in apart(2 * pipeline.get("data_parallel_size", 1))(reads_in_batches, pipeline):
         assert len(reads) == 3
         assert not any(reads[1:]), "the first batches of an epoch are compared, which reads them"
