@@ -4,6 +4,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -296,8 +297,9 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             self._pipeline = Pipeline(
                 self._settings, placement, backend, self.root_device, trainer, roll.within
             )
-        by_rank = list(zip(*numbering.pipelines(), strict=True))
-        self._device_mesh = DeviceMesh(self.root_device.type, by_rank, mesh_dim_names=("pp", "dp"))
+        by_rank, device = list(zip(*numbering.pipelines(), strict=True)), self.root_device.type
+        make = partial(DeviceMesh, device, by_rank, mesh_dim_names=("pp", "dp"))
+        self._device_mesh = self._pipeline.groups.within("making the device mesh", make)
         assert self.lightning_module is not None
         _lightning.set_device_mesh(self.lightning_module, self._device_mesh)
         begin(self._pipeline, trainer, self._settings)

@@ -171,6 +171,7 @@ ROWS = {
     "B2": Row("a rank stuck outside of messages; before there are groups; in its last hook", "the true one named", (
         STOPPED, f"{START}::test_a_rank_that_never_comes_is_named_after_init_timeout",
         f"{START}::test_a_rank_that_is_lost_while_more_groups_are_made_is_named",
+        f"{START}::test_a_rank_that_is_killed_before_the_device_mesh_is_named",
         f"{MATRIX}::test_a_rank_that_is_busy_in_a_hook_has_hook_timeout",
     )),
     "B3": Row("callbacks that upload before the others are told", "the others end first", (UPLOAD,)),

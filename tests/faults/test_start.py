@@ -15,18 +15,18 @@ from tests.ranks.lightning_cases import Regression, loader
 
 pytestmark = pytest.mark.quiet  # times are compared with a clock
 
-OWN_GROUPS = 3
+OWN_GROUPS, MESH = 3, 4
 INIT, SILENT = 3.0, 2.0  # init_timeout and step_timeout
 
 
 class Lost(TorchElasticEnvironment):
     """Meets its fault where the store is asked for first, to come to it, or again, to make torch's group.
 
-    Or, where that is there, before it makes the package's own.
+    Or, where that is there, before it makes the package's own; or, with these, before the device mesh.
     """
 
-    def __init__(self, fault: str, at: int) -> None:
-        self.fault, self.at, self.asked = fault, at, 0
+    def __init__(self, fault: str, at: int, strategy: PipelineStrategy) -> None:
+        self.fault, self.at, self.asked, self.strategy = fault, at, 0, strategy
         super().__init__()
 
     @property
@@ -39,6 +39,8 @@ class Lost(TorchElasticEnvironment):
     def local_rank(self) -> int:
         if self.at == OWN_GROUPS and dist.is_initialized():
             self.meet()
+        if self.at == MESH and self.strategy._pipeline is not None:
+            self.meet()
         return super().local_rank()
 
     def meet(self) -> None:
@@ -46,11 +48,14 @@ class Lost(TorchElasticEnvironment):
         FAULTS[self.fault]()
 
 
-def started(fault: str, at: int, rank: int, folder: str) -> None:
-    environment = Lost(fault, at) if os.environ["RANK"] == str(rank) else TorchElasticEnvironment()
-    strategy = PipelineStrategy(3, num_microbatches=3, init_timeout=INIT, step_timeout=SILENT)
+def started(fault: str, at: int, rank: int, folder: str, stages: int, replicas: int) -> None:
+    strategy = PipelineStrategy(
+        stages, data_parallel_size=replicas, num_microbatches=3, init_timeout=INIT, step_timeout=SILENT
+    )
+    hit = os.environ["RANK"] == str(rank)
+    environment = Lost(fault, at, strategy) if hit else TorchElasticEnvironment()
     trainer = Trainer(
-        accelerator="cpu", devices=3, strategy=strategy, plugins=[environment], logger=False,
+        accelerator="cpu", devices=stages * replicas, strategy=strategy, plugins=[environment], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, max_epochs=1, default_root_dir=folder,
     )  # fmt: skip
     trainer.fit(Regression(), loader())
@@ -65,10 +70,12 @@ def named(outcomes: list[Outcome], rank: int, bound: float) -> None:
             assert "StageTimeoutError" in outcome.output or "is gone" in outcome.output
 
 
-def outcomes(ranks: Ranks, folder: Path, fault: str, at: int, rank: int) -> list[Outcome]:
-    return ranks(3).outcomes(
-        started, fault, at, rank, str(folder), timeout=20, group=False, rank0_store=True, dies=True,
-        without=[rank],
+def outcomes(
+    ranks: Ranks, folder: Path, fault: str, at: int, rank: int, stages: int = 3, replicas: int = 1
+) -> list[Outcome]:
+    return ranks(stages * replicas).outcomes(
+        started, fault, at, rank, str(folder), stages, replicas, timeout=20, group=False, rank0_store=True,
+        dies=True, without=[rank],
     )  # fmt: skip
 
 
@@ -93,6 +100,16 @@ def test_a_rank_that_is_lost_while_more_groups_are_made_is_named(
     found = outcomes(ranks, tmp_path, fault, OWN_GROUPS, rank)
     named(found, rank, SILENT + 2)
     assert "in making groups" in found[2].output
+
+
+def test_a_rank_that_is_killed_before_the_device_mesh_is_named(ranks: Ranks, tmp_path: Path) -> None:
+    found = outcomes(ranks, tmp_path, "kill", MESH, 1, stages=2, replicas=2)
+    for outcome in (one for one in found if one.rank != 1):
+        assert outcome.exit_code == 1, outcome
+        assert after_fault(outcome, found) < SILENT + 2, outcome
+        assert "global rank 1" in outcome.output, outcome.output
+        # a slower rank is still told of it by who watches over the making of the groups before
+        assert "making the device mesh" in outcome.output or "in making groups" in outcome.output
 
 
 @pytest.mark.parametrize("rank", [0, 1])
