@@ -145,6 +145,7 @@ class SplitModel(OutsideSteps):
             root, cut, self._residence.needed,
             walk=DryRuns(self._first_view, self._patches).walk, traced=self._traced,
             apart=self._apart_in_silence, in_silence=self._in_silence, forget=self._left_behind.forget,
+            others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
         self._divisors = Divisors(root, runs, self._finder, self._apart, self._in_silence)

@@ -142,7 +142,7 @@ class Walk(Replay):
 
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         result = run(func, args, kwargs)
-        self._reads.note(func, result, self._depth)
+        self._reads.note(func, result)
         return result
 
     def _host_draws(self) -> str:

@@ -20,7 +20,15 @@ from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, go
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import Structure, TensorSpec, result_dtypes
-from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
+from lightning_pipeline.model.trace import (
+    Call,
+    Owner,
+    PortSpec,
+    Surroundings,
+    Trace,
+    plain_leaves,
+    plain_state,
+)
 
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
@@ -151,6 +159,7 @@ class RouteFinder:
         apart: Inside, a run of a step leaves nothing behind.
         in_silence: Inside, a run of a step logs nothing.
         forget: Told of a step that leaves more behind than was seen.
+        others: What a step may change beside the module.
     """
 
     def __init__(
@@ -160,7 +169,9 @@ class RouteFinder:
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
+        others: Callable[[], Sequence[Owner]] = tuple,
     ) -> None:  # fmt: skip
+        self._others = others
         self._root, self._cut, self._needed, self._walk = root, cut, needed, walk
         self._traced, self._apart, self._in_silence, self._forget = traced, apart, in_silence, forget
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
@@ -232,7 +243,7 @@ class RouteFinder:
         route = self._find(routes, microbatch, seeds, reads)
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
-        if reads.tell_all and not _changes_before(route.trace, reads.calls):
+        if reads.tell_all and not reads.changed:
             for number in range(len(reads.values)):
                 routes.by_reads.setdefault((key, tuple(reads.values[:number])))
             routes.by_reads[key, tuple(reads.values)] = route
@@ -257,6 +268,7 @@ class RouteFinder:
         with self._numbers_kept():
             try:
                 with self._apart(step):
+                    reads.changes = self._changes()
                     route = self._walk(microbatch, seeds, routes, reads)
             except CannotRepeatError:
                 reads.tell_all = False
@@ -297,6 +309,13 @@ class RouteFinder:
             self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
         return self._outputs[key]
 
+    def _changes(self) -> Callable[[], bool]:
+        """What tells whether anything has changed since."""
+        around = Surroundings(self._root, self._others())
+        buffers = [(buffer, buffer._version) for buffer in self._root.buffers() if not buffer.is_inference()]
+        around.look()
+        return lambda: bool(around.look()) or any(buffer._version != then for buffer, then in buffers)
+
     def _numbers_kept(self) -> AbstractContextManager[None]:
         """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
         return random_state_kept(Generators(self._root.modules()))
@@ -321,11 +340,6 @@ class RouteFinder:
             )
 
 
-def _changes_before(trace: Trace, calls: int) -> bool:
-    """Whether the step changes anything before it has called more than so many units."""
-    return any(position <= calls for effect in trace.effects for position in effect.positions or {0})
-
-
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
     return getattr(func, "__name__", "") == "__get__"
@@ -344,7 +358,8 @@ class Reads:
 
     Attributes:
         values: What was read.
-        calls: How many units had been called at the last read.
+        changes: Tells whether the step has changed anything; asked at each read where no way is known yet.
+        changed: Whether it had at the last read.
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
         leads_to: The way that the numbers lead to.
     """
@@ -352,7 +367,8 @@ class Reads:
     def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
         self._known, self._key = known, key
         self.values: list[Any] = []
-        self.calls = 0
+        self.changes: Callable[[], bool] = lambda: False
+        self.changed = False
         self.tell_all = True
         self.leads_to: Route | None = None
 
@@ -369,13 +385,12 @@ class Reads:
         """Whether all that is read is wanted, as no way is known by it."""
         return self._known is None
 
-    def note(self, func: Any, result: Any, calls: int) -> None:
+    def note(self, func: Any, result: Any) -> None:
         """A function of tensors was called between units.
 
         Args:
             func: The function.
             result: What it gave.
-            calls: How many units have been called.
 
         Raises:
             StageDone: The way is known, or cannot be told so.
@@ -384,7 +399,7 @@ class Reads:
             return
         self.tell_all &= isinstance(result, _NUMBERS)
         self.values.append(result)
-        self.calls = calls
+        self.changed = self.changed or self.changes()
         self._look_up()
 
     def _look_up(self) -> None:

@@ -15,6 +15,9 @@ from lightning_pipeline.model.tensors.containers import contents_of, filled_by, 
 from lightning_pipeline.model.tensors.placeholder import is_placeholder, storage_key
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+_HOLDS_NOTHING = frozenset(
+    {bool, int, float, complex, str, bytes, type(None), type, Tensor, nn.Parameter, torch.device, torch.dtype}
+)
 
 
 class ModuleState:
@@ -66,7 +69,11 @@ def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) 
     """Every container below, and a shallow copy of it. `anything`: in objects of any class."""
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
-    pending = [(value, depth) for name, value in values.items() if name not in _REGISTRIES]
+    pending = [
+        (value, depth)
+        for name, value in values.items()
+        if type(value) not in _HOLDS_NOTHING and name not in _REGISTRIES
+    ]
     while pending:
         value, left = pending.pop()
         if anything and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
@@ -78,12 +85,12 @@ def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) 
         if not isinstance(held, tuple):
             found.append((held, contents_of(held)))
         if len(held) <= 1000:
-            pending.extend((item, left - 1) for _, item in items_of(held))
+            pending.extend((i, left - 1) for _, i in items_of(held) if type(i) not in _HOLDS_NOTHING)
     return found
 
 
 def _refill(container: Any, saved: Any) -> None:
-    if container is not None and saved is not None:
+    if container is not None and saved is not None and (saved or container):
         refill(container, saved)
 
 

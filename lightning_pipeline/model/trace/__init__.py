@@ -21,6 +21,7 @@ from lightning_pipeline.model.trace.places import (
     Place,
     Replayed,
     Standing,
+    Surroundings,
     tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
@@ -52,6 +53,7 @@ __all__ = [
     "Runner",
     "Stand",
     "Standing",
+    "Surroundings",
     "Trace",
     "Transient",
     "UnitPatches",

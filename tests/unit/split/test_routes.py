@@ -157,6 +157,10 @@ class Counting(Ways):
         if self.at == "first":
             self.rounds += 1
         marked = int((batch["x"][:, 0] > 0).sum())
+        if self.at == "sometimes" and marked > 0 and bool(batch["x"].sum() < 1e9):
+            self.rounds += 1
+        if self.at == "sometimes":
+            marked += int(batch["x"].sum() > 1e9)
         h = self.emb(batch["x"])
         for layer in self.layers:
             h = layer(h)
@@ -166,7 +170,7 @@ class Counting(Ways):
         return loss
 
 
-@pytest.mark.parametrize("at", ["never", "first", "last"])
+@pytest.mark.parametrize("at", ["never", "first", "sometimes", "last"])
 def test_a_way_by_numbers_that_were_read_before_is_found_without_putting_the_module_back(at, monkeypatch):
     made = seeded(lambda: Counting(at))
     kept: list[int] = []
@@ -179,4 +183,4 @@ def test_a_way_by_numbers_that_were_read_before_is_found_without_putting_the_mod
         assert_same(piped(made, batches(made, 0), 2, **options), alone(made, None, **options))
         return len(kept)
 
-    assert (times_kept(8) > times_kept(4)) is (at == "first")
+    assert (times_kept(8) > times_kept(4)) is (at in ("first", "sometimes"))
