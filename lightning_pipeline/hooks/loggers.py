@@ -1,21 +1,24 @@
 """What the user's hooks give to loggers, which write on one rank: values of other stages are complete."""
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import wraps
+from inspect import getattr_static, isfunction
 from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
+from lightning_pipeline.patching import Undo, all_undone, patch
+
 Complete = Callable[[Any], Any]
 """Gives a value with the tensors of other stages in it; all ranks call it."""
-_NEW: Any = object().__reduce_ex__(2)[0]
 
 
-def complete_in_loggers(loggers: Iterable[Logger], complete: Complete) -> Callable[[], None]:
+def complete_in_loggers(loggers: Iterable[Logger], complete: Complete) -> Undo:
     """Let calls of loggers and their `experiment` in hooks take part in reading, on every rank.
 
     Only one rank's logger does anything; on the others its calls are empty, and nobody would tell that rank
-    what they have. For a run each logger is of a class of the same name that inherits from its own.
+    what they have. For a run the methods of their classes are replaced; other objects of these classes do
+    what they did.
 
     Args:
         loggers: Of the Trainer.
@@ -24,46 +27,40 @@ def complete_in_loggers(loggers: Iterable[Logger], complete: Complete) -> Callab
     Returns:
         Undoes it.
     """
-    kinds = [(logger, type(logger)) for logger in loggers]
-    for logger, kind in kinds:
-        with suppress(TypeError):  # a class with slots: its calls go unseen, as before
-            logger.__class__ = _completing(kind, complete)
+    own = list(loggers)
 
-    def undo() -> None:
-        for logger, kind in kinds:
-            with suppress(TypeError):
-                logger.__class__ = kind
+    def serves(logger: Any) -> bool:
+        return any(logger is one for one in own)
 
-    return undo
-
-
-def _completing(kind: type[Logger], complete: Complete) -> type[Logger]:
-    def find(self: Logger, name: str) -> Any:
-        value = kind.__getattribute__(self, name)
-        if name.startswith("_") or isinstance(value, type):
-            return value
-        if name == "experiment":
-            return Experiment(value, complete)
-        return _call(value, complete) if callable(value) else value
-
-    def reduce(self: Logger, protocol: int) -> Any:  # pickled and copied as what it is without the run
-        made: Any = kind.__reduce_ex__(self, protocol)
-        function, arguments, *rest = made
-        if function is _NEW:  # which asks for an instance of that very class
-            function = _new
-        return (function, tuple(kind if one is type(self) else one for one in arguments), *rest)
-
-    names = {
-        "__getattribute__": find,
-        "__reduce_ex__": reduce,
-        "__module__": kind.__module__,
-        "__doc__": kind.__doc__,
-    }
-    return type(kind.__name__, (kind,), names)
+    undo = []
+    for kind in dict.fromkeys(type(logger) for logger in own):
+        for name in dir(kind):
+            made = None if name.startswith("_") else _replacement(kind, name, serves, complete)
+            if made is not None:
+                undo.append(patch(kind, name, made))
+    return all_undone(undo)
 
 
-def _new(kind: type[Any], *args: Any) -> Any:
-    return kind.__new__(kind, *args)
+def _replacement(kind: type[Logger], name: str, serves: Callable[[Any], bool], complete: Complete) -> Any:
+    """What stands in the place of a method, or of `experiment`; `None` for other attributes."""
+    original: Any = getattr_static(kind, name)
+    if isfunction(original):
+
+        @wraps(original)
+        def call(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if serves(self):
+                args, kwargs = complete((args, kwargs))
+            return original(self, *args, **kwargs)
+
+        return call
+    if name != "experiment":
+        return None
+
+    def find(self: Any) -> Any:
+        value = original.__get__(self, type(self))
+        return Experiment(value, complete) if serves(self) else value
+
+    return property(find, doc=original.__doc__)
 
 
 def _call(function: Callable[..., Any], complete: Complete) -> Callable[..., Any]:

@@ -87,14 +87,17 @@ class Watched(Regression):
     def on_train_epoch_end(self) -> None:
         for name, parameter in self.named_parameters():
             self.logger.experiment.add_histogram(name, parameter, self.current_epoch)
+        another = Writes()  # no logger of the run
+        another.log_metrics({"alone": torch.ones(())})
+        assert type(vars(another)["writer"]) is Writer and isinstance(another.writer, Writer)
         assert type(copy.deepcopy(self.logger)) is type(pickle.loads(pickle.dumps(self.logger))) is Writes
 
 
 def written(pipeline: dict[str, Any] | None, make: Any = Watched) -> dict[str, list[Any]]:
-    logger = Writes()
+    logger, own = Writes(), dict(vars(Writes))
     run = trainer(pipeline, logger=logger, max_epochs=1)
     run.fit(make(), loader())
-    assert type(logger) is Writes
+    assert dict(vars(Writes)) == own
     return logger.writer.seen
 
 
