@@ -302,7 +302,8 @@ class Stages:
         Args:
             stepping: Whether the optimizer steps on this batch.
         """
-        self.gradients.put_back()
+        with self.meeting.aside():
+            self.gradients.put_back()
         self.meeting.changed()
         if stepping:
             with self.meeting.aside():

@@ -175,7 +175,35 @@ class LogsEach(Regression):
         self.history += [float(metrics[key]) for key in sorted(metrics) if "/" in key or key == "total"]
 
 
+class SomeWithoutGradient(Regression):
+    """A layer in every second batch, one that no step calls, and a scale by hand over what has a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.ModuleList([nn.Linear(3, 3).double(), nn.Linear(3, 3).double()])
+
+    def loss(self, batch: tuple[Tensor, Tensor], leave_out: bool = False) -> Tensor:
+        h = batch[0]
+        for number, layer in enumerate(self.net):
+            h = h if leave_out and number in (2, 4) else layer(h)
+        return nn.functional.mse_loss(h, batch[1])
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch, leave_out=batch_idx % 2 == 1)
+
+    def on_after_backward(self) -> None:
+        self.history += [float(p.grad is None) for p in self.parameters()]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        trained = [p for p in self.parameters() if p.grad is not None]
+        total = torch.stack([p.grad.norm() for p in trained]).norm()
+        for parameter in trained:
+            parameter.grad.mul_(0.1 / total)
+        self.history += [float(total), *(float(p.grad is None) for p in self.parameters())]
+
+
 CASES = [
+    SomeWithoutGradient,
     ClipsOverGroups, RateByState, ScalesOnTrainStart, ClipsTogether, ClipsEach, Loops, SkipsNan, ClipsUnrelated,
     UsesGlobalNorm, GroupsByValue, LogsEach,
 ]  # fmt: skip

@@ -93,11 +93,15 @@ class Watched(Regression):
         assert type(copy.deepcopy(self.logger)) is type(pickle.loads(pickle.dumps(self.logger))) is Writes
 
 
+def attributes_of(kind: type) -> dict[str, Any]:
+    return {name: value for name, value in vars(kind).items() if name != "__slotnames__"}  # copying sets it
+
+
 def written(pipeline: dict[str, Any] | None, make: Any = Watched) -> dict[str, list[Any]]:
-    logger, own = Writes(), dict(vars(Writes))
+    logger, own = Writes(), attributes_of(Writes)
     run = trainer(pipeline, logger=logger, max_epochs=1)
     run.fit(make(), loader())
-    assert dict(vars(Writes)) == own
+    assert attributes_of(Writes) == own
     return logger.writer.seen
 
 

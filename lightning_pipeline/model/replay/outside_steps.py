@@ -49,8 +49,9 @@ class OutsideSteps:
 
         sources = Sources(lambda: ((name, found) for name, found in listed() if name in partly))
         return Meeting(
-            self._residence.absent, sources, partly, num_ranks, gather, self._residence.show_gradients, leave
-        )
+            self._residence.absent, sources, partly, num_ranks, gather, self._residence.show_gradients, leave,
+            self._residence.compare_gradients,
+        )  # fmt: skip
 
     @contextmanager
     def whole(self, states: Mapping[str, Tensor]) -> Iterator[None]:

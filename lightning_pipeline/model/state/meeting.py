@@ -10,7 +10,7 @@ rank: a norm of one gradient stays where that is, a norm over all is worked out 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -50,6 +50,8 @@ _READS = {
     Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__,
     Tensor.__format__, Tensor.__reduce_ex__,
 }  # fmt: skip
+_GRADIENT: Any = cast(Any, Tensor).grad.__get__
+"""Made anew whenever somebody looks, so that it is compared by `==`."""
 
 
 class Sources:
@@ -109,12 +111,15 @@ class Meeting:
         gather: Collects an object of each pipeline rank; told for what.
         enter: Called before code of a hook runs, to show it what a step has made.
         leave: Called after code of a hook that ran to its end.
+        compare: Called when a hook asks for a gradient, with what tells all ranks an object.
     """
 
     def __init__(
         self, absent: AbsentTensors, sources: Sources, holders: Mapping[str, frozenset[int]],
         num_ranks: int, gather: Gather, enter: Callable[[], None], leave: Callable[[], None],
+        compare: Callable[[Callable[[Any], list[Any]]], None],
     ) -> None:  # fmt: skip
+        self._compare = compare
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
         self._gather, self._enter, self._leave = gather, enter, leave
@@ -283,6 +288,12 @@ class Meeting:
         finally:
             self._late = before
 
+    def asks_gradient(self, tensor: Tensor) -> None:
+        """A hook asks for `.grad`, which may be None on the stage that has the tensor."""
+        if self._inside and self._names(tensor):
+            with disable_current_modes(), DisableTorchFunctionSubclass():
+                self._compare(lambda own: self._tell(("which gradients there are", []), own))
+
     def whole(self, value: Any, *, any_size: bool = False) -> Any:
         """A value with the tensors in it complete on every rank; every rank calls this.
 
@@ -373,6 +384,8 @@ class _Reads(TorchFunctionMode):
         kwargs = kwargs or {}
         if func in _READS:
             args, kwargs = self._meeting.whole((args, kwargs))
+        elif func == _GRADIENT:
+            self._meeting.asks_gradient(args[0])
         elif func is Tensor.__deepcopy__:
             with disable_current_modes():
                 result = func(*args, **kwargs)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
 """Which parameters and buffers live on this rank, and what stands for the others."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -65,7 +65,7 @@ class Residence:
         self._dropped: list[_Dropped] = []
         self.stand_ins: dict[Tensor, nn.Parameter] = {}
         self._gradients: dict[int, Tensor] = {}
-        self.has_gradients = False
+        self.has_gradients = self._unsure = False
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in root.named_parameters()]
         self.shared = self._find_shared()
@@ -111,10 +111,26 @@ class Residence:
         """Before code of the user: after a backward, what stands for trained parameters has gradients too."""
         if not self.has_gradients:
             return
-        self.has_gradients = False
+        self.has_gradients, self._unsure = False, True
         for parameter in self.stand_ins.values():
             if parameter.requires_grad and parameter.grad is None:
                 parameter.grad = self._gradients[id(parameter)]
+
+    def compare_gradients(self, tell: Callable[[frozenset[str]], Iterable[frozenset[str]]]) -> None:
+        """When a hook asks for a gradient: which there are, once after each backward, on all ranks.
+
+        Args:
+            tell: Gives all ranks the names of this rank's parameters without one; returns those of each.
+        """
+        if not self._unsure:
+            return
+        self._unsure = False
+        own = frozenset(name for name, parameter in self.parameters() if parameter.grad is None)
+        without = frozenset[str]().union(*tell(own))
+        names = {id(made): self._first_names[name] for name, made in self._root.named_parameters()}
+        for made in self.stand_ins.values():
+            if names.get(id(made)) in without:
+                made.grad = None
 
     @contextmanager
     def filled(self, states: Mapping[str, Tensor]) -> Iterator[None]:
