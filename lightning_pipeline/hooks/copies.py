@@ -60,13 +60,11 @@ def _held(path: str, holder: Any, seen: set[int]) -> Iterator[_Held]:
         elif id(value) not in seen and isinstance(value, dict | list | nn.Module):
             seen.add(id(value))
             yield from (
-                _held_in_module(where, value, seen)
-                if isinstance(value, nn.Module)
-                else _held(where, value, seen)
+                _held_in_module(where, value) if isinstance(value, nn.Module) else _held(where, value, seen)
             )
 
 
-def _held_in_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[_Held]:
+def _held_in_module(path: str, module: nn.Module) -> Iterator[_Held]:
     for name, part in module.named_modules():
         for registry in (part._parameters, part._buffers, vars(part)):
             for key, tensor in list(registry.items()):

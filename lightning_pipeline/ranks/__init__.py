@@ -1,12 +1,11 @@
 """Who is where, what ranks do together, and what happens when one fails."""
 
 from lightning_pipeline.ranks.alignment import Clocks, Offset
-from lightning_pipeline.ranks.alike import all_end_alike
 from lightning_pipeline.ranks.board import Board, on_device
 from lightning_pipeline.ranks.cause import Cause, Where
 from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
 from lightning_pipeline.ranks.crash import write_crash
-from lightning_pipeline.ranks.failure import Failure, closed_peers
+from lightning_pipeline.ranks.failure import Failure, all_end_alike, closed_peers
 from lightning_pipeline.ranks.gradients import average_gradients, sum_shared
 from lightning_pipeline.ranks.groups import Groups, Numbering, Within
 from lightning_pipeline.ranks.lookout import Lookout, break_off

@@ -14,7 +14,7 @@ from lightning_pipeline.errors import StageFailedError, StageTimeoutError
 from lightning_pipeline.ranks.cause import Cause, Where, summary_of
 from lightning_pipeline.ranks.groups import Groups
 from lightning_pipeline.ranks.lookout import talks_on_host
-from lightning_pipeline.ranks.notes import CAUSE
+from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.wire import LinkError, Wait
 
 _LOST = (
@@ -26,6 +26,9 @@ _LOST = (
 )
 _LINGER_SECONDS = 2.0
 _COLLECT_SECONDS = 0.5
+_PATIENCE_SECONDS = 0.5  # for ranks that raise the same a little later; others are told after that
+_NAP = 0.005
+_VERDICT = "ends/verdict"
 
 
 _OUTSIDE = Where("code outside a step")
@@ -265,3 +268,27 @@ class Failure:
                 break
             time.sleep(0.005)
             read = self._notes.add("read", 0)
+
+
+def all_end_alike(notes: Notes, rank: int, size: int, place: str, seconds: float = _PATIENCE_SECONDS) -> bool:
+    """Whether all ranks have raised at one place. All that ask get the same answer.
+
+    Args:
+        notes: Of the run.
+        rank: This global rank.
+        size: Of the world.
+        place: What was raised and where, in words.
+        seconds: How long the others have.
+    """
+    keys = [f"ends/{number}" for number in range(size)]
+    notes.put(keys[rank], place)
+    until = time.monotonic() + seconds
+    while True:
+        found = notes.get_all([*keys, CAUSE, _VERDICT])
+        if _VERDICT in found:
+            return found[_VERDICT] == "alike"
+        places = [found[key] for key in keys if key in found]
+        if len(places) == size or CAUSE in found or len(set(places)) > 1 or time.monotonic() > until:
+            alike = places == [place] * size and CAUSE not in found
+            return notes.put_first(_VERDICT, "alike" if alike else "apart") == "alike"
+        time.sleep(_NAP)

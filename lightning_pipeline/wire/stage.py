@@ -57,7 +57,9 @@ class Stage(Protocol):
         Returns:
             One entry for each tensor that was received, None where there is no gradient. None on stage 0.
         """
-        ...
+        result = self.backward_input(microbatch, gradients)
+        self.backward_weight(microbatch)
+        return result
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None

@@ -22,12 +22,12 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.construction.tape import (
     Entry,
     Tape,
+    View,
     drawing_from,
     generator_of,
     outputs_of,
-    views_in,
 )
-from lightning_pipeline.model.tensors import storage_key, tensors_in, written_tensors
+from lightning_pipeline.model.tensors import leaves_in, storage_key, tensors_in, written_tensors
 
 aten = torch.ops.aten
 _NEEDS_VALUES = (
@@ -148,7 +148,7 @@ class Recorder(FakeTensorMode):
             return
         given = [one for one in tensors_in(args) if not self.owns(one) and one.nbytes >= _COPIED]
         args, kwargs = tree_map_only(Tensor, self._described, (args, kwargs))
-        reads = frozenset(view.memory for view in views_in((args, kwargs)))
+        reads = frozenset(view.memory for view in leaves_in((args, kwargs), View))
         filled = self.tape.fills(func, args[0] if args else None)
         if func is aten.lift_fresh.default:  # a value that was typed in
             func, filled = None, next(iter(new))

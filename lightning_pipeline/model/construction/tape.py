@@ -1,7 +1,7 @@
 """What a constructor did to tensors, so that any of them can be made later, and no others."""
 
 import mmap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors import storage_key
+from lightning_pipeline.model.tensors import leaves_in, map_leaves, storage_key
 
 aten = torch.ops.aten
 _MAPPED = 1 << 20  # bytes; freed memory of less stays with the allocator, which uses it again
@@ -218,8 +218,8 @@ class Tape:
         return made[number]
 
     def _run(self, entry: Entry, made: dict[int, torch.UntypedStorage]) -> None:
-        args, kwargs = with_views(
-            (entry.args, entry.kwargs), lambda view: view.of(self._memory(view.memory, made))
+        args, kwargs = map_leaves(
+            lambda view: view.of(self._memory(view.memory, made)), (entry.args, entry.kwargs), View
         )
         with drawing_from(entry.state, kwargs):
             results = outputs_of(args[0].clone() if entry.func is None else entry.func(*args, **kwargs))
@@ -267,30 +267,7 @@ def drawing_from(state: Tensor | None, kwargs: dict[str, Any]) -> Iterator[None]
 
 def _others(entry: Entry) -> set[int]:
     """Memories of all operands but the one that is written."""
-    return {view.memory for view in views_in((entry.args[1:], entry.kwargs))}
-
-
-def with_views(value: Any, make: Callable[[View], Any]) -> Any:
-    """Operands with something else in the places of views."""
-    if isinstance(value, View):
-        return make(value)
-    if isinstance(value, tuple | list):
-        return type(value)(with_views(item, make) for item in value)
-    if isinstance(value, dict):
-        return {key: with_views(item, make) for key, item in value.items()}
-    return value
-
-
-def views_in(value: Any) -> Iterator[View]:
-    """Each view in operands."""
-    if isinstance(value, View):
-        yield value
-    elif isinstance(value, tuple | list):
-        for item in value:
-            yield from views_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from views_in(item)
+    return {view.memory for view in leaves_in((entry.args[1:], entry.kwargs), View)}
 
 
 def outputs_of(value: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from lightning_pipeline.model.replay.view import Step, Table
 from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in
 from lightning_pipeline.model.trace import Trace
-from lightning_pipeline.wire import Values
+from lightning_pipeline.wire import Stage, Values
 
 Outputs = dict[tuple[int, int], TracedOutput]
 """By unit and number of the call."""
@@ -68,7 +68,7 @@ def units_over_batch(
     return frozenset(found)
 
 
-class OverBatch:
+class OverBatch(Stage):
     """The last stage, for the executor.
 
     Args:
@@ -229,14 +229,6 @@ class OverBatch:
             "last unit, or choose a partition with this unit on the last stage, which runs such units on the "
             "whole batch"
         )
-
-    def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None] | None
-    ) -> list[Tensor | None] | None:
-        """See `wire.Stage`."""
-        result = self.backward_input(microbatch, gradients)
-        self.backward_weight(microbatch)
-        return result
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None

@@ -18,7 +18,7 @@ from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQue
 from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.model.trace import Transient, UnitPatches, reentrant_checkpoint_replaced
-from lightning_pipeline.wire import Values
+from lightning_pipeline.wire import Stage, Values
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class _Saved:
     queue: WeightQueue | None = None
 
 
-class StageProgram:
+class StageProgram(Stage):
     """Implements the executor's `Stage` by replaying the user's step.
 
     Args:
@@ -40,7 +40,6 @@ class StageProgram:
         patches: The patched units.
 
     Attributes:
-        index: The stage.
         is_last: Whether this is the last stage.
         apart: Around each forward, such as what keeps metrics silent.
         state: Where the step leaves something behind.
@@ -51,7 +50,7 @@ class StageProgram:
 
     def __init__(self, view: StageView, patches: UnitPatches) -> None:
         self.view, self._patches, self._mode = view, patches, view.mode
-        self.index, self.is_last = view.index, view.is_last
+        self.is_last = view.is_last
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.state: StepState | AsOne | None = None
         self.counts, self.ends_itself = True, False
@@ -59,6 +58,11 @@ class StageProgram:
         self._saved: dict[int, _Saved] = {}
         self._queues: dict[int, WeightQueue] = {}
         self._deferral = Deferral()
+
+    @property
+    def index(self) -> int:
+        """Position in model order."""
+        return self.view.index
 
     def begin(self, step: Step) -> None:
         """Take on a batch."""
@@ -189,14 +193,6 @@ class StageProgram:
         return [(loss, step.scaled(torch.full_like(loss.detach(), weight)))] if weight else []
 
     # ---- backward
-
-    def backward(
-        self, microbatch: int, gradients: Sequence[Tensor | None] | None
-    ) -> list[Tensor | None] | None:
-        """Run the graph of one micro-batch. See `wire.Stage`."""
-        result = self.backward_input(microbatch, gradients)
-        self.backward_weight(microbatch)
-        return result
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[Tensor | None] | None

@@ -5,9 +5,9 @@ value; everything else is told to a watcher, which raises our error or, while tr
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -142,17 +142,19 @@ def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: dict[str, An
         found = _WRITES[func] = (positions, tuple(argument.name for _, argument in written))
     for index in found[0]:
         if index < len(args):
-            yield from _tensors(args[index])
+            yield from operands_of((args[index],))
     for name in found[1]:
         if name in kwargs:
-            yield from _tensors(kwargs[name])
+            yield from operands_of((kwargs[name],))
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        yield from (item for item in value if isinstance(item, Tensor))
+def operands_of(args: Iterable[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Tensor]:
+    """The tensors among the arguments of an operation, or its results: such a value is one, or has a list."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from (item for item in value if isinstance(item, Tensor))
 
 
 def user_line(root: nn.Module | None = None) -> str:

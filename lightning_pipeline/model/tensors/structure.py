@@ -8,11 +8,12 @@ between stages; the rest is described once and rebuilt on the other side.
 import dataclasses
 import enum
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Leaf = TypeVar("Leaf")
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, type,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
@@ -165,32 +166,42 @@ _REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
 }
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
-    if isinstance(value, Tensor):
+def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
+    """Every object of a class inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from leaves_in(item, kind)
     elif isinstance(value, list | tuple | set | frozenset):
         for item in value:
-            yield from tensors_in(item)
+            yield from leaves_in(item, kind)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from tensors_in(getattr(value, field.name, None))
+            yield from leaves_in(getattr(value, field.name, None), kind)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Every tensor inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
+    return leaves_in(value, Tensor)
+
+
+def map_leaves(function: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) -> Any:
+    """Rebuild `value` with `function` applied to each object of a class; others are kept as they are."""
+    if isinstance(value, kind):
+        return function(value)
+    if isinstance(value, dict):
+        children = [map_leaves(function, item, kind) for item in value.values()]
+        return _rebuild_dict((type(value), tuple(value)), children)
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
+        return _rebuild_sequence(type(value), [map_leaves(function, item, kind) for item in value])
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = tuple(field.name for field in dataclasses.fields(value))
+        children = [map_leaves(function, getattr(value, name), kind) for name in names]
+        return _rebuild_dataclass((type(value), names), children)
+    return value
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Rebuild `value` with `function` applied to each of its tensors; other objects are kept as they are."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, dict):
-        children = [map_tensors(function, item) for item in value.values()]
-        return _rebuild_dict((type(value), tuple(value)), children)
-    if isinstance(value, list | tuple) and not isinstance(value, torch.Size):
-        return _rebuild_sequence(type(value), [map_tensors(function, item) for item in value])
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = tuple(field.name for field in dataclasses.fields(value))
-        children = [map_tensors(function, getattr(value, name)) for name in names]
-        return _rebuild_dataclass((type(value), names), children)
-    return value
+    return map_leaves(function, value, Tensor)

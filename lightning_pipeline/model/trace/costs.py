@@ -3,8 +3,9 @@
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+
+from lightning_pipeline.model.tensors import operands_of
 
 FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round figure for CPUs and GPUs alike
 
@@ -87,17 +88,17 @@ def work_of(
         flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") == "prim":  # asks for metadata
         return Work(flops, 0.0, _dtype_of(result), weighs, stated)
-    written = sum(t.numel() * t.element_size() for t in _flat((result,)))
+    written = sum(t.numel() * t.element_size() for t in operands_of((result,)))
     read = written if packet is torch.ops.aten.embedding else _bytes_of(args)
     return Work(flops, float(read + written), _dtype_of(result), weighs, stated)
 
 
 def _bytes_of(args: Any) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in _flat(args))
+    return sum(tensor.numel() * tensor.element_size() for tensor in operands_of(args))
 
 
 def _dtype_of(result: Any) -> torch.dtype:
-    return next((tensor.dtype for tensor in _flat((result,))), torch.float32)
+    return next((tensor.dtype for tensor in operands_of((result,))), torch.float32)
 
 
 def left_out_by(func: Any, args: tuple[Any, ...]) -> int | None:
@@ -111,13 +112,3 @@ def left_out_by(func: Any, args: tuple[Any, ...]) -> int | None:
 def has_class_weights(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether this is a mean of a loss over classes by weights of these."""
     return left_out_by(func, args) is not None and args[2] is not None
-
-
-def _flat(values: Any) -> list[Tensor]:
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, list | tuple):
-            found.extend(item for item in value if isinstance(item, Tensor))
-    return found

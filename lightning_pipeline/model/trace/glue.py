@@ -1,7 +1,6 @@
 """What the code between the units does while a step is traced: where values go, and what it writes."""
 
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from lightning_pipeline.model.tensors import (
     TensorSpec,
     is_placeholder,
     map_tensors,
+    operands_of,
     storage_key,
     tensors_in,
     user_line,
@@ -86,7 +86,7 @@ class Glue:
         if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._observed.trace.draws_unseen = True
         result = func(*args, **kwargs)
-        results = list(operands_of((result,), {}))
+        results = list(operands_of((result,)))
         self._note_work(self._keeping.work_of(func, args, kwargs, result))
         for tensor in results:
             self._observed.tags.add(tensor, tags)
@@ -212,7 +212,7 @@ class GlueOperations(TorchDispatchMode):
         if self._observed.inside is not None or self._keeping.is_packing:
             result = func(*args, **(kwargs or {}))
             if self._observed.runs_really:
-                self._observed.note_made(operands_of((result,), {}))
+                self._observed.note_made(operands_of((result,)))
             return result
         return self._glue.operation(func, args, kwargs or {})
 
@@ -256,12 +256,3 @@ class GlueFunctions(TorchFunctionMode):
             return result
         finally:
             self._glue.draws = False
-
-
-def operands_of(args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operation."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Tensor))

@@ -22,6 +22,7 @@ from lightning_pipeline.model.tensors import (
     forget_placeholders,
     is_placeholder,
     map_tensors,
+    operands_of,
     selective_checkpoints,
     storage_key,
     tensors_in,
@@ -31,7 +32,7 @@ from lightning_pipeline.model.trace.checkpointing import Regions, reentrant_chec
 from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
-from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations, operands_of
+from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Owner, Standing
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch, candidates, transient
@@ -285,7 +286,7 @@ class Tracer:
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
-        self._note_results(func, operands, list(operands_of((result,), {})), own)
+        self._note_results(func, operands, list(operands_of((result,))), own)
         if not self._depth:  # else a part of an operation that fake tensors take apart to learn its shape
             self._fake.count(call, func, args, kwargs, result)
         return result
