@@ -1,4 +1,21 @@
-"""What stands in a checkpoint: optimizer state, groups, schedulers, extra state, rank differences."""
+"""What stands in a checkpoint. `checkpoint.run.Checkpoints._part` puts it together, on each rank its part.
+
+Tensors, in DCP's shards of the folder (see `checkpoint.folder.names`), by key:
+
+* `model`: parameters, buffers and extra state, by name; of tied ones the first name (`added`, `extra_state`);
+* `optimizer_0`, ...: optimizer state by parameter name, for any number of stages (`optimizers`, `nested`).
+
+The rest, in `meta.pt` (`meta_file`): what Lightning dumps of loops, callbacks, hyper-parameters, joined where
+stages differ (`rank_differences`), without objects of classes that are no plain data (`objects`), and under
+`lightning_pipeline`:
+
+* `ranks`: parameter groups and LR-scheduler states, by pipeline rank (`groups`, `schedulers`);
+* `replicas`: where each replica stands in its data and random numbers;
+* `order`, `schedulers`: parameter names of the whole module, and the optimizer of each scheduler;
+* `extra`: what modules keep that is no tensor; `objects`: what was set apart, pickled.
+
+`fitting` says whether all of it fits a module.
+"""
 
 from lightning_pipeline.checkpoint.contents.added import added_to, held_here, writers_of
 from lightning_pipeline.checkpoint.contents.extra_state import (
