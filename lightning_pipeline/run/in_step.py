@@ -2,8 +2,7 @@
 
 import zlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
@@ -12,39 +11,12 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.checkpoint import Checkpoints
 from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.errors import BatchMismatchError, CheckpointError
 from lightning_pipeline.patching import all_undone
-from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, all_end_alike
-
-
-class Ranks(Protocol):
-    """What is asked of the other ranks."""
-
-    world: Company
-    replica: Company
-    groups: Groups
-    failure: Failure
-
-    def any_of(self, *flags: bool) -> list[bool]:
-        """For each flag whether any rank of the world raised it."""
-        ...
-
-    def gather(self, value: Any, what: str) -> list[Any]:
-        """An object of every rank of this replica; `what` they do, for messages."""
-        ...
-
-
-class Saves(Protocol):
-    """What is asked of the checkpoints."""
-
-    def finish(self) -> None:
-        """Wait for the save in flight; may raise."""
-        ...
-
-    def at_once(self) -> AbstractContextManager[None]:
-        """Inside, a save is complete when it returns."""
-        ...
+from lightning_pipeline.ranks import all_end_alike
+from lightning_pipeline.run.members import Members
 
 
 def quits(exception: BaseException) -> TypeGuard[SystemExit]:
@@ -66,8 +38,7 @@ class KeepTogether:
     which code for rank 0 only may have moved.
 
     Args:
-        ranks: To ask.
-        outlet: From the rank whose random states count to the others of its replica.
+        members: The ranks to ask.
         epoch_starts: Called when an epoch does.
         saves: Of the run.
 
@@ -75,8 +46,8 @@ class KeepTogether:
         ending: Whether all ranks are about to end at one point: by a SIGTERM, or an exception of all.
     """
 
-    def __init__(self, ranks: Ranks, outlet: Outlet, epoch_starts: Callable[[], None], saves: Saves) -> None:
-        self._ranks, self._outlet, self._epoch_starts, self._saves = ranks, outlet, epoch_starts, saves
+    def __init__(self, members: Members, epoch_starts: Callable[[], None], saves: Checkpoints) -> None:
+        self._members, self._epoch_starts, self._saves = members, epoch_starts, saves
         self._told_to_end = self._told_to_requeue = False
         self._requeue: Callable[[], None] | None = None
         self.ending = self._saves_on_exception = False
@@ -128,12 +99,12 @@ class KeepTogether:
         Nobody is asked where nothing depends on it: where no callback would save that moment, and the
         exception does not say that all went well.
         """
-        groups, failure = self._ranks.groups, self._ranks.failure
+        groups, failure = self._members.groups, self._members.failure
         fails = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
         matters = quits(exception) or (self._saves_on_exception and fails)
         if not matters or groups.aborted or failure.cause is not None:
             return False
-        counts = (self._ranks.world.exchanges, self._ranks.replica.exchanges)
+        counts = (self._members.world.exchanges, self._members.replica.exchanges)
         place = f"{type(exception).__name__} after {counts} exchanges in {groups.lookout.doing()}"
         size = groups.numbering.world_size
         self.ending = all_end_alike(groups.notes, groups.global_rank, size, place)
@@ -145,8 +116,8 @@ class KeepTogether:
         """Give all stages of a replica the same random states, where they differ."""
         states = random_states()
         own = zlib.crc32(repr(states).encode())
-        if len(set(self._ranks.gather(own, "comparing random states"))) > 1:
-            set_random_states(self._outlet.share(lambda: states))
+        if len(set(self._members.gather(own, "comparing random states"))) > 1:
+            set_random_states(self._members.from_last.share(lambda: states))
 
     def at_hooks(self, trainer: Trainer, *, several: bool) -> dict[tuple[str, str], Callable[[], Any]]:
         """What to do before hooks of Lightning, see `_lightning.before_hooks`.
@@ -201,7 +172,7 @@ class KeepTogether:
         is_last = _lightning.is_last_batch(trainer)
         raised, some_end, some_go_on = self._agree(trainer, flag, is_last, not is_last)
         if some_end and some_go_on:
-            ended = self._ranks.world.gather("comparing the ends of the data", is_last)
+            ended = self._members.world.gather("comparing the ends of the data", is_last)
             names = ", ".join(str(rank) for rank, last in sorted(ended.items()) if last)
             batches = _lightning.batches_of_epoch(trainer)
             raise BatchMismatchError(
@@ -217,7 +188,7 @@ class KeepTogether:
 
     def _agree(self, trainer: Trainer, *flags: bool) -> list[bool]:
         """Stop, end and requeue together; tells for each flag whether any rank raised it."""
-        stop, self.ending, requeue, *raised = self._ranks.any_of(
+        stop, self.ending, requeue, *raised = self._members.any_of(
             bool(trainer.should_stop), self._told_to_end, self._told_to_requeue, *flags
         )
         trainer.should_stop = stop

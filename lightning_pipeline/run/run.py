@@ -146,7 +146,7 @@ class Pipeline:
 
     def _keep_together(self) -> KeepTogether:
         members, trainer = self.members, self._trainer
-        together = KeepTogether(members, members.from_last, self.position.epoch_starts, self.checkpoints)
+        together = KeepTogether(members, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
         self._undo.append(together.watch_signals(trainer))
         self._together = together
