@@ -83,8 +83,10 @@ class _Sizes(Callback):
 
 
 def main(
-    schedules: tuple[str, ...] = ("GPipe", "1F1B", "ZBH1"), steps: int = 60, rounds: int = 1
-) -> None:  # fmt: skip
+    schedules: tuple[str, ...] = ("GPipe", "1F1B", "ZBH1", "Interleaved1F1B"),
+    steps: int = 60,
+    rounds: int = 1,
+) -> None:
     """Predict, fit, compare.
 
     Args:

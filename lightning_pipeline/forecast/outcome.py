@@ -1,7 +1,7 @@
 """What is known of a run before it is started, and how it prints."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from lightning_pipeline.forecast.machine import Assumptions
@@ -64,7 +64,14 @@ class Forecast:
         """The picture of `chosen`."""
         run = self.chosen.simulation
         title = f"{self.name}, {title_of(run, self.chosen.name)}"
-        return arrange([Panel(run, unit="s", waits=waits(run))], title=title)
+        unit, factor = _axis_unit(run.makespan)
+        drawn = replace(
+            run,
+            makespan=factor * run.makespan,
+            actions=tuple(t._replace(start=factor * t.start, end=factor * t.end) for t in run.actions),
+        )
+        causes = [wait._replace(start=factor * wait.start, end=factor * wait.end) for wait in waits(run)]
+        return arrange([Panel(drawn, unit=unit, waits=causes)], title=title)
 
     def __str__(self) -> str:
         return self.text()
@@ -171,6 +178,12 @@ class Forecast:
         ]  # fmt: skip
         head = ["schedule", "stages per rank", "step", "bubble", "fullest rank", "fits"]
         return text_table(head, rows, left=["schedule"])
+
+
+def _axis_unit(seconds: float) -> tuple[str, float]:
+    """In what a time is drawn, and how many of it are a second."""
+    units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+    return next((unit for unit in units if seconds * unit[1] >= 1.0), units[-1])
 
 
 def _picture(prediction: Prediction) -> str:

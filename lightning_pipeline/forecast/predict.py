@@ -24,6 +24,7 @@ class Prediction:
         fits: Whether every rank's memory is within a device's.
         replicas: Of the pipeline.
         reduction: Seconds in which they average their gradients, after the schedule.
+        handling: Seconds that all ranks together spend on messages, which the simulation has within actions.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Prediction:
     fits: bool
     replicas: int = 1
     reduction: float = 0.0
+    handling: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -56,8 +58,9 @@ class Prediction:
 
     @property
     def bubble(self) -> float:
-        """Idle share of all rank-time."""
-        return self.simulation.bubble
+        """Share of all rank-time in which ranks run no action."""
+        whole = self.plan.num_ranks * self.simulation.makespan
+        return self.simulation.bubble + (self.handling / whole if whole else 0.0)
 
     @property
     def peak(self) -> float:
@@ -138,13 +141,15 @@ def _prediction(
     times = workload.times(plan.num_stages, assumptions)
     held = [float(stage.activation_bytes) for stage in stages]
     far = _far_stages(plan, replicas, assumptions)
-    simulation = simulate(plan, times.costs(plan.splits_backward, held, far))
+    within = {s for s in range(1, plan.num_stages) if plan.rank_of(s) == plan.rank_of(s - 1)}
+    simulation = simulate(plan, times.costs(plan.splits_backward, held, far, within))
+    handling = num_microbatches * sum(map(sum, times.handling(within)))
     kept = workload.held(plan.num_stages, [plan.rank_of(stage) for stage in range(plan.num_stages)])
     memory = memory_of(plan, kept, stages, assumptions, workload.optimizer_states)
     fits = assumptions.memory is None or max(rank.total for rank in memory) <= assumptions.memory
     most = max(rank.gradients for rank in memory)
     reduction = assumptions.exchange(most, replicas) if replicas > 1 else 0.0
-    return Prediction(name, schedule, simulation, memory, fits, replicas, reduction)
+    return Prediction(name, schedule, simulation, memory, fits, replicas, reduction, handling)
 
 
 def _far_stages(plan: Plan, replicas: int, assumptions: Assumptions) -> frozenset[int]:

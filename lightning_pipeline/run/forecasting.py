@@ -121,8 +121,10 @@ class Prospect:
         """
         if not self._measure:
             return Assumptions()
-        latency, link_bytes = measure_link(next(self.module.parameters()).device.type)
-        return Assumptions(latency=latency, link_bytes=link_bytes, link_measured=True)
+        link = measure_link(next(self.module.parameters()).device.type)
+        return Assumptions(
+            latency=link.latency, link_bytes=link.bytes_per_s, handling=link.handling, link_measured=True
+        )
 
     def parts(self, num_microbatches: int) -> Parts:
         """The batch, split."""

@@ -1,8 +1,13 @@
 """Devices and the links between them: data sheets, what is assumed, what is measured."""
 
-from lightning_pipeline.forecast.machine.assumptions import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
+from lightning_pipeline.forecast.machine.assumptions import (
+    BANDWIDTH_SHARE,
+    EFFICIENCY,
+    Assumptions,
+    Handling,
+)
 from lightning_pipeline.forecast.machine.devices import DEVICES, Device, device_named, known_device
-from lightning_pipeline.forecast.machine.link import measure_link
+from lightning_pipeline.forecast.machine.link import Link, measure_link
 
 __all__ = [
     "BANDWIDTH_SHARE",
@@ -10,6 +15,8 @@ __all__ = [
     "EFFICIENCY",
     "Assumptions",
     "Device",
+    "Handling",
+    "Link",
     "device_named",
     "known_device",
     "measure_link",

@@ -14,6 +14,30 @@ BANDWIDTH_SHARE = 0.8
 
 
 @dataclass(frozen=True)
+class Handling:
+    """What a rank itself does about a message, a part of the message's time in which it computes nothing.
+
+    Args:
+        send: Seconds to pack a message and give it to the communicator, beside its bytes.
+        send_per_byte: Seconds that each byte adds.
+        receive: Seconds to take and unpack a message that is there, beside its bytes.
+        receive_per_byte: Seconds that each byte adds.
+    """
+
+    send: float = 0.0
+    send_per_byte: float = 0.0
+    receive: float = 0.0
+    receive_per_byte: float = 0.0
+
+    def of(self, num_bytes: float) -> tuple[float, float]:
+        """Seconds on the rank that sends so many bytes, and on the one that receives them."""
+        return (
+            self.send + num_bytes * self.send_per_byte,
+            self.receive + num_bytes * self.receive_per_byte,
+        )
+
+
+@dataclass(frozen=True)
 class Assumptions:
     """The devices and links of a prediction.
 
@@ -31,6 +55,7 @@ class Assumptions:
         device: What its data sheet says.
         node_size: Devices of a node. `None`: all are in one.
         node_link_bytes: Bytes per second of a device to another node. `None`: `link_bytes`.
+        handling: The part of a message's time in which ranks are busy with it.
 
     Raises:
         ConfigurationError: A number is not above 0, or below 0 for `latency` and `optimizer_copies`.
@@ -46,6 +71,7 @@ class Assumptions:
     device: Device | None = None
     node_size: int | None = None
     node_link_bytes: float | None = None
+    handling: Handling = Handling()
 
     def __post_init__(self) -> None:
         above = ("flops", "bandwidth", "link_bytes", "memory", "node_size", "node_link_bytes")

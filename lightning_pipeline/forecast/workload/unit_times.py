@@ -1,5 +1,6 @@
 """How long the stages of a module take on this machine: each is run as a rank would run it."""
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -13,6 +14,7 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.workload.beside import copies_beside
 from lightning_pipeline.forecast.workload.times import StageTimes, hops_of
 from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition
@@ -25,6 +27,9 @@ MICROBATCHES = 2  # held at once in a round
 ROUNDS = 9
 _LONGEST_WAIT = 0.02  # seconds; longer ones change nothing more
 WARM_UP = 2  # rounds that pay for caches and first allocations
+
+_SPLIT = "F of a split backward"
+_KINDS = ("F", "B", _SPLIT, "I", "W")
 
 _SINKS: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
 Seconds = dict[tuple[int, str], float]
@@ -48,21 +53,20 @@ class MeasuredWorkload(Workload):
                 self.root, self.partition(num_stages), self.args, self.forward_context
             )
         seconds, stages = self._measured[num_stages], range(num_stages)
-        near, far = hops_of(self.stages(num_stages), assumptions)
         return StageTimes(
             forward=tuple(seconds[stage, "F"] for stage in stages),
+            forward_split=tuple(seconds[stage, _SPLIT] for stage in stages),
             backward=tuple(seconds[stage, "B"] for stage in stages),
             backward_input=tuple(seconds[stage, "I"] for stage in stages),
             backward_weight=tuple(seconds[stage, "W"] for stage in stages),
-            send=near,
-            send_far=far,
+            **hops_of(self.stages(num_stages), assumptions),
         )
 
 
 def measure_stages(
     root: nn.Module, cut: Partition, args: tuple[Any, ...], forward_context: Callable[[], Any]
 ) -> Seconds:
-    """Median seconds of F, B, I and W of one micro-batch, by stage.
+    """Median seconds of F, B, I and W of one micro-batch, by stage, and of a forward before I and W.
 
     Args:
         root: The module that was traced, with its weights.
@@ -80,7 +84,7 @@ def measure_stages(
         for stage in range(cut.num_stages):
             split = SplitModel(root, cut, [stage], sinks=_SINKS, forward_context=forward_context)
             try:
-                values = _Rounds(split, stage, args, values, seconds).run()
+                values = _Rounds(split, stage, args, values, seconds).run(cut.num_stages)
             finally:
                 split.restore(whole)
     return {key: median(times) for key, times in seconds.items()}
@@ -124,24 +128,35 @@ class _Rounds:
         self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
         self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else lambda: None
 
-    def run(self) -> Values | None:
-        """Time all kinds of actions; what the stage sends to the next one."""
+    def run(self, ranks: int) -> Values | None:
+        """Time all kinds of actions; what the stage sends to the next one.
+
+        Args:
+            ranks: That work at the same time; those that share a machine's cores slow each other down.
+        """
         sent: Values | None = None
-        for number in range(WARM_UP + ROUNDS):
-            if number == WARM_UP:
-                for kind in ("F", "B", "I", "W"):
-                    self._seconds[self._stage, kind].clear()
-            for halves in (False, True):
-                sent = self._round(number, halves)
+        for number in range(WARM_UP):
+            sent = self._both_rounds(number)
+        for kind in _KINDS:
+            self._seconds[self._stage, kind].clear()
+        copies = 0 if self._on_gpu else min(ranks, len(os.sched_getaffinity(0))) - 1
+        with copies_beside(copies, lambda: self._both_rounds(0)):
+            for number in range(WARM_UP, WARM_UP + ROUNDS):
+                sent = self._both_rounds(number)
         return _received(sent)
 
-    def _round(self, number: int, halves: bool) -> Values | None:
+    def _both_rounds(self, number: int) -> Values | None:
+        self._round(number, halves=False)
+        return self._round(number, halves=True)
+
+    def _round(self, number: int, *, halves: bool) -> Values | None:
         """All forwards, then all backwards, so that the second micro-batch meets warm caches as in a run."""
         self._split.begin(
             "training_step", [(self._args, {})] * MICROBATCHES, weights=[1 / MICROBATCHES] * MICROBATCHES,
             key=(0, number), split_backward=halves,
         )  # fmt: skip
-        sent = [self._forward(microbatch) for microbatch in range(MICROBATCHES)]
+        forward = _SPLIT if halves else "F"
+        sent = [self._forward(forward, microbatch) for microbatch in range(MICROBATCHES)]
         for microbatch, values in enumerate(sent):
             self._backward(microbatch, _gradients(values), halves)
         losses = self._split.finish().losses
@@ -151,9 +166,9 @@ class _Rounds:
             )
         return sent[0]
 
-    def _forward(self, microbatch: int) -> Values | None:
+    def _forward(self, kind: str, microbatch: int) -> Values | None:
         received = _received(self._incoming)
-        values: Values | None = self._timed("F", lambda: self._program.forward(microbatch, received))
+        values: Values | None = self._timed(kind, lambda: self._program.forward(microbatch, received))
         return values
 
     def _backward(self, microbatch: int, gradients: list[Tensor | None] | None, halves: bool) -> None:
@@ -166,7 +181,7 @@ class _Rounds:
     def _wait(self, kind: str) -> None:
         """Idle as a rank does before an action that needs a message, which then takes 1.4 times as long."""
         before = self._seconds[self._stage, kind]
-        has_input = kind == "W" or (kind == "F" and self._stage == 0)
+        has_input = kind == "W" or (kind in ("F", _SPLIT) and self._stage == 0)
         if before and not has_input and not self._on_gpu:
             time.sleep(min(before[-1], _LONGEST_WAIT))
 

@@ -22,6 +22,7 @@ _LEAST, _MOST = 660.0, 3000.0  # of the time axis, in pixels; the first fits the
 _SIZES = (11.0, 10.0, 9.0, 8.0, 7.0)  # of labels; what none of them lets fit stays empty
 _SHADES = 2  # stages of a rank that colours tell apart; with more, labels name the stage
 _TICKS = 70.0  # pixels between two at least
+_LETTER = 6.5  # pixels of one below the axis, at most
 
 
 class Span(NamedTuple):
@@ -222,7 +223,8 @@ def _axis(panel: Panel, scale: float, left: float, y: float) -> Iterator[Box | W
     yield Box(left, y, end * scale, 1, _INK)
     step = _round_step(_TICKS / scale)
     ticks = [number * step for number in range(math.floor(end / step + 1e-9) + 1)]
-    ticks = [tick for tick in ticks if tick == 0 or (end - tick) * scale > 0.6 * _TICKS]
+    room = _LETTER * len(f"{end:.4g} {panel.unit}") + 0.5 * _LETTER * len(f"{ticks[-1]:.6g}") + 4.0
+    ticks = [tick for tick in ticks if tick == 0 or (end - tick) * scale > max(0.6 * _TICKS, room)]
     for tick in [*ticks, end]:
         x = left + tick * scale
         yield Box(x - 0.5, y, 1, 4, _INK)

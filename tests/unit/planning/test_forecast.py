@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError, ScheduleError
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.outcome import Forecast, forecast
+from lightning_pipeline.forecast.outcome import Forecast, _axis_unit, forecast
 from lightning_pipeline.forecast.predict import Prediction, predict
 from lightning_pipeline.forecast.workload.memory import alone
 from lightning_pipeline.forecast.workload.texts import number_text, operations_text, seconds_text
@@ -212,6 +212,9 @@ def test_the_report_has_tables_picture_and_grounds() -> None:
     ):  # fmt: skip
         assert part in text
     assert found.svg.startswith("<svg")
+    assert [_axis_unit(seconds) for seconds in (38.6, 0.0386, 1.356e-4, 1e-9)] == [
+        ("s", 1.0), ("ms", 1e3), ("us", 1e6), ("us", 1e6)
+    ]  # fmt: skip
     assert isinstance(found, Forecast)
 
 

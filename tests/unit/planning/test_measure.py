@@ -1,12 +1,17 @@
 """Stages are timed as they run, and the module is as before afterwards."""
 
+import os
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
+from lightning_pipeline.forecast.workload.beside import copies_beside
+from lightning_pipeline.forecast.workload.times import StageTimes
 from lightning_pipeline.forecast.workload.unit_times import MeasuredWorkload
+from lightning_pipeline.schedules import get_schedule, simulate
 from tests.naps import Nap
 from tests.unit.split.pipe import Module
 
@@ -56,6 +61,7 @@ def test_forwards_and_backwards_take_what_they_sleep(work: MeasuredWorkload) -> 
     times = work.times(2, Assumptions())
     for stage, nap in enumerate((0.02, 0.04)):
         assert nap <= times.forward[stage] < 2 * nap
+        assert nap <= times.forward_split[stage] < 2 * nap
         assert 2 * nap <= times.backward[stage] < 4 * nap
         assert 2 * nap <= times.backward_input[stage] < 4 * nap
         assert times.backward_weight[stage] < nap
@@ -67,6 +73,25 @@ def test_the_simulator_gets_the_measured_times(work: MeasuredWorkload) -> None:
     times = work.times(2, Assumptions())
     first, last = (times.forward[stage] + times.backward[stage] for stage in (0, 1))
     assert step["1F1B"] == pytest.approx(first + 4 * last, rel=1e-6)
+
+
+def test_a_forward_before_a_split_backward_has_its_own_time() -> None:
+    both = (1.0, 1.0)
+    times = StageTimes(both, (3.0, 3.0), both, both, both, (0.0, 0.0), (0.0, 0.0), (0.0, 0.0), (0.0, 0.0))
+    held = [1.0, 1.0]
+    assert times.costs(False, held).per_stage([1, 1]).forward == (1.0, 1.0)
+    assert times.costs(True, held).per_stage([1, 1]).forward == (3.0, 3.0)
+
+
+def test_ranks_are_busy_with_messages_but_not_working() -> None:
+    two = (2.0, 2.0)
+    times = StageTimes(two, two, (4.0, 4.0), two, two, (0.0, 1.5), (0.0, 1.5), (0.0, 0.5), (0.0, 0.25))
+    assert times.handling() == ([0.5, 0.25], [0.25, 0.5])
+    assert times.handling(within={1}) == ([0.0, 0.0], [0.0, 0.0])
+    plan = get_schedule("GPipe").plan(2, 2)
+    # rank 1: F 3.25-5.5 and, after a wait, 5.75-8, B -12.5 and -17; rank 0: B 13.25-17.5 and 17.75-22
+    run = simulate(plan, times.costs(False, [1.0, 1.0]))
+    assert run.makespan == 22.0
 
 
 def test_the_table_shows_the_measured_shares(work: MeasuredWorkload) -> None:
@@ -88,3 +113,13 @@ def test_nothing_of_the_module_is_changed(work: MeasuredWorkload, module: Sleepe
     for name, value in module.state_dict().items():
         assert torch.equal(value, work.values[name])  # type: ignore[attr-defined]
     assert module.training_step(torch.randn(8, 4), 0).requires_grad
+
+
+def test_copies_work_beside_the_block_and_are_gone_after_it() -> None:
+    end, begin = os.pipe()
+    with copies_beside(2, lambda: os.write(begin, b"x")):
+        assert os.read(end, 1) == b"x"  # from a copy: this process writes nothing
+    os.close(begin)
+    while os.read(end, 1 << 16):  # what they wrote before; then the end, for nobody is left to write
+        continue
+    os.close(end)

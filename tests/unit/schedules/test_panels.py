@@ -55,6 +55,19 @@ def test_every_number_fits_its_box(size: tuple[int, int]) -> None:
         assert words.text == re.split("[FBIW]", box.hint.split(":")[0])[1]
 
 
+@pytest.mark.parametrize(("makespan", "unit"), [(135.6, "us"), (1.356e-4, "s"), (61.0, "ms")])
+def test_numbers_of_the_axis_lie_side_by_side(makespan: float, unit: str) -> None:
+    plan = get_schedule("GPipe").plan(2, 8)
+    cost = makespan / simulate(plan, Costs(1, 1, 1)).makespan
+    picture = arrange([Panel(simulate(plan, Costs(cost, cost, cost)), unit=unit)])
+    height = next(s.y for s in picture.shapes if isinstance(s, Words) and s.text == f"0 {unit}")
+    *numbers, last = [s for s in picture.shapes if isinstance(s, Words) and s.y == height]
+    right = [words.x + 3.0 * len(words.text) for words in numbers]  # of 10 pixels, from its middle
+    left = [*(words.x - 3.0 * len(words.text) for words in numbers), last.x - 6.0 * len(last.text)]
+    assert last.text == f"{makespan:.4g} {unit}"
+    assert all(one < next_one for one, next_one in zip(right, left[1:], strict=True))
+
+
 def test_boxes_stay_in_the_picture_and_rows_apart() -> None:
     _, picture = two_panels(4, 8)
     boxes = [shape for shape in picture.shapes if isinstance(shape, Box) and shape.hint]
