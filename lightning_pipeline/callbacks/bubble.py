@@ -13,7 +13,15 @@ from typing_extensions import override
 
 from lightning_pipeline.callbacks.detaching import DetachingCallback
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
-from lightning_pipeline.measure import Measurement, Meter, Report, run_of, stage_names
+from lightning_pipeline.measure import (
+    Exchange,
+    Gathered,
+    Measurement,
+    Meter,
+    Report,
+    run_of,
+    stage_names,
+)
 
 _WARM_UP = 2  # the first steps pay for caches and allocations; they are not in the table
 _UNLOGGED = 50  # batches between two comparisons where nothing is logged
@@ -64,8 +72,10 @@ class BubbleMonitor(DetachingCallback):
     On a GPU the times are those of its stream: events are recorded in a step and read in the next one.
 
     Args:
-        every_n_steps: Batches between two measurements that are logged. Default: where Lightning logs, by the
-            Trainer's `log_every_n_steps`. What an epoch has not logged by its end is logged then.
+        every_n_steps: Batches between two measurements that are logged at once, for which ranks wait for each
+            other. Default: where Lightning logs, by the Trainer's `log_every_n_steps`; the ranks' figures
+            travel while the next batch runs and are logged at its end, under the step that they are of. What
+            an epoch has not logged by its end is logged then.
         per_stage: Whether to log the figures of each stage, twenty keys each; if not, the totals alone.
         every_n_epochs: Epochs between two tables, each of all steps so far. Default: only the one at the end
             of `fit`.
@@ -89,6 +99,7 @@ class BubbleMonitor(DetachingCallback):
         self.seconds_inside = 0.0
         self._publisher = Publisher(every_n_steps)
         self._meter: Meter | None = None
+        self._exchange: Exchange | None = None
         self._total: Measurement | None = None
         self._early: Measurement | None = None
         self._unpublished: Measurement | None = None
@@ -102,6 +113,7 @@ class BubbleMonitor(DetachingCallback):
         run = run_of(trainer, self)
         self.detach()
         self._meter, self._batches = Meter(run, trainer), 0
+        self._exchange = run.exchange
         self._total = self._early = self._unpublished = self._reported = None
         self._names = stage_names(run.gather_from_pipeline(run.stages_here))
 
@@ -121,6 +133,8 @@ class BubbleMonitor(DetachingCallback):
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if self._exchange is not None:
+            self._exchange.send()
         if self._batches == _WARM_UP:
             self._measuring.drop()
         self._measuring.begin_batch()
@@ -145,35 +159,60 @@ class BubbleMonitor(DetachingCallback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        if self._exchange is not None:
+            self._exchange.receive()
         self._measuring.end_batch(batch)
         self._batches += 1
         due = self._publisher.is_due(run_of(trainer, self), trainer, self._batches)
-        if due or self._batches % _UNLOGGED == 0:
+        if self._publisher.every_n_steps is None:
+            if due or self._batches % _UNLOGGED == 0:
+                self._tell(trainer, due)
+        elif due or self._batches % _UNLOGGED == 0:
             self._collect()
-        if due:
-            self._publish(trainer)
+            if due:
+                self._publish(trainer)
+
+    def _tell(self, trainer: Trainer, due: bool) -> None:
+        """Have this rank's steps compared with those of the others while the next batch runs."""
+        window, early, step = self._measuring.window(), self._batches <= _WARM_UP, self._publisher.step
+
+        def compare(gathered: Gathered) -> None:
+            assert window is not None, "there are steps"
+            self._take(window.compared(gathered), early)
+            if due:
+                self._publish(trainer, step)
+
+        if window is not None and self._exchange is not None:
+            self._exchange.tell(window.numbers, compare)
+            self._publisher.owes = self._publisher.owes and not due
 
     def _collect(self, *, last: bool = False) -> None:
+        if self._exchange is not None:
+            self._exchange.finish()
         measured = self._measuring.collect(last=last)
-        if measured is None:
-            return
+        if measured is not None:
+            self._take(measured, self._batches <= _WARM_UP)
+
+    def _take(self, measured: Measurement, early: bool) -> None:
         self._unpublished = measured if self._unpublished is None else self._unpublished + measured
-        if self._batches <= _WARM_UP:
+        if early:
             self._early = measured
         else:
             self._total = measured if self._total is None else self._total + measured
 
-    def _publish(self, trainer: Trainer) -> None:
+    def _publish(self, trainer: Trainer, step: int | None = None) -> None:
         measured, self._unpublished = self._unpublished, None
         if measured is not None:
             found = measured.values(self._names, per_stage=self.per_stage)
             values = {f"pipeline/{key}": value for key, value in found.items()}
-            self._publisher.publish(run_of(trainer, self), trainer, values)
+            self._publisher.publish(run_of(trainer, self), trainer, values, step)
             trainer.progress_bar_metrics["bubble"] = measured.bubble
 
     @_counted
     def _settle(self, trainer: Trainer) -> None:
         """Log an epoch that has not been, for callbacks that look at its end or after a validation."""
+        if self._exchange is not None:
+            self._exchange.finish()
         if self._publisher.owes and not trainer.barebones:
             self._collect(last=True)
             self._publish(trainer)
@@ -204,6 +243,9 @@ class BubbleMonitor(DetachingCallback):
     @override
     def detach(self) -> None:
         """Let go of the meter."""
+        if self._exchange is not None:
+            self._exchange.drop()
+            self._exchange = None
         if self._meter is not None:
             self._meter.detach()
             self._meter = None

@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from lightning_pipeline.callbacks.publishing import Publisher, check_counts
 from lightning_pipeline.measure import (
-    PipelineRun,
+    Exchange,
+    Gathered,
     RankMemory,
     StageMemory,
     numbers_in,
@@ -41,10 +42,10 @@ class StageMemoryMonitor(Callback):
     log what was counted last. Parameters, buffers and the batch do not count as activations.
 
     Args:
-        every_n_steps: Batches between two measurements that are logged, with activations counted in each.
-            Default: where Lightning logs, by the Trainer's `log_every_n_steps`, and activations counted every
-            50 batches or more. What an epoch has not logged by its end is logged then, the most of the fit so
-            far.
+        every_n_steps: Batches between two measurements that are logged at once, with activations counted in
+            each. Default: where Lightning logs, by the Trainer's `log_every_n_steps`, at the end of the next
+            batch and under the step that they are of, with activations counted every 50 batches or more.
+            What an epoch has not logged by its end is logged then, the most of the fit so far.
 
     Raises:
         ConfigurationError: A number is not a whole one from 1 on.
@@ -54,13 +55,16 @@ class StageMemoryMonitor(Callback):
         check_counts(self, every_n_steps=every_n_steps)
         self._publisher = Publisher(every_n_steps)
         self._names: list[str] = []
+        self._ranks: list[RankMemory] = []
+        self._exchange: Exchange | None = None
         self._batches = self._counted = 0
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
         self._batches = self._counted = 0
-        self._names = stage_names([list(stages) for stages in run.gather_from_pipeline(run.stages_here)])
+        self._ranks, self._exchange = run.gather_from_pipeline(run.memory.worst()), run.exchange
+        self._names = stage_names([[stage.stage for stage in rank.stages] for rank in self._ranks])
         run.memory.reset_peak()
 
     @override
@@ -68,6 +72,7 @@ class StageMemoryMonitor(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         run, publisher = run_of(trainer, self), self._publisher
+        run.exchange.send()
         if self._batches == 0 or (
             publisher.is_due(run, trainer, self._batches + 1)
             and (publisher.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
@@ -81,15 +86,38 @@ class StageMemoryMonitor(Callback):
     ) -> None:
         self._batches += 1
         run = run_of(trainer, self)
+        run.exchange.receive()
         if self._publisher.is_due(run, trainer, self._batches):
-            self._publish(trainer, run.memory.measure())
+            self._publish(trainer, run.memory.measure(), at_once=self._publisher.every_n_steps is not None)
         elif self._batches == 1:
             run.memory.measure()  # for the table, whatever is logged
 
-    def _publish(self, trainer: Trainer, memory: RankMemory) -> None:
-        run = run_of(trainer, self)
-        logged = _logged(most_of_replicas(run, memory), self._names)
-        self._publisher.publish(run, trainer, {f"pipeline/{key}": float(value) for key, value in logged})
+    def _publish(self, trainer: Trainer, memory: RankMemory, *, at_once: bool) -> None:
+        run, step = run_of(trainer, self), self._publisher.step
+
+        def publish(gathered: Gathered) -> None:
+            logged = _logged(self._most(gathered), self._names)
+            values = {f"pipeline/{key}": float(value) for key, value in logged}
+            self._publisher.publish(run, trainer, values, step)
+
+        if at_once:
+            publish(run.gather_numbers(self._numbers(memory)))
+        else:
+            run.exchange.tell(self._numbers(memory), publish)
+            self._publisher.owes = False
+
+    def _numbers(self, memory: RankMemory) -> list[float]:
+        """Of this rank, filled up to as many as any rank has."""
+        found = [float(number) for number in numbers_in(memory)]
+        return found + [0.0] * (max(len(list(numbers_in(rank))) for rank in self._ranks) - len(found))
+
+    def _most(self, gathered: Gathered) -> list[RankMemory]:
+        """By pipeline rank, of each number the largest in any replica."""
+        by_rank = zip(self._ranks, *gathered, strict=True)
+        return [
+            with_numbers(rank, iter([max(of_replicas) for of_replicas in zip(*own, strict=True)]))
+            for rank, *own in by_rank
+        ]
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -105,32 +133,25 @@ class StageMemoryMonitor(Callback):
 
     def _settle(self, trainer: Trainer) -> None:
         """Log an epoch that has not been, for callbacks that look at its end or after a validation."""
+        if self._exchange is None:  # the sanity check comes before training
+            return
+        self._exchange.finish()
         if self._publisher.owes and not trainer.barebones:
-            self._publish(trainer, run_of(trainer, self).memory.worst())
+            self._publish(trainer, run_of(trainer, self).memory.worst(), at_once=True)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._publisher.owes = False  # whatever ended the epoch
+        if self._exchange is not None:
+            self._exchange.drop()
+            self._exchange = None
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         run = run_of(trainer, self)
-        rank_zero_info(summary(most_of_replicas(run, run.memory.worst()), self._names))
-
-
-def most_of_replicas(run: PipelineRun, mine: RankMemory) -> list[RankMemory]:
-    """By pipeline rank, of each number the largest in any replica, the same everywhere; all ranks call.
-
-    Args:
-        run: The strategy.
-        mine: Of this rank.
-    """
-    ranks = run.gather_from_pipeline(mine)
-    if run.num_replicas > 1:
-        everywhere = run.gather_numbers(list(numbers_in(ranks)))  # the same on all ranks of a replica
-        most = map(max, zip(*(replica[0] for replica in everywhere), strict=True))
-        ranks = with_numbers(ranks, most)
-    return ranks
+        run.exchange.finish()
+        gathered = run.gather_numbers(self._numbers(run.memory.worst()))
+        rank_zero_info(summary(self._most(gathered), self._names))
 
 
 def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:

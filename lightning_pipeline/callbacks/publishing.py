@@ -17,12 +17,13 @@ class Publisher:
 
     Attributes:
         owes: Whether this epoch's batches have not been logged.
+        step: Under which loggers get what is logged of the last batch.
     """
 
     def __init__(self, every_n_steps: int | None) -> None:
         self.every_n_steps = every_n_steps
         self.owes = False
-        self._step = 0
+        self.step = 0
 
     def is_due(self, run: PipelineRun, trainer: Trainer, batches: int) -> bool:
         """Whether a training batch is to be logged; known from its start on, and the same on all ranks.
@@ -34,12 +35,14 @@ class Publisher:
         """
         if trainer.barebones:
             return False
-        self._step = run.logging_step(trainer)  # at an epoch's end it is one more
+        self.step = run.logging_step(trainer)  # at an epoch's end it is one more
         if self.every_n_steps is None:
             return run.logs_this_batch(trainer)
         return batches % self.every_n_steps == 0
 
-    def publish(self, run: PipelineRun, trainer: Trainer, values: Mapping[str, float]) -> None:
+    def publish(
+        self, run: PipelineRun, trainer: Trainer, values: Mapping[str, float], step: int | None = None
+    ) -> None:
         """Log many values at once, for loggers and for callbacks that monitor a key; all ranks call.
 
         `self.log` takes 0.4 ms a key; Lightning's LearningRateMonitor, too, goes this way. Nothing happens in
@@ -49,6 +52,7 @@ class Publisher:
             run: The strategy.
             trainer: In its training.
             values: By key, the same on all ranks.
+            step: For loggers. Default: that of the last batch.
         """
         self.owes = False
         if trainer.barebones:
@@ -59,7 +63,7 @@ class Publisher:
         trainer.logged_metrics.update(tensors)
         every: int = trainer.log_every_n_steps  # type: ignore[attr-defined]  # set by a connector
         for logger in trainer.loggers if every or self.every_n_steps else ():
-            logger.log_metrics(dict(values), step=self._step)
+            logger.log_metrics(dict(values), step=self.step if step is None else step)
 
 
 def check_counts(callback: object, **counts: object) -> None:

@@ -1,6 +1,7 @@
 """What did happen in a run: time, bubble, memory and messages of the steps that were recorded."""
 
 from lightning_pipeline.measure.batches import BatchClock
+from lightning_pipeline.measure.exchange import Exchange, Gathered
 from lightning_pipeline.measure.measurement import Measurement
 from lightning_pipeline.measure.memory import MemoryMeter, RankMemory, StageMemory, numbers_in, with_numbers
 from lightning_pipeline.measure.meter import Meter
@@ -14,6 +15,8 @@ from lightning_pipeline.measure.timelines import Comparison
 __all__ = [
     "BatchClock",
     "Comparison",
+    "Exchange",
+    "Gathered",
     "Measurement",
     "MemoryMeter",
     "Meter",

@@ -1,7 +1,7 @@
 """Collects the steps of a rank, and every so often compares them over all ranks."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_pipeline.forecast import tokens_of
 from lightning_pipeline.measure.batches import BatchClock
+from lightning_pipeline.measure.exchange import Gathered
 from lightning_pipeline.measure.measurement import Measurement, mean_of
 from lightning_pipeline.measure.pipeline_run import PipelineRun
 from lightning_pipeline.measure.shares import FIELDS, KINDS, row, share_out
@@ -27,6 +28,18 @@ class _Step(NamedTuple):
     samples: int
     tokens: int
     sent: int
+
+
+class Window(NamedTuple):
+    """Some steps of this rank.
+
+    Attributes:
+        numbers: To be gathered from all ranks; as many on each.
+        compared: What they amount to, those of all ranks together, by replica and rank. In order of windows.
+    """
+
+    numbers: list[float]
+    compared: Callable[[Gathered], Measurement]
 
 
 class Meter:
@@ -139,6 +152,15 @@ class Meter:
         Args:
             last: Whether to wait for what the device has not done yet.
         """
+        window = self.window(last=last)
+        return None if window is None else window.compared(self._run.gather_numbers(window.numbers))
+
+    def window(self, *, last: bool = False) -> "Window | None":
+        """This rank's numbers of the steps since the last time; `None` where there is no step yet.
+
+        Args:
+            last: Whether to wait for what the device has not done yet.
+        """
         if last:
             self._read(0)
         if not self._rows or self._plan is None:
@@ -147,12 +169,10 @@ class Meter:
         keys = [(stage, kind) for stage in range(plan.num_stages) for kind in KINDS]
         medians = [median(self._durations[key]) / 1e9 if key in self._durations else 0.0 for key in keys]
         flat = [number for numbers in self._rows for number in numbers]
-        gathered = self._run.gather_numbers(
-            [*flat, *medians, self._samples, self._tokens, self._sent]
-        )  # by replica and rank
+        numbers = [*flat, *medians, self._samples, self._tokens, self._sent]
         self._forget()
         self._keep_aligned()
-        return self._measurement(gathered, plan, steps, keys)
+        return Window(numbers, lambda gathered: self._measurement(gathered, plan, steps, keys))
 
     def _keep_aligned(self) -> None:
         """Clocks that differ also drift, and so does a device's."""
@@ -161,7 +181,7 @@ class Meter:
             self._run.align_clocks(_REALIGN)
 
     def _measurement(
-        self, gathered: list[list[list[float]]], plan: Plan, steps: int, keys: list[tuple[int, str]]
+        self, gathered: Gathered, plan: Plan, steps: int, keys: list[tuple[int, str]]
     ) -> Measurement:
         width, end = len(FIELDS), steps * len(FIELDS)
         ends: Sequence[float | None] = self._window_ends or [None] * len(gathered)

@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.measure.exchange import Exchange
 from lightning_pipeline.measure.memory import MemoryMeter
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.ranks import Offset
@@ -87,6 +88,11 @@ class PipelineRun(Protocol):
     @property
     def memory(self) -> MemoryMeter:
         """Measures the memory of this rank."""
+        ...
+
+    @property
+    def exchange(self) -> Exchange:
+        """Gathers what the callbacks tell of a batch."""
         ...
 
     @property

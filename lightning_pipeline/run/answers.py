@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import MemoryMeter, StageMeasures
+from lightning_pipeline.measure import Exchange, MemoryMeter, StageMeasures
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
@@ -152,6 +152,12 @@ class Answers(Places):
     def memory(self) -> MemoryMeter:
         """Measures the memory of this rank."""
         return self._split.memory
+
+    @property
+    def exchange(self) -> Exchange:
+        """Gathers what the callbacks tell of a batch."""
+        run = self._run
+        return run.exchange if isinstance(run, OneDevice) else run.members.exchange
 
     @property
     def clock_offsets(self) -> list[Offset]:

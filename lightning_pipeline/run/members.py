@@ -1,6 +1,6 @@
 """The ranks of a run, and what they do together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipeline.measure import Exchange
 from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, Within
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
@@ -32,6 +33,7 @@ class Members:
         ranks: The global ranks of this replica, by pipeline rank.
         from_zero: From global rank 0 to all ranks.
         from_last: From the rank with the last stage to the others of its replica.
+        exchange: Gathers what the callbacks tell of a batch.
         aside: Around what they do together inside a hook of the user's, once the module is split.
     """
 
@@ -53,6 +55,7 @@ class Members:
         last = placement.rank_of(placement.num_stages - 1)
         self.from_last = Outlet(self.replica, self.ranks[last], last == groups.rank)
         self.aside: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.exchange = Exchange(self._begin_to_gather)
 
     def agreed(self, work: Callable[[], Any]) -> Any:
         """Do local work on every rank of the world; when one fails, all raise."""
@@ -62,6 +65,16 @@ class Members:
         """An object of every rank of this replica, by pipeline rank."""
         with self.aside():
             return self.by_rank(self.replica.gather(what, value))
+
+    def _begin_to_gather(self, values: Sequence[float]) -> Callable[[], list[list[list[float]]]]:
+        """Numbers of every rank, by replica and pipeline rank, without waiting for them yet."""
+        wait = self.world.numbers_later("gathering what was measured", values)
+
+        def by_replica() -> list[list[list[float]]]:
+            found = wait()
+            return [[found[rank] for rank in ranks] for ranks in self.groups.numbering.pipelines()]
+
+        return by_replica
 
     def gather_for(self, what: str) -> Callable[[Any], list[Any]]:
         """`gather`, for something that messages are to name."""

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from lightning_pipeline.data import Position, batch_size_of
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import MemoryMeter
+from lightning_pipeline.measure import Exchange, MemoryMeter
 from lightning_pipeline.model.cut import Partition, StageActivations, StageRow, StageTable
 from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
 from lightning_pipeline.patching import all_undone
@@ -63,6 +63,7 @@ class OneDevice:
     Attributes:
         position: Where the run stands in its data.
         memory: Measures the memory of this rank.
+        exchange: Gathers what the callbacks tell of a batch.
         timeline: What the last training batch did.
         last_plan: Of the last training batch, `None` before the first.
         batch_size: Samples in the last training batch; `None` where the batch does not tell.
@@ -77,6 +78,7 @@ class OneDevice:
         self._undo = [self.position.install()]
         self.timeline = Timeline(stream_clock(device))
         self.memory = WholeMeter(self._module, lambda: trainer.optimizers, device)
+        self.exchange = Exchange(self._begin_to_gather)
         self.clock_offsets: list[Offset] = []
         self.last_plan: Plan | None = None
         self.batch_size: int | None = None
@@ -189,6 +191,10 @@ class OneDevice:
         found: list[Any] = [None] * self._numbering.world_size
         dist.all_gather_object(found, list(values))
         return [[found[rank] for rank in ranks] for ranks in self._numbering.pipelines()]
+
+    def _begin_to_gather(self, values: Sequence[float]) -> Callable[[], list[list[list[float]]]]:
+        found = self.gather_numbers(values)
+        return lambda: found
 
     def clip(self, parameters: Iterable[Tensor], max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients by their norm."""
