@@ -22,7 +22,7 @@ from lightning.pytorch import Callback, Trainer, seed_everything
 
 from lightning_pipeline import PipelineStrategy, strategy
 from lightning_pipeline.data import Feed
-from lightning_pipeline.hooks import AgreedGradients
+from lightning_pipeline.hooks import AgreedGradients, RemoteUnits
 from lightning_pipeline.ranks import Failure, Lookout, Notes
 from lightning_pipeline.run.in_step import KeepTogether
 from lightning_pipeline.wire import Waits
@@ -36,6 +36,7 @@ IN_STEP = {
     "a failed run is asked for": [(Failure, "go_on")],
     "batches are compared": [(Feed, "check")],
     "all ranks are asked": [(KeepTogether, "end_batch")],
+    "hooks of the user's end together": [(RemoteUnits, "end")],
     "gradients are looked at": [(AgreedGradients, "own"), (AgreedGradients, "found")],
 }  # fmt: skip
 BESIDE = {"the lookout": [(Lookout, "_beat")], "its questions": [(Notes, "_answer")]}
