@@ -26,7 +26,7 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
-from benchmarks.zoo_transformers import build, pairs
+from benchmarks.zoo_transformers import builds, pairs
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
@@ -163,11 +163,11 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str
     record: dict[str, Any] = {"type": kind, "class": name}
     start = time.process_time()
     try:
-        module, batches, expected = _trains(kind, name)
+        module, batches, expected, draws = _trains(kind, name)
     except Exception as error:
         return record | {"outcome": "not run", "why": _short(error)}
     losses, reference = expected
-    record["draws"] = not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
+    record["draws"] = draws and not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
     precise = losses[0].dtype == torch.float64
     record |= {"dtype": str(losses[0].dtype), "alone_s": round(time.process_time() - start, 2)}
     try:
@@ -198,24 +198,42 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str
     return record
 
 
-def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module]]:
-    """The module and the first batches of its recipe with which one process trains."""
-    model, recipe = build(kind, name)
-    failed: Exception = ValueError("no recipe for its inputs")
-    for dtype in (torch.float64, torch.float32):
-        model = model.to(dtype)
-        module = Trained(model).train()
+def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module], bool]:
+    """The module and the first batches of its recipe with which one process trains, and whether it draws."""
+    failed: list[Exception] = []
+    for make in builds(kind, name):
+        try:
+            model, recipe = make()
+        except Exception as error:
+            failed.append(error)
+            continue
         for attempt in recipe.attempts():
-            try:
-                batches: list[Arguments] = [((_cast(batch, dtype), 0), {}) for batch in attempt()]
-                expected = alone(module, batches)
-                if not all(bool(loss.isfinite()) for loss in expected[0]):
-                    raise ValueError("the loss is not finite")
-            except Exception as error:
-                failed = error
-            else:
-                return module, batches, expected
-    raise failed
+            for dtype in (torch.float64, torch.float32):
+                module = Trained(model.to(dtype)).train()
+                try:
+                    batches: list[Arguments] = [((_cast(batch, dtype), 0), {}) for batch in attempt()]
+                    expected = alone(module, batches)
+                    if not all(bool(loss.isfinite()) for loss in expected[0]):
+                        raise ValueError("the loss is not finite")
+                except Exception as error:
+                    failed.append(error)
+                    if not _OF_TYPES.search(str(error)):
+                        break
+                else:
+                    return module, batches, expected, _has_drawn()
+    raise next((error for error in failed if "requires the" in str(error)), failed[0])
+
+
+_OF_TYPES = re.compile(r"dtype|scalar type|Float|float|Double|double|type")
+
+
+def _has_drawn() -> bool:
+    """Whether `alone`, which has just run with seed 0, has drawn a number."""
+    now, numbers = torch.get_rng_state(), numpy.random.get_state()[1]
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    first = torch.equal(now, torch.get_rng_state())
+    return not (first and numpy.array_equal(numbers, numpy.random.get_state()[1]))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
