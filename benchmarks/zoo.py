@@ -2,18 +2,20 @@
 
     python -m benchmarks.zoo --records zoo.jsonl            # what is not in there yet; the table at the end
     python -m benchmarks.zoo --records zoo.jsonl --only llama
+    python -m benchmarks.zoo --records zoo.jsonl --variant dropout --sample 60
     python -m benchmarks.zoo --records zoo.jsonl --workers 0 --page docs/models.md
 
 Losses, every gradient and buffers of 2 and 3 stages against one process on the same micro-batches, in float64
 where the model allows it. One line for each (model type, class).
 """
 
-import copy
+import gc
 import json
 import multiprocessing
 import re
 import signal
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -26,146 +28,27 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
-from benchmarks.zoo_transformers import builds, pairs
+from benchmarks.zoo_compare import Arguments, Trained, alone, difference, outcome, staged
+from benchmarks.zoo_page import page_text, read, table, variants_text, write_page
+from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.replay.model import SplitModel
-from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
-from lightning_pipeline.model.trace import Trace, trace_step
+from lightning_pipeline.model.tensors.structure import map_tensors
+from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
-from lightning_pipeline.wire.stage import Values
-
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-OUTCOMES = ("equal", "close", "refused", "wrong", "crash", "died", "slow", "not run")
-
-
-class Trained(nn.Module):
-    """A model and its loss: its own, or the mean square of everything that it returns."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def log(self, name: str, value: Any) -> None:
-        """Takes nothing."""
-
-    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
-        """As a LightningModule would write it."""
-        outputs = self.model(**batch)
-        loss = getattr(outputs, "loss", None)
-        if loss is not None:
-            return loss if loss.dim() == 0 else loss.mean()
-        found = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
-        return torch.stack([t.pow(2).mean().to(found[0].dtype) for t in found]).sum()
-
-
-# ---- one process, and stages
-
-
-def alone(module: nn.Module, batches: list[Arguments], seed: int = 0) -> tuple[list[Tensor], nn.Module]:
-    """Losses, and a copy of the module with its gradients and buffers."""
-    module = copy.deepcopy(module)
-    torch.manual_seed(seed)
-    numpy.random.seed(seed)
-    losses = []
-    for args, kwargs in batches:
-        loss: Tensor = module.training_step(*map_tensors(Tensor.clone, args), **kwargs)  # type: ignore[operator]
-        (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
-        losses.append(loss.detach())
-    return losses, module
-
-
-def staged(module: nn.Module, cut: Any, batches: list[Arguments]) -> tuple[list[Any], list[SplitModel]]:
-    """The same over stages, one after another in this process."""
-    splits = []
-    for stage in range(cut.num_stages):
-        mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
-        splits.append(SplitModel(mine, own, [stage], sinks={"log": lambda *args: None}))
-    weights = [1 / len(batches)] * len(batches)
-    for split in splits:
-        split.begin("training_step", batches, weights=weights, key=(0, 0))
-    sent = []
-    for index in range(len(batches)):
-        values: Values | None = None
-        row = []
-        for stage, split in enumerate(splits):
-            values = split.stage(stage).forward(index, _received(values))
-            row.append(values)
-        sent.append(row)
-    for index in range(len(batches)):
-        _backward(splits, index, sent[index])
-    return [split.finish() for split in splits][-1].losses, splits
-
-
-def _shared(trace: Trace) -> dict[int, Any]:
-    """For a copy: what a replay only reads, and what takes most of the time."""
-    costs = [trace.between, trace.sizes, trace.handed, *(call.work for call in trace.calls)]
-    return {id(held): held for held in costs}
-
-
-def _received(values: Values | None) -> Values | None:
-    if values is None:
-        return None
-    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
-    return Values(tensors, values.table, values.empty)
-
-
-def _backward(splits: list[SplitModel], index: int, sent: list[Values | None]) -> None:
-    gradients: Any = None
-    for stage in reversed(range(len(splits))):
-        values = sent[stage]
-        if values is not None:
-            gradients = [
-                g if t.requires_grad else None for g, t in zip(gradients, values.tensors, strict=True)
-            ]
-        gradients = splits[stage].stage(stage).backward(index, gradients)
-
-
-def difference(module: nn.Module, losses: list[Tensor], mine: list[Any], splits: list[SplitModel]) -> float:
-    """The largest difference of a loss, gradient or buffer, relative to the largest entry of its kind."""
-    worst = max(_relative(a, b) for a, b in zip(mine, losses, strict=True))
-    gradients: dict[str, Tensor | None] = {}
-    for split in splits:
-        for name, parameter in split.owned_parameters():
-            known, more = gradients.get(name), parameter.grad
-            gradients[name] = more if known is None else known if more is None else known + more
-    own = {name: p.grad for name, p in module.named_parameters()}
-    largest = max((float(g.abs().max()) for g in own.values() if g is not None and g.numel()), default=0.0)
-    for name, expected in own.items():
-        found = gradients[name]
-        if (found is None) != (expected is None):
-            return float("inf")
-        if expected is not None and found is not None:
-            worst = max(worst, _relative(found, expected, max(largest, 1e-30)))
-    buffers = dict(module.named_buffers())
-    for split in splits:
-        for name, state in split.owned_states().items():
-            if not isinstance(state, nn.Parameter) and name in buffers:
-                worst = max(worst, _relative(state, buffers[name]))
-    return worst
-
-
-def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
-    if not expected.numel():
-        return 0.0
-    if not torch.equal(found.isnan(), expected.isnan()):
-        return float("inf")
-    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
-    scale = scale or max(float(expected.abs().max()), 1e-30)
-    return float((found - expected).abs().max()) / scale
-
 
 # ---- one pair
 
 
-def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
+def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3), variant: str = "") -> dict[str, Any]:
     """What becomes of one architecture under one head, over so many stages."""
-    record: dict[str, Any] = {"type": kind, "class": name}
+    record: dict[str, Any] = {"type": kind, "class": name} | ({"variant": variant} if variant else {})
     start = time.process_time()
+    tried: list[str] = []
     try:
-        module, batches, expected, draws = _trains(kind, name)
+        module, batches, expected, draws = _trains(kind, name, variant, tried)
     except Exception as error:
-        return record | {"outcome": "not run", "why": _short(error)}
+        return record | {"outcome": "not run", "why": short(error), "tried": tried}
     losses, reference = expected
     record["draws"] = draws and not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
     precise = losses[0].dtype == torch.float64
@@ -175,8 +58,9 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str
         units = find_units(module, at_least=3)
         trace = trace_step(module, "training_step", *batches[0], units=units)
         record |= {"trace_s": round(time.process_time() - start, 2), "units": len(units)}
-        if record["draws"]:  # the draws of one process are not promised: those of one stage are
-            losses, (whole,) = staged(module, partition(trace, 1), batches)
+        if record["draws"]:  # the draws of one process are not promised: those of one rank are
+            cut = partition(trace, 2 if variant == "dropout" else 1, how="uniform")
+            losses, (whole,) = staged(module, cut, batches, one_rank=True)
             whole.restore()
             reference = whole.root
         worst = 0.0
@@ -187,29 +71,29 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3)) -> dict[str
             record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
             worst = max(worst, difference(reference, losses, *staged(module, cut, batches)))
     except PipelineError as error:
-        return record | {"outcome": "refused", "why": _short(error)}
+        return record | {"outcome": "refused", "why": short(error)}
     except Exception as error:
-        return record | {"outcome": "crash", "why": _short(error)}
-    record["difference"] = worst
-    limit = 1e-9 if precise else 1e-4
-    record["outcome"] = (
-        "equal" if worst <= limit else "close" if worst <= (1e-5 if precise else 1e-3) else "wrong"
-    )
-    return record
+        return record | {"outcome": "crash", "why": short(error)}
+    record["seconds"] = round(time.process_time() - start, 2)
+    return record | {"difference": worst, "outcome": outcome(worst, precise)}
 
 
-def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module], bool]:
+def _trains(
+    kind: str, name: str, variant: str, tried: list[str]
+) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module], bool]:
     """The module and the first batches of its recipe with which one process trains, and whether it draws."""
     failed: list[Exception] = []
-    for make in builds(kind, name):
+    for make in builds(kind, name, variant):
         try:
             model, recipe = make()
         except Exception as error:
             failed.append(error)
+            tried.append(_where(error))
             continue
         for attempt in recipe.attempts():
             for dtype in (torch.float64, torch.float32):
-                module = Trained(model.to(dtype)).train()
+                module = Trained(model.to(dtype), every_output=variant == "hidden states")
+                module.train(variant != "evaluation")
                 try:
                     batches: list[Arguments] = [((_cast(batch, dtype), 0), {}) for batch in attempt()]
                     expected = alone(module, batches)
@@ -217,6 +101,7 @@ def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[lis
                         raise ValueError("the loss is not finite")
                 except Exception as error:
                     failed.append(error)
+                    tried.append(_where(error))
                     if not _OF_TYPES.search(str(error)):
                         break
                 else:
@@ -224,7 +109,14 @@ def _trains(kind: str, name: str) -> tuple[nn.Module, list[Arguments], tuple[lis
     raise next((error for error in failed if "requires the" in str(error)), failed[0])
 
 
-_OF_TYPES = re.compile(r"dtype|scalar type|Float|float|Double|double|type")
+_OF_TYPES = re.compile(r"dtype|scalar type|[Ff]loat|[Dd]ouble")
+
+
+def _where(error: Exception) -> str:
+    """An error, and the line of the model that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    of_model = [frame for frame in frames if "modeling_" in frame.filename] or frames
+    return f"{short(error)[:200]} [{Path(of_model[-1].filename).name}:{of_model[-1].lineno}]"
 
 
 def _has_drawn() -> bool:
@@ -232,15 +124,16 @@ def _has_drawn() -> bool:
     now, numbers = torch.get_rng_state(), numpy.random.get_state()[1]
     torch.manual_seed(0)
     numpy.random.seed(0)
-    first = torch.equal(now, torch.get_rng_state())
-    return not (first and numpy.array_equal(numbers, numpy.random.get_state()[1]))
+    same = torch.equal(now, torch.get_rng_state())
+    return not (same and numpy.array_equal(numbers, numpy.random.get_state()[1]))
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
 
 
-def _short(error: Exception) -> str:
+def short(error: Exception) -> str:
+    """Kind and text of an error, cut."""
     return f"{type(error).__name__}: {error}"[:600]
 
 
@@ -260,16 +153,18 @@ def _limited(seconds: int) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_PROF, 0)
 
 
-def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int) -> None:
+def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int, variant: str) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    for kind, name in todo:
+    for index, (kind, name) in enumerate(todo):
+        if index % 20 == 19:
+            gc.collect()
         now.write_text(json.dumps([kind, name]))
         try:
             with _limited(seconds):
-                record = run_pair(kind, name)
+                record = run_pair(kind, name, variant=variant)
         except TimeoutError as error:
-            record = {"type": kind, "class": name, "outcome": "slow", "why": str(error)}
+            record = {"type": kind, "class": name, "variant": variant, "outcome": "slow", "why": str(error)}
         if "more than" in record.get("why", "") and record["why"].startswith("TimeoutError"):
             record["outcome"] = "slow"
         _append(records, record)
@@ -281,24 +176,28 @@ def _append(records: Path, record: dict[str, Any]) -> None:
         file.write(json.dumps(record) + "\n")
 
 
-def _known(records: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    lines = records.read_text().splitlines() if records.exists() else []
-    return {(record["type"], record["class"]): record for record in map(json.loads, lines)}
-
-
-def sweep(records: Path, only: str, again: tuple[str, ...], workers: int, seconds: int, limit: int) -> None:
-    """Run what is not recorded yet, in processes that are started again where one dies."""
-    known = _known(records)
-    todo = [
-        pair for pair in pairs()
-        if only in "/".join(pair) and (pair not in known or known[pair]["outcome"] in again)
-    ][: limit or None]  # fmt: skip
+def _to_do(
+    records: Path, only: str, again: tuple[str, ...], variant: str, sample: int
+) -> list[tuple[str, str]]:
+    """Pairs that are not recorded under this variant, types of which none is recorded first."""
+    known = read(records, variant)
+    asked = [pair for pair in pairs() if only in "/".join(pair)]
+    if variant:  # of those that are equal without it, as many as asked for, evenly taken
+        plain = read(records)
+        asked = [p for p in asked if plain.get(p, {}).get("outcome") == "equal" and offers(p[0], variant)]
+    if sample:
+        asked = asked[:: max(len(asked) // sample, 1)][:sample]
+    todo = [pair for pair in asked if pair not in known or known[pair]["outcome"] in again]
     seen = Counter(kind for kind, _ in known)
     nth: dict[tuple[str, str], int] = {}
-    for pair in todo:  # types that were not seen before come first, then the second head of each
+    for pair in todo:
         nth[pair] = seen[pair[0]]
         seen[pair[0]] += 1
-    todo.sort(key=lambda pair: nth[pair])
+    return sorted(todo, key=lambda pair: nth[pair])
+
+
+def sweep(records: Path, todo: list[tuple[str, str]], workers: int, seconds: int, variant: str) -> None:
+    """Run pairs in processes that are started again where one dies."""
     shares = {index: todo[index::workers] for index in range(workers)}
     running: dict[int, Any] = {}
     context = multiprocessing.get_context("spawn")
@@ -312,116 +211,30 @@ def sweep(records: Path, only: str, again: tuple[str, ...], workers: int, second
                 died = running.pop(index).exitcode
                 if died and now.exists():
                     kind, name = json.loads(now.read_text())
-                    _append(records, {"type": kind, "class": name, "outcome": "died", "why": f"exit {died}"})
+                    _append(
+                        records,
+                        {
+                            "type": kind,
+                            "class": name,
+                            "variant": variant,
+                            "outcome": "died",
+                            "why": f"exit {died}",
+                        },
+                    )
                     shares[index] = share[share.index((kind, name)) + 1 :]
                 else:
                     shares[index] = []
             if shares[index] and index not in running:
-                running[index] = context.Process(target=_work, args=(shares[index], records, now, seconds))
+                running[index] = context.Process(
+                    target=_work, args=(shares[index], records, now, seconds, variant)
+                )
                 running[index].start()
-
-
-def table(records: Path) -> str:
-    """Outcomes by number, and every one that is neither equal nor left out."""
-    known = _known(records)
-    counts = Counter(record["outcome"] for record in known.values())
-    trained = sum(count for outcome, count in counts.items() if outcome != "not run")
-    lines = [f"{trained} of {len(known)} pairs train in one process."]
-    lines += [f"  {outcome:8} {counts[outcome]:5}" for outcome in OUTCOMES if counts[outcome]]
-    times = sorted(record["trace_s"] for record in known.values() if "trace_s" in record)
-    if times:
-        lines.append(f"Trace: median {times[len(times) // 2]:.2f} s, worst {times[-1]:.2f} s.")
-    for (kind, name), record in sorted(known.items()):
-        if record["outcome"] not in ("equal", "not run"):
-            detail = record.get("why") or f"difference {record.get('difference', 0):.1e}"
-            lines.append(f"{record['outcome']:8} {kind}/{name}: {detail[:230]}".replace("\n", " "))
-    return "\n".join(lines)
-
-
-_NAMES = {"not run": "does not train in one process"}
-_BEGIN, _END = "<!-- written by benchmarks/zoo.py -->", "<!-- end -->"
-_KINDS = (
-    (r"requires the|ImportError", "needs a library that is not installed"),
-    (r"million parameters", "is larger than 40 million parameters even when made small"),
-    (r"no .* in the configuration", "has another configuration than its type"),
-    (r"inputs|input_|specify|argument|no recipe", "needs other inputs than the recipe makes"),
-)
-
-
-def page_text(known: dict[tuple[str, str], dict[str, Any]], num_pairs: int) -> str:
-    """The generated part of the page of models: one line for each model type."""
-    trained = {pair: record for pair, record in known.items() if record["outcome"] != "not run"}
-    equal = sum(record["outcome"] == "equal" for record in trained.values())
-    bits = sum(record.get("difference") == 0.0 for record in trained.values())
-    times = sorted(record["trace_s"] for record in trained.values() if "trace_s" in record)
-    lines = [
-        f"{len(known):,} of {num_pairs:,} pairs of architecture and head were tried, of "
-        f"{len({kind for kind, _ in known}):,} model types. {len(trained):,} train "
-        f"in one process; **{equal:,} of these ({equal / max(len(trained), 1):.1%}) equal it** on 2 and on 3 "
-        f"stages, {bits:,} to the last bit.",
-        "",
-        "| outcome | pairs |",
-        "|---|---|",
-        *(f"| {_NAMES.get(o, o)} | {n:,} |" for o, n in _counts(known)),
-        f"| not tried | {num_pairs - len(known):,} |",
-        "",
-        f"Tracing took {times[len(times) // 2]:.2f} s of CPU time in the median, {times[-1]:.1f} s at most "
-        f"({len(times):,} pairs).",
-        "",
-        "### Neither equal nor left out",
-        "",
-        *(
-            f"* `{name}` ({kind}), {record['outcome']}: {_told(record)}"
-            for (kind, name), record in sorted(trained.items())
-            if record["outcome"] != "equal"
-        ),
-        "",
-        "### By model type",
-        "",
-        "| type | equal | otherwise | not in one process |",
-        "|---|---|---|---|",
-    ]
-    for kind in sorted({kind for kind, _ in known}):
-        own = {name: record["outcome"] for (one, name), record in sorted(known.items()) if one == kind}
-        columns = [
-            [name for name, outcome in own.items() if outcome == "equal"],
-            [f"{name} ({o})" for name, o in own.items() if o not in ("equal", "not run")],
-            [name for name, outcome in own.items() if outcome == "not run"],
-        ]
-        lines.append(f"| {kind} | " + " | ".join(", ".join(column) for column in columns) + " |")
-    lines += ["", "### Why some do not train in one process", ""]
-    reasons = Counter(_reason(record) for record in known.values() if record["outcome"] == "not run")
-    lines += [f"* {count:,}: {reason}" for reason, count in reasons.most_common()]
-    return "\n".join(lines)
-
-
-def _counts(known: dict[tuple[str, str], dict[str, Any]]) -> list[tuple[str, int]]:
-    found = Counter(record["outcome"] for record in known.values())
-    return [(outcome, found[outcome]) for outcome in OUTCOMES if found[outcome]]
-
-
-def _told(record: dict[str, Any]) -> str:
-    told: str = record.get("why") or f"largest difference {record.get('difference', 0):.1e}"
-    return re.sub(r"/\S*/", "", told.replace("\n", " "))[:300]
-
-
-def _reason(record: dict[str, Any]) -> str:
-    why = record["why"]
-    return next((text for pattern, text in _KINDS if re.search(pattern, why)), why.partition(":")[0])
-
-
-def write_page(page: Path, records: Path) -> None:
-    """Put the table between the two marks of a page."""
-    text = page.read_text()
-    head, _, rest = text.partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
-    table = page_text(_known(records), len(pairs()))
-    page.write_text(f"{head}{_BEGIN}\n\n{table}\n\n{_END}{tail}")
 
 
 def main(
     records: Path = Path("zoo.jsonl"), only: str = "", again: list[str] | None = None, workers: int = 1,
-    seconds: int = 90, limit: int = 0, page: Path | None = None,
+    seconds: int = 90, limit: int = 0, page: Path | None = None, variant: str = "", sample: int = 0,
+    listed: Path | None = None,
 ) -> None:  # fmt: skip
     """Run what is not recorded yet and print the table.
 
@@ -433,12 +246,21 @@ def main(
         seconds: Longest CPU time for a pair.
         limit: Largest number of pairs. 0: all.
         page: Is given the table, between two marks.
+        variant: Another way to run what is equal: "dropout", "checkpointing", "router losses", "hidden
+            states", "eager", "sdpa" or "evaluation".
+        sample: Number of pairs, evenly taken from all. 0: all.
+        listed: A file with one `type/class` a line: only these, in this order.
     """
+    assert variant in ("", *VARIANTS), f"variant is one of {VARIANTS}"
     if workers:
-        sweep(records, only, tuple(again or ()), workers, seconds, limit)
-    print(table(records))
+        todo = _to_do(records, only, tuple(again or ()), variant, sample)
+        if listed is not None:
+            order = [tuple(line.split("/")) for line in listed.read_text().split()]
+            todo = [pair for pair in order if pair in set(todo)]
+        sweep(records, todo[: limit or None], workers, seconds, variant)
+    print(table(read(records, variant)))
     if page is not None:
-        write_page(page, records)
+        write_page(page, page_text(read(records), len(pairs())) + variants_text(records, VARIANTS))
 
 
 if __name__ == "__main__":

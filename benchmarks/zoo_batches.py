@@ -108,11 +108,18 @@ class Recipe:
             if padded:
                 mask[-1, ..., -3:] = 0
             batch["attention_mask"] = mask
+        if self._takes("mm_token_type_ids"):
+            batch["mm_token_type_ids"] = (
+                (ids == marker).long() if marker is not None else torch.zeros_like(ids)
+            )
         if self._takes("bbox"):
             batch["bbox"] = torch.tensor([1, 2, 30, 40]).expand(*ids.shape, 4).clone()
         return batch
 
     def _num_features(self) -> int:
+        if self._takes("image_grid_thw"):
+            merge: int = self._value("spatial_merge_size", "merge_size", default=1)
+            return 16 // merge**2
         features = getattr(self.model, "get_image_features", None)
         if features is None:
             features = self.model.model.get_image_features
@@ -140,7 +147,10 @@ class Recipe:
 
     def _signals(self) -> Batch:
         batch: Batch = {}
-        if self._takes("pixel_values"):
+        if self._takes("image_grid_thw") and self._takes("pixel_values"):
+            batch["pixel_values"] = self._numbers(ROWS * 16, self._wide())
+            batch["image_grid_thw"] = torch.tensor([[1, 4, 4]] * ROWS)
+        elif self._takes("pixel_values"):
             batch["pixel_values"] = self._pixels()
         if self._takes("pixel_values_videos") and (
             not self._takes("input_ids") or "pixel_values_videos" in self._required
@@ -179,6 +189,8 @@ class Recipe:
         if self.head.startswith("Clap"):
             return self._numbers(ROWS, 1, 64, bins)
         long = 2 * getattr(self.config, "max_source_positions", 32)
+        if self.head.startswith("VoxtralRealtime"):  # as many as there are words
+            long = 8 * LENGTH
         if re.search(r"Whisper|Moonshine|AudioFlamingo|MusicFlamingo|Voxtral|Clvp|Qwen2Audio", self.head):
             return self._numbers(ROWS, bins, long)
         wide = self._value("feature_projection_input_dim", "input_dim", default=bins)
@@ -202,61 +214,77 @@ class Recipe:
     # ---- what few models take
 
     def _others(self) -> dict[str, Callable[[], Any]]:
-        hidden = self._value("hidden_size", "d_model", default=32)
-        rows, side = 2 * 16, self._value("patch_size", default=8)
-        time = self._value("temporal_patch_size", default=1)
+        """Makers of what has one name in all models, of what must be there, and of what one family takes."""
         made: dict[str, Callable[[], Any]] = {
-            "flattened_patches": partial(self._patches, rows),
+            "flattened_patches": partial(self._patches, 32),
             "visual_feats": lambda: self._numbers(ROWS, 5, self._value("visual_feat_dim", default=32)),
             "visual_pos": lambda: self._numbers(ROWS, 5, self._value("visual_pos_dim", default=4)),
-            "qformer_input_ids": lambda: self._integers(ROWS, LENGTH),
             "input_features_mask": self._frame_mask,
             "task_inputs": lambda: self._integers(ROWS, 8),
         }
-        if "grid_thw" in self._required:
-            made |= {
-                "hidden_states": lambda: self._numbers(rows, self._channels() * time * side * side),
-                "grid_thw": lambda: torch.tensor([[1, 4, 4], [1, 4, 4]]),
-            }
-        for name in ("query_embeds", "state", "audio_mel", "audio_mel_mask", "qformer_input_ids"):
-            if name not in self._required:
-                made.pop(name, None)
+        made |= {name: make for name, make in self._needed().items() if name in self._required}
         if "query_embeds" in self._required:
-            wide = self._value("encoder_hidden_size", default=hidden)
-            made["query_embeds"] = lambda: self._numbers(ROWS, 4, hidden)
+            wide = self._value("encoder_hidden_size", default=32)
             made["encoder_hidden_states"] = lambda: self._numbers(ROWS, 6, wide)
-        if "audio_mel" in self._required:
-            made["audio_mel"] = lambda: self._numbers(ROWS, 64, self._value("input_feat_size", default=128))
-            made["audio_mel_mask"] = lambda: torch.zeros(ROWS, 64, dtype=torch.bool)
-        if self.head.startswith("DecisionTransformer"):
-            made |= {
-                "states": lambda: self._numbers(ROWS, 6, self.config.state_dim),
-                "actions": lambda: self._numbers(ROWS, 6, self.config.act_dim),
-                "rewards": lambda: self._numbers(ROWS, 6, 1),
-                "returns_to_go": lambda: self._numbers(ROWS, 6, 1),
-                "timesteps": lambda: torch.arange(6).expand(ROWS, 6).clone(),
-            }
-        if self.head.startswith("Idefics"):
-            made["image_attention_mask"] = lambda: torch.ones(ROWS, LENGTH, 1)
-        if self.head.startswith("Kosmos2"):
-            count = self._value("latent_query_num", default=64)
-            made["image_embeds_position_mask"] = partial(self._first, count)
-        if self.head.startswith("FastSpeech2"):
-            made |= self._spoken()
-        if self.head.startswith("Sam") or "EdgeTam" in self.head:
-            made["input_points"] = lambda: torch.full((ROWS, 1, 1, 2), 4.0)
-            made["input_labels"] = lambda: torch.ones(ROWS, 1, 1, dtype=torch.long)
-        if self.head.startswith("PI0"):
-            made["state"] = lambda: self._numbers(ROWS, self._value("max_state_dim", default=32))
-            made["actions"] = lambda: self._numbers(
-                ROWS, self._value("chunk_size", default=50), self._value("max_action_dim", default=32)
-            )
         if self._takes("spatial_shapes"):
-            made |= self._patched(side)
-        if re.search(r"Mask2Former|MaskFormer|OneFormer|Eomt|Videomt", self.head):
-            made["mask_labels"] = self._masks
-            made["class_labels"] = lambda: [torch.tensor([0, 1]) for _ in range(ROWS)]
+            made |= self._patched(self._value("patch_size", default=8))
+        return made | self._of_family()
+
+    def _needed(self) -> dict[str, Callable[[], Any]]:
+        hidden = self._value("hidden_size", "d_model", default=32)
+        return {
+            "hidden_states": lambda: self._numbers(32, self._wide()),
+            "grid_thw": lambda: torch.tensor([[1, 4, 4], [1, 4, 4]]),
+            "qformer_input_ids": lambda: self._integers(ROWS, LENGTH),
+            "query_embeds": lambda: self._numbers(ROWS, 4, hidden),
+            "audio_mel": lambda: self._numbers(ROWS, 64, self._value("input_feat_size", default=128)),
+            "audio_mel_mask": lambda: torch.zeros(ROWS, 64, dtype=torch.bool),
+        }
+
+    def _wide(self) -> int:
+        """Numbers of one patch."""
+        side = self._value("patch_size", default=8)
+        return self._channels() * self._value("temporal_patch_size", default=1) * side * side
+
+    def _of_family(self) -> dict[str, Callable[[], Any]]:
+        families: dict[str, Callable[[], dict[str, Callable[[], Any]]]] = {
+            "DecisionTransformer": self._decisions,
+            "Idefics": lambda: {"image_attention_mask": lambda: torch.ones(ROWS, LENGTH, 1)},
+            "Kosmos2": lambda: {
+                "image_embeds_position_mask": partial(
+                    self._first, self._value("latent_query_num", default=64)
+                )
+            },
+            "FastSpeech2": self._spoken,
+            "Sam|EdgeTam": lambda: {
+                "input_points": lambda: torch.full((ROWS, 1, 1, 2), 4.0),
+                "input_labels": lambda: torch.ones(ROWS, 1, 1, dtype=torch.long),
+            },
+            "PI0": lambda: {
+                "state": lambda: self._numbers(ROWS, self._value("max_state_dim", default=32)),
+                "actions": lambda: self._numbers(
+                    ROWS, self._value("chunk_size", default=50), self._value("max_action_dim", default=32)
+                ),
+            },
+            "Mask2Former|MaskFormer|OneFormer|Eomt|Videomt": lambda: {
+                "mask_labels": self._masks,
+                "class_labels": lambda: [torch.tensor([0, 1]) for _ in range(ROWS)],
+            },
+        }
+        made: dict[str, Callable[[], Any]] = {}
+        for family, make in families.items():
+            if re.match(family, self.head):
+                made |= make()
         return made
+
+    def _decisions(self) -> dict[str, Callable[[], Any]]:
+        return {
+            "states": lambda: self._numbers(ROWS, 6, self.config.state_dim),
+            "actions": lambda: self._numbers(ROWS, 6, self.config.act_dim),
+            "rewards": lambda: self._numbers(ROWS, 6, 1),
+            "returns_to_go": lambda: self._numbers(ROWS, 6, 1),
+            "timesteps": lambda: torch.arange(6).expand(ROWS, 6).clone(),
+        }
 
     def _patches(self, rows: int) -> Tensor:
         wide = self._value("patch_embed_hidden_size", default=32)
@@ -285,7 +313,9 @@ class Recipe:
     def _spoken(self) -> dict[str, Callable[[], Any]]:
         frames = 2 * LENGTH
         return {
-            "spectrogram_labels": lambda: self._numbers(ROWS, frames, self._value("num_mel_bins", default=80)),
+            "spectrogram_labels": lambda: self._numbers(
+                ROWS, frames, self._value("num_mel_bins", default=80)
+            ),
             "duration_labels": lambda: torch.full((ROWS, LENGTH), 2),
             "pitch_labels": lambda: self._numbers(ROWS, LENGTH, 1),
             "energy_labels": lambda: self._numbers(ROWS, LENGTH, 1),
@@ -301,38 +331,48 @@ class Recipe:
     # ---- labels
 
     def _labels(self, batch: Batch) -> Batch:
-        head, number = self.head, getattr(self.config, "num_labels", 3)
         if self._takes("start_positions"):
             return {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([4, 5])}
         if self._takes("return_loss"):
             return {"return_loss": True}
-        if self._takes("next_sentence_label"):
-            return self._two_heads(batch, "next_sentence_label")
-        if self._takes("sentence_order_label"):
-            return self._two_heads(batch, "sentence_order_label")
+        for name in ("next_sentence_label", "sentence_order_label"):
+            if self._takes(name):
+                return self._two_heads(batch, name)
         if not self._takes("labels"):
             return {}
-        if re.search(r"TokenClassification|FrameClassification", head):
-            ids = batch.get("input_ids")
-            return (
-                {"labels": torch.arange(ids.numel()).reshape(ids.shape) % number} if ids is not None else {}
-            )
-        if "VisualQuestion" in head or head == "ViltForQuestionAnswering":
-            return {"labels": torch.rand(ROWS, number, generator=self._generator)}
-        if re.search(r"Classification|XVector|NextSentence|MultipleChoice|ImageTextRetrieval", head):
-            return {"labels": torch.tensor([0, 1])}
-        if re.search(r"ObjectDetection|InstanceSegmentation", head):
-            boxes = torch.tensor([[0.5, 0.5, 0.2, 0.3], [0.3, 0.4, 0.2, 0.2]])
-            return {"labels": [{"class_labels": torch.tensor([0, 1]), "boxes": boxes} for _ in range(ROWS)]}
-        if "SemanticSegmentation" in head:
-            return {"labels": torch.zeros(ROWS, *self._size(), dtype=torch.long)}
-        if "DepthEstimation" in head:
-            return {"labels": self._numbers(ROWS, *self._size()).abs()}
-        if "CTC" in head:
-            return {"labels": self._integers(ROWS, 3, high=30)}
-        encodes = self._takes("decoder_input_ids") or "input_ids" not in batch
-        high = min(80, self._vocabulary() - 1)
-        return {"labels": self._integers(ROWS, LENGTH) if encodes else batch["input_ids"].clamp(max=high)}
+        makers: list[tuple[str, Callable[[], Any]]] = [
+            (r"TokenClassification|FrameClassification", lambda: self._by_token(batch)),
+            (r"VisualQuestion|^ViltForQuestion", lambda: self._numbers(ROWS, self._number()).sigmoid()),
+            (
+                r"Classification|XVector|NextSentence|MultipleChoice|ImageTextRetrieval",
+                lambda: torch.arange(2),
+            ),
+            (r"ObjectDetection|InstanceSegmentation", self._boxes),
+            (r"SemanticSegmentation", lambda: torch.zeros(ROWS, *self._size(), dtype=torch.long)),
+            (r"DepthEstimation", lambda: self._numbers(ROWS, *self._size()).abs()),
+            (r"CTC", lambda: self._integers(ROWS, 3, high=30)),
+            (r"", lambda: self._words(batch)),
+        ]
+        label = next(make for pattern, make in makers if re.search(pattern, self.head))()
+        return {} if label is None else {"labels": label}
+
+    def _number(self) -> int:
+        number: int = getattr(self.config, "num_labels", 3)
+        return number
+
+    def _by_token(self, batch: Batch) -> Tensor | None:
+        ids = batch.get("input_ids")
+        return None if ids is None else torch.arange(ids.numel()).reshape(ids.shape) % self._number()
+
+    def _boxes(self) -> list[dict[str, Tensor]]:
+        boxes = torch.tensor([[0.5, 0.5, 0.2, 0.3], [0.3, 0.4, 0.2, 0.2]])
+        return [{"class_labels": torch.tensor([0, 1]), "boxes": boxes} for _ in range(ROWS)]
+
+    def _words(self, batch: Batch) -> Tensor:
+        if self._takes("decoder_input_ids") or "input_ids" not in batch:
+            return self._integers(ROWS, LENGTH)
+        ids: Tensor = batch["input_ids"]
+        return ids.clamp(max=min(80, self._vocabulary() - 1))
 
     def _two_heads(self, batch: Batch, name: str) -> Batch:
         both: Batch = {name: torch.tensor([0, 1])}

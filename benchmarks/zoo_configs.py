@@ -43,6 +43,7 @@ _BY_NAME: list[tuple[str, int]] = [
     (r"(window_size|sliding_window|attention_window|local_attention|window|chunk_size|mamba_chunk_size)$", 8),
     (r"(num_labels|num_classes)$", 3),
     (r"(rotary_dim)$", 8),
+    (r"(latent_query_num)$", 8),
     (r"(intra_bottleneck_size|true_hidden_size)$", 32),
     (r"(codebook_size)$", 64),
 ]  # fmt: skip
@@ -59,50 +60,72 @@ _RESNET = {
     "layer_type": "basic",
 }  # fmt: skip
 _LAST, _LAST_THREE = _RESNET | {"out_features": ["stage4"]}, _RESNET | {"out_indices": [2, 3, 4]}
+_SERIES = {"prediction_length": 6, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 2}
+_EFFICIENT = {"width_coefficient": 0.5, "depth_coefficient": 0.5, "hidden_dim": 640}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
 # What no rule on names makes agree, by model type.
 _GIVEN: dict[str, dict[str, Any]] = {
-    "autoformer": {"prediction_length": 6, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "align_vision_model": _EFFICIENT,
+    "autoformer": _SERIES,
+    "blt": {"encoder_hash_byte_group_vocab": 200},
     "bridgetower": {"num_attention_heads": 4},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
     "conditional_detr": {"backbone_config": _LAST},
     "dab-detr": {"backbone_config": _LAST},
-    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "deepseek_ocr2_text": {
+        "mlp_layer_types": ["dense", "sparse"] * 2, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    },
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 1},
     "deformable_detr": {"backbone_config": _LAST_THREE, "num_feature_levels": 3},
     "depth_anything": {"reassemble_hidden_size": 32},
     "detr": {"backbone_config": _LAST},
+    "diffusion_gemma_text": {"num_global_key_value_heads": 2},
     "dots1": {
         "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     },
+    "efficientnet": _EFFICIENT,
     "esm": {"vocab_size": 33, "mask_token_id": 32, "pad_token_id": 1},
     "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16},
     "gemma3n_text": {"num_kv_shared_layers": 0},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "glm5_next_text": {"index_topk": 16},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
-    "informer": {"prediction_length": 6, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 2},
+    "hunyuan_vl_text": {"head_dim": 8},
+    "informer": _SERIES,
     "layoutlmv3": {"coordinate_size": 6, "shape_size": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "lilt": {"hidden_size": 48},
     "ministral": {"head_dim": 8},
     "mobilevitv2": {"image_size": 64},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
-    "neomme": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "neomme": {"layer_types": ["sliding_attention", "full_attention"] * 2, "head_dim": 16},
     "perceiver": {"num_cross_attention_heads": 1},
+    "qwen2_5_omni_thinker": {"vision_start_token_id": 91, "vision_end_token_id": 92},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 91, "vision_end_token_id": 92},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
     "reformer": {
         "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16], "lsh_attn_chunk_length": 4,
         "local_attn_chunk_length": 4, "num_buckets": 4, "attn_layers": ["local", "lsh", "local", "lsh"],
     },
+    "step3p7_text": {"sliding_window": 8},
     "swin2sr": {"embed_dim": 24, "num_heads": [2, 2], "depths": [2, 2]},
     "table-transformer": {"backbone_config": _LAST},
-    "time_series_transformer": {
-        "prediction_length": 6, "context_length": 12, "lags_sequence": [1, 2, 3], "num_time_features": 2,
-    },
+    "time_series_transformer": _SERIES,
     "wav2vec2-bert": {"vocab_size": 40},
     "wav2vec2-conformer": {"vocab_size": 40},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 6,
-        "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid", "linear_attention", "hybrid"],
+        "layers_block_type": ["linear_attention", "hybrid"] * 3,
+    },
+    "zamba2": {
+        "num_hidden_layers": 6,
+        "layers_block_type": ["linear_attention", "hybrid"] * 3,
     },
 }  # fmt: skip
 
@@ -113,8 +136,8 @@ def tiny_config(kind: str, rung: str = "values") -> Any:
     Args:
         kind: Model type.
         rung: How far: "values" shrinks every value of the default configuration by its name, "fields" only
-            those that do not follow from others, "stages" leaves what has widths by stage as it is, and "whole"
-            everything but the vocabulary.
+            those that do not follow from others, "stages" leaves what has widths by stage as it is, and
+            "whole" everything but the vocabulary.
     """
     cls = CONFIG_MAPPING[kind]
     given = cls()
@@ -147,6 +170,8 @@ def _still(config: Any) -> None:
     for name in ("apply_spec_augment", "use_cache", "return_dict_in_generate"):
         if name in vars(config):
             setattr(config, name, False)
+    if vars(config).get("image_token_id", 0) is None:
+        config.image_token_id = 99
     if vars(config).get("pad_token_id", 0) is None:
         config.pad_token_id = 0
 
@@ -189,7 +214,7 @@ def _fields(config: Any) -> dict[str, Any]:
     return found
 
 
-def _shrink(values: dict[str, Any], rung: str) -> dict[str, Any]:
+def _shrink(values: dict[str, Any], rung: str) -> dict[str, Any]:  # noqa: C901 - one case a line
     kept = rung == "whole" or (rung == "stages" and _is_staged(values))
     layers = [v for n, v in values.items() if isinstance(v, int) and _tiny(n, v) == LAYERS != v]
     made: dict[str, Any] = {}
@@ -198,7 +223,7 @@ def _shrink(values: dict[str, Any], rung: str) -> dict[str, Any]:
             continue
         if isinstance(value, dict) and name not in ("id2label", "label2id") and all(map(_is_name, value)):
             made[name] = _shrink(value, rung) if value else value
-        elif kept:
+        elif kept or (name in _TAPS and _is_staged(values)):
             made[name] = _tiny(name, value) if _is_count(value) and _is_vocabulary(name) else value
         elif name == "out_indices" and not _is_staged(values):
             made[name] = list(range(LAYERS + 1 - len(value), LAYERS + 1))
@@ -212,7 +237,10 @@ def _shrink(values: dict[str, Any], rung: str) -> dict[str, Any]:
             made[name] = value
     if not kept:
         made = _consistent(made, values)
-    return made | _GIVEN.get(str(values.get("model_type")), {})
+    for name, value in _GIVEN.get(str(values.get("model_type")), {}).items():
+        part = isinstance(value, dict) and "model_type" not in value  # of a configuration; else all of it
+        made[name] = made.get(name, {}) | value if part else value
+    return made
 
 
 def _is_name(key: Any) -> bool:
@@ -230,7 +258,10 @@ def _is_vocabulary(name: str) -> bool:
 def _is_staged(values: dict[str, Any]) -> bool:
     """Whether widths or depths are given stage by stage."""
     return any(
-        isinstance(value, list | tuple) and len(value) > 1 and all(map(_is_count, value)) and _WIDTHS.search(name)
+        isinstance(value, list | tuple)
+        and len(value) > 1
+        and all(map(_is_count, value))
+        and _WIDTHS.search(name)
         for name, value in values.items()
     )
 

@@ -14,6 +14,7 @@ from benchmarks.zoo_batches import Recipe
 from benchmarks.zoo_configs import RUNGS, tiny_config, with_parts
 
 LARGEST = 40_000_000
+VARIANTS = ("dropout", "checkpointing", "router losses", "hidden states", "eager", "sdpa", "evaluation")
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -29,16 +30,24 @@ def pairs() -> list[tuple[str, str]]:
     return list(found)
 
 
-def builds(kind: str, name: str) -> Iterator[Callable[[], tuple[nn.Module, Recipe]]]:
+def offers(kind: str, variant: str) -> bool:
+    """Whether a variant means something for a model type."""
+    if variant != "router losses":
+        return True
+    return any("output_router_logits" in vars(part) for part in with_parts(tiny_config(kind)))
+
+
+def builds(kind: str, name: str, variant: str = "") -> Iterator[Callable[[], tuple[nn.Module, Recipe]]]:
     """Ways to build a model, the smallest first."""
     for rung in RUNGS:
-        yield partial(build, kind, name, rung)
+        yield partial(build, kind, name, rung, variant)
 
 
-def build(kind: str, name: str, rung: str = "values") -> tuple[nn.Module, Recipe]:
+def build(kind: str, name: str, rung: str = "values", variant: str = "") -> tuple[nn.Module, Recipe]:
     """A tiny model in training mode whose weights are all different from zero, and its batches."""
     cls = getattr(transformers, name)
     config = _config(cls, kind, rung)
+    _vary(config, variant)
     if "LMHead" in name and "is_decoder" in vars(config):
         config.is_decoder = True
     if rung in ("stages", "whole"):
@@ -48,13 +57,30 @@ def build(kind: str, name: str, rung: str = "values") -> tuple[nn.Module, Recipe
     model: nn.Module = cls(config)
     _check_size(model)
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.Dropout) and variant != "dropout":
             module.p = 0.0
+    if variant == "checkpointing":
+        model.gradient_checkpointing_enable()  # type: ignore[operator]
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point() and not parameter.any():
                 parameter.normal_(std=0.02)
     return model.train(), Recipe(model, config, side=32 if rung == "values" else 64)
+
+
+def _vary(config: Any, variant: str) -> None:
+    """Set what a variant sets in a configuration."""
+    for part in with_parts(config):
+        if variant == "router losses" and "output_router_logits" in vars(part):
+            part.output_router_logits = True
+        if variant == "dropout":
+            for option, value in list(vars(part).items()):
+                if "dropout" in option and isinstance(value, float):
+                    setattr(part, option, 0.1)
+    if variant == "hidden states":
+        config.output_hidden_states = True
+    if variant in ("eager", "sdpa"):
+        config._attn_implementation = variant
 
 
 def _check_size(model: nn.Module) -> None:

@@ -1,0 +1,152 @@
+"""A module's step in one process and over stages in this process, and how far they differ."""
+
+import copy
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
+from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.wire.stage import Values
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class Trained(nn.Module):
+    """A model and its loss: its own, or the mean square of everything that it returns.
+
+    Args:
+        model: Called with the entries of a batch.
+        every_output: Whether what it returns counts beside its own loss.
+    """
+
+    def __init__(self, model: nn.Module, every_output: bool = False) -> None:
+        super().__init__()
+        self.model, self.every_output = model, every_output
+
+    def log(self, name: str, value: Any) -> None:
+        """Takes nothing."""
+
+    def training_step(self, batch: dict[str, Any], batch_idx: int) -> Tensor:
+        """As a LightningModule would write it."""
+        outputs = self.model(**batch)
+        loss = getattr(outputs, "loss", None)
+        if loss is not None and not self.every_output:
+            return loss if loss.dim() == 0 else loss.mean()
+        found = [t for t in tensors_in(outputs) if t.is_floating_point() and t.requires_grad]
+        return torch.stack([t.pow(2).mean().to(found[0].dtype) for t in found]).sum()
+
+
+# ---- one process, and stages
+
+
+def alone(module: nn.Module, batches: list[Arguments], seed: int = 0) -> tuple[list[Tensor], nn.Module]:
+    """Losses, and a copy of the module with its gradients and buffers."""
+    module = copy.deepcopy(module)
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    losses = []
+    for args, kwargs in batches:
+        loss: Tensor = module.training_step(*map_tensors(Tensor.clone, args), **kwargs)  # type: ignore[operator]
+        (loss / len(batches)).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.detach())
+    return losses, module
+
+
+def staged(
+    module: nn.Module, cut: Any, batches: list[Arguments], one_rank: bool = False
+) -> tuple[list[Any], list[SplitModel]]:
+    """The same over stages, one after another in this process: each on a rank of its own, or all on one."""
+    stages = list(range(cut.num_stages))
+    ranks = []
+    for held in [stages] if one_rank else [[stage] for stage in stages]:
+        mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
+        ranks.append(SplitModel(mine, own, held, sinks={"log": lambda *args: None}))
+    splits = ranks * len(stages) if one_rank else ranks
+    weights = [1 / len(batches)] * len(batches)
+    for split in ranks:
+        split.begin("training_step", batches, weights=weights, key=(0, 0))
+    sent = []
+    for index in range(len(batches)):
+        values: Values | None = None
+        row = []
+        for stage, split in enumerate(splits):
+            values = split.stage(stage).forward(index, _received(values))
+            row.append(values)
+        sent.append(row)
+    for index in range(len(batches)):
+        _backward(splits, index, sent[index])
+    return [split.finish() for split in ranks][-1].losses, ranks
+
+
+def outcome(worst: float, precise: bool) -> str:
+    """What a largest difference is called."""
+    limit, near = (1e-9, 1e-5) if precise else (1e-4, 1e-3)
+    return "equal" if worst <= limit else "close" if worst <= near else "wrong"
+
+
+def gradients_of(ranks: list[SplitModel]) -> dict[str, Tensor | None]:
+    """By name; those of one parameter on several ranks are added."""
+    gradients: dict[str, Tensor | None] = {}
+    for split in ranks:
+        for name, parameter in split.owned_parameters():
+            known, more = gradients.get(name), parameter.grad
+            gradients[name] = more if known is None else known if more is None else known + more
+    return gradients
+
+
+def _shared(trace: Trace) -> dict[int, Any]:
+    """For a copy: what a replay only reads, and what takes most of the time."""
+    costs = [trace.between, trace.sizes, trace.handed, *(call.work for call in trace.calls)]
+    return {id(held): held for held in costs}
+
+
+def _received(values: Values | None) -> Values | None:
+    if values is None:
+        return None
+    tensors = [t.detach().clone().requires_grad_(t.requires_grad) for t in values.tensors]
+    return Values(tensors, values.table, values.empty)
+
+
+def _backward(splits: list[SplitModel], index: int, sent: list[Values | None]) -> None:
+    gradients: Any = None
+    for stage in reversed(range(len(splits))):
+        values = sent[stage]
+        if values is not None:
+            gradients = [
+                g if t.requires_grad else None for g, t in zip(gradients, values.tensors, strict=True)
+            ]
+        gradients = splits[stage].stage(stage).backward(index, gradients)
+
+
+def difference(module: nn.Module, losses: list[Tensor], mine: list[Any], splits: list[SplitModel]) -> float:
+    """The largest difference of a loss, gradient or buffer, relative to the largest entry of its kind."""
+    worst = max(_relative(a, b) for a, b in zip(mine, losses, strict=True))
+    gradients = gradients_of(splits)
+    own = {name: p.grad for name, p in module.named_parameters()}
+    largest = max((float(g.abs().max()) for g in own.values() if g is not None and g.numel()), default=0.0)
+    for name, expected in own.items():
+        found = gradients[name]
+        if (found is None) != (expected is None):
+            return float("inf")
+        if expected is not None and found is not None:
+            worst = max(worst, _relative(found, expected, max(largest, 1e-30)))
+    buffers = dict(module.named_buffers())
+    for split in splits:
+        for name, state in split.owned_states().items():
+            if not isinstance(state, nn.Parameter) and name in buffers:
+                worst = max(worst, _relative(state, buffers[name]))
+    return worst
+
+
+def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> float:
+    if not expected.numel():
+        return 0.0
+    if not torch.equal(found.isnan(), expected.isnan()):
+        return float("inf")
+    found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
+    scale = scale or max(float(expected.abs().max()), 1e-30)
+    return float((found - expected).abs().max()) / scale
