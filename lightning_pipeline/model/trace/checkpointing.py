@@ -164,3 +164,46 @@ def reentrant_checkpoint_replaced(inside: Callable[[], Any]) -> Iterator[Reentra
     regions = ReentrantRegions(inside)
     with patched(torch.utils.checkpoint, {"CheckpointFunction": regions}):
         yield regions
+
+
+class AutogradFunctions:
+    """Units that the forward of one autograd function calls, as reversible nets do.
+
+    The function hands out what they compute with a graph of its own, and its backward may run their code again:
+    it has to be where they are, and where its output is used.
+
+    Args:
+        inside: Whether a unit runs; what is called there is part of that.
+
+    Attributes:
+        found: Name of the function, and the units that it called.
+    """
+
+    def __init__(self, inside: Callable[[], Any]) -> None:
+        self._inside, self.found = inside, list[tuple[str, frozenset[int]]]()
+        self._open: list[set[int]] = []
+
+    def note(self, unit: int) -> None:
+        """A unit is called."""
+        for members in self._open:
+            members.add(unit)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notice such functions, for the length of a trace."""
+        plain: Any = torch.autograd.Function.apply.__func__
+
+        def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._inside():
+                return plain(cls, *args, **kwargs)
+            members: set[int] = set()
+            self._open.append(members)
+            try:
+                return plain(cls, *args, **kwargs)
+            finally:
+                self._open.pop()
+                if members:
+                    self.found.append((cls.__name__, frozenset(members)))
+
+        with patched(torch.autograd.Function, {"apply": classmethod(apply)}):
+            yield

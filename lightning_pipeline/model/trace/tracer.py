@@ -28,7 +28,11 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     written_tensors,
 )
-from lightning_pipeline.model.trace.checkpointing import Regions, reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace.checkpointing import (
+    AutogradFunctions,
+    Regions,
+    reentrant_checkpoint_replaced,
+)
 from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
@@ -73,6 +77,7 @@ class Tracer:
         self._regions: dict[int, tuple[Any, list[int]]] = {}
         self._sinks = look.sinks
         self.regions = Regions()
+        self.functions = AutogradFunctions(lambda: observed.inside)
         self.keeping = Keeping(observed, self.regions)
         self.glue = Glue(observed, self.keeping)
         self.effects = EffectsSeen(observed, self.glue, look.others)
@@ -125,6 +130,7 @@ class Tracer:
             stack.enter_context(self.keeping.in_glue())
             stack.enter_context(self.regions.watched(self.keeping.dropped))
             stack.enter_context(selective_checkpoints(self.keeping.kept_by_policy))
+            stack.enter_context(self.functions.watched())
             self.effects.start()
             self._call_step(function, args, kwargs)
             self._fake.glue_draws()
@@ -183,6 +189,7 @@ class Tracer:
         self._counts[unit] += 1
         self.trace.calls.append(call)
         self._note_region(call)
+        self.functions.note(unit)
         call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
         given = Given(args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
@@ -342,6 +349,9 @@ class Tracer:
                     (frozenset(members), "they are in one segment of activation checkpointing")
                 )
         self._regions.clear()
+        for name, units in self.functions.found:  # its backward is where its output is used: at the end
+            units |= {self.trace.calls[-1].unit}
+            self.trace.together.append((units, f"autograd function {name} calls units in its forward"))
 
 
 def trace_step(
