@@ -110,7 +110,8 @@ _GIVEN: dict[str, dict[str, Any]] = {
     },
     "reformer": {
         "axial_pos_shape": [3, 4], "axial_pos_embds_dim": [16, 16], "lsh_attn_chunk_length": 4,
-        "local_attn_chunk_length": 4, "num_buckets": 4, "hash_seed": 1, "attn_layers": ["local", "lsh", "local", "lsh"],
+        "local_attn_chunk_length": 4, "num_buckets": 4, "hash_seed": 1,
+        "attn_layers": ["local", "lsh"] * 2,
     },
     "step3p7_text": {"sliding_window": 8},
     "swin2sr": {"embed_dim": 24, "num_heads": [2, 2], "depths": [2, 2]},

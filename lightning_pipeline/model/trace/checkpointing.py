@@ -169,8 +169,8 @@ def reentrant_checkpoint_replaced(inside: Callable[[], Any]) -> Iterator[Reentra
 class AutogradFunctions:
     """Units that the forward of one autograd function calls, as reversible nets do.
 
-    The function hands out what they compute with a graph of its own, and its backward may run their code again:
-    it has to be where they are, and where its output is used.
+    The function hands out what they compute with a graph of its own, and its backward may run their code
+    again: it has to be where they are, and where its output is used.
 
     Args:
         inside: Whether a unit runs; what is called there is part of that.
