@@ -191,7 +191,8 @@ class AutogradFunctions:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Notice such functions, for the length of a trace."""
-        plain: Any = torch.autograd.Function.apply.__func__
+        function: Any = torch.autograd.Function
+        plain: Any = function.apply.__func__
 
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             if self._inside():
@@ -205,5 +206,5 @@ class AutogradFunctions:
                 if members:
                     self.found.append((cls.__name__, frozenset(members)))
 
-        with patched(torch.autograd.Function, {"apply": classmethod(apply)}):
+        with patched(function, {"apply": classmethod(apply)}):
             yield
