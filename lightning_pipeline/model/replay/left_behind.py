@@ -1,7 +1,8 @@
 """What a step leaves behind on this rank: which rules put it together, found out once for each step."""
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -14,23 +15,30 @@ from lightning_pipeline.model.state import (
     CHAINED,
     AttributeGuards,
     Merge,
+    Rows,
     Rule,
+    StartRows,
     StepState,
     is_absent,
+    rows_by_shape,
     unmerged,
     usual,
 )
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
+    MISSING,
     Effect,
+    Guard,
     Kept,
     Owner,
+    Place,
     Standing,
     Trace,
     UnitPatches,
     step_function,
 )
 
+_log = logging.getLogger(__name__)
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -63,6 +71,10 @@ class LeftBehind:
         self._has_last_stage = cut.num_stages - 1 in stages
         self._traced, self._guards, self._others, self._quiet = traced, guards, others, quiet
         self._rules: dict[str, dict[str, Rule | None]] = {}
+        self._unit_rules: dict[str, dict[str, Rows]] = {}
+        self._by_rows: dict[str, tuple[Place, Rows]] = {}  # of all steps
+        self._rows_at: dict[str, int] = {}
+        self._reads: dict[str, dict[str, bool]] = {}
         self.doubtful: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
@@ -77,20 +89,128 @@ class LeftBehind:
             sizes: Samples of each.
             merge: Merges one value per micro-batch.
         """
-        if not trace.effects:
-            return None
-        if len(microbatches) > 1 and trace.step not in self.doubtful:
+        step, several = trace.step, len(microbatches) > 1
+        if several and step not in self.doubtful:
             rules = self._find_rules(trace, microbatches, sizes, merge)
             states = {effect.place.label for effect in trace.effects if effect.deep}
             wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
-            self._rules[trace.step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-            self.doubtful[trace.step] = sorted(wrong)
+            self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
+            self.doubtful[step] = sorted(wrong)
             if len(self._stages) > 1:
                 self._refuse_chains(trace)
+        own = {effect.place.label for effect in trace.effects} | {p.label for _, p in trace.unit_attributes}
+        beside = [found for label, found in self._by_rows.items() if several and label not in own]
+        if not (trace.effects or beside):
+            return None
         return StepState(
-            trace.effects, self._rules.setdefault(trace.step, {}), sizes,
-            is_last=self._has_last_stage, step=trace.step,
+            trace.effects, self._rules.setdefault(step, {}), sizes,
+            is_last=self._has_last_stage, step=step, beside=beside,
         )  # fmt: skip
+
+    def unit_state(self, trace: Trace, stage: int, sizes: Sequence[int]) -> StepState | None:
+        """For one batch: what units of a stage keep of its samples; None where they keep nothing.
+
+        Args:
+            trace: Of the step.
+            stage: Of this rank.
+            sizes: Samples of each micro-batch.
+        """
+        rules = self._unit_rules.get(trace.step, {})
+        effects = [
+            Effect(place)
+            for unit, place in trace.unit_attributes
+            if place.label in rules and self._cut.stage_of[unit] == stage
+        ]
+        if not effects or len(sizes) == 1:
+            return None
+        return StepState(effects, dict(rules), sizes, is_last=True, step=trace.step)
+
+    # ---- rows of samples, from batch to batch
+
+    def left(self, trace: Trace, total: int) -> None:
+        """After a batch: what it has left by rows has those of this batch.
+
+        Args:
+            trace: Of the step.
+            total: Samples of the batch.
+        """
+        rules = {**self._rules.get(trace.step, {}), **self._unit_rules.get(trace.step, {})}
+        places = [effect.place for effect in trace.effects] + [place for _, place in trace.unit_attributes]
+        for place in places:
+            rule = rules.get(place.label)
+            if isinstance(rule, Rows):
+                self._by_rows[place.label] = place, rule
+            if place.label in self._by_rows:
+                self._rows_at[place.label] = total
+
+    def fits(self, trace: Trace, total: int) -> bool:
+        """Whether what a step carries on has a row for each sample of a batch.
+
+        Where it does not, one device does something else than with rows that fit, such as beginning anew,
+        and micro-batches could not tell.
+
+        Args:
+            trace: Of the step.
+            total: Samples of the batch.
+        """
+        inside = {place.label for _, place in trace.unit_attributes}  # their values are on one rank only
+        own = inside | {effect.place.label for effect in trace.effects}
+        return all(
+            rows == total or (label not in inside and _is_nothing(self._by_rows[label][0].get()))
+            for label, rows in self._rows_at.items()
+            if label in own
+        )
+
+    @contextmanager
+    def begun(self, number: int, sizes: Sequence[int]) -> Iterator[None]:
+        """Inside, what was left by rows is cut for a micro-batch.
+
+        Args:
+            number: Which.
+            sizes: Samples of each.
+        """
+        held = []
+        for place, rule in self._by_rows.values() if len(sizes) > 1 else ():
+            kept = Kept.of(place.get())
+            if kept.value is not MISSING and not isinstance(kept.value, Guard):
+                held.append((place, kept))
+                place.put(rule.cut(kept.value, sum(sizes[:number]), sizes[number], sum(sizes)))
+        try:
+            yield
+        finally:
+            for place, kept in held:
+                kept.give_back(place)
+
+    def read_early(self, trace: Trace, state: StepState, batch: MicrobatchArguments) -> set[str]:
+        """On the last stage, after a batch: large values in it that the next one reads on other stages.
+
+        Found by tracing the step once more, with what stands there now and as the next batch. Where that
+        fails all of them are.
+
+        Args:
+            trace: Of the step.
+            state: Of the batch, settled.
+            batch: Its arguments, not split.
+
+        Returns:
+            Labels.
+        """
+        known = self._reads.setdefault(trace.step, {})
+        new = [label for label in state.large() if label not in known]
+        if new:
+            known.update(dict.fromkeys(new, True))
+            args = tuple(value + 1 if type(value) is int else value for value in batch[0])
+            try:
+                again = self._traced(trace.step, (args, batch[1]))
+            except SplitError as error:
+                _log.debug("%s is not traced again: %s", trace.step, error)
+            else:
+                stage_of, last = self._cut.stage_of, self._cut.num_stages - 1
+                before = [call.index for call in again.calls if stage_of[call.unit] != last]
+                end = 1 + max(before, default=-1)
+                early = {e.place.label for e in again.effects if e.read_at is not None and e.read_at <= end}
+                known.update({label: label in early for label in new})
+        return {label for label, is_read in known.items() if is_read}
 
     def forget(self, step: str) -> None:
         """The step was seen to leave more behind: find the rules once more."""
@@ -128,37 +248,79 @@ class LeftBehind:
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
     ) -> dict[str, Rule | None]:
         here = [e for e in trace.effects if not is_absent(e)]
-        effects = [e for e in here if self._has_last_stage or not e.from_units]
-        if not effects:
-            return {}
-        question = [(part, size) for part, size in zip(microbatches[:2], sizes, strict=False)]
-        try:
-            (one, first), (other, second) = question
-            whole, back = (
-                merge_outputs([one, other], [first, second]),
-                merge_outputs([other, one], [second, first]),
-            )
-            parts = [(part, self._traced(trace.step, part)) for part in (one, other, whole)]
-            asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
-            with self._guards.lifted():
-                found = self._try_out(effects, asked, merge)
-        except Exception as error:  # the user's code, on made-up values: then the usual rules must do
-            names = ", ".join(repr(effect.place.label) for effect in effects)
-            self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
-            return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
+        inside = [place for _, place in trace.unit_attributes]
+        start = StartRows([*(e.place for e in here), *inside], sum(sizes))
+        keep = any(sizes[0] in shape for shapes in trace.unit_shapes.values() for shape in shapes)
+        while True:
+            # What stands at the first batch every rank has to cut, so that it is tried out on all.
+            effects = [e for e in here if self._has_last_stage or start or not e.from_units]
+            if not (effects or keep):
+                return {}
+            try:
+                found, in_units = self._ask(trace, effects, microbatches[:2], sizes[:2], merge, start)
+            except Exception as error:  # the user's code, on made-up values: then the usual rules must do
+                if start:
+                    start.wrong(start.rules)
+                    continue
+                names = ", ".join(repr(effect.place.label) for effect in effects)
+                if effects:
+                    self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
+                return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
+            wrong = [
+                label
+                for label, rows in start.rules.items()
+                if not _is_like(found.by_place.get(label, in_units.get(label)), rows)
+            ]
+            if not wrong:
+                break
+            start.wrong(wrong)
+        self._unit_rules[trace.step] = in_units
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
         return found.by_place
 
-    def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge) -> Rules:
+    def _ask(
+        self, trace: Trace, effects: Sequence[Effect], microbatches: Sequence[MicrobatchArguments],
+        sizes: Sequence[int], merge: Merge, start: StartRows,
+    ) -> tuple[Rules, dict[str, Rows]]:  # fmt: skip
+        """The rules for what is left between units, and those for what these keep of their samples."""
+        (one, other), (first, second) = microbatches, sizes
+        whole, back = (
+            merge_outputs([one, other], [first, second]),
+            merge_outputs([other, one], [second, first]),
+        )
+        parts = []
+        ahead, behind = (0, first), (first, second)
+        for part, pieces in ((one, [ahead]), (other, [behind]), (whole, [ahead, behind])):
+            with start.of(pieces):
+                parts.append((part, self._traced(trace.step, part)))
+        asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
+        carried = trace.carried()
+        in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))
+        by_identity = {place.label: place.identity for _, place in trace.unit_attributes}
+        in_units = {label: rows for label, rows in in_units.items() if by_identity.get(label) not in carried}
+        if not effects:
+            return Rules({}, {}), in_units
+        with self._guards.lifted():
+            return self._try_out(effects, asked, merge, start), in_units
+
+    def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge, start: StartRows) -> Rules:
         """The rules, with everything as it is left as it is."""
         function = step_function(self._root, asked.whole[1].step)
         kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
         saved, outside = ModuleState(self._root), Standing(self._others())
         try:
-            return rules_of(effects, asked, function, self._patches, merge, self._quiet)
+            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start)
         finally:
             saved.restore()
             outside.restore()
             for place, value in kept:
                 value.give_back(place)
+
+
+def _is_nothing(value: Any) -> bool:
+    return value is None or value is MISSING
+
+
+def _is_like(rule: Rule | None, rows: Rows) -> bool:
+    return isinstance(rule, Rows) and rule.dims == rows.dims

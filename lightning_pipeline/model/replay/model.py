@@ -18,7 +18,7 @@ from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
 from lightning_pipeline.model.replay.over_batch import OverBatch
 from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns
-from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder
+from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder, TracedOutput
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.told import Sink, Told
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
@@ -26,6 +26,7 @@ from lightning_pipeline.model.state import (
     Apart,
     AttributeGuards,
     Elsewhere,
+    FromLast,
     Merge,
     Residence,
     SetByUnit,
@@ -333,12 +334,14 @@ class SplitModel(OutsideSteps):
         self._open.enter_context(self.told.in_step())
         for program in self._programs.values():
             program.begin(self._step)
-        self._find_ways(self._step)
-        self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         sizes = sizes or [1] * len(microbatches)
+        self._find_ways(self._step, sizes)
+        self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge)
         for program in self._programs.values():
             program.state = self._state
+            program.unit_state = self._left_behind.unit_state(trace, program.index, sizes)
+        self._total = sum(sizes)
         if self._over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
             self._over_batch.begin(self._step, at_once, self._finder, self._state)
@@ -348,20 +351,22 @@ class SplitModel(OutsideSteps):
             self._divisors.follow(self._step, whole)
             self._open.enter_context(self.told.metrics_unfollowed())
 
-    def _find_ways(self, step: Step) -> None:
+    def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:
         """Which units each micro-batch calls, and what a rank is to know of them."""
         context = self._finder.context(step.name)
-        step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch)
+        begun = partial(self._left_behind.begun, sizes=sizes)
+        step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch, begun)
         self.signatures = [
             (*context, signature_of(args, kwargs), *((route.number,) if route.number else ()))
             for route, (args, kwargs) in zip(step.routes, step.microbatches, strict=True)
         ]
-        step.later_outputs = [
-            self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
-            if any(route.liveness.meets_later_calls[s] or route.goes_on[s] for s in self._programs)
-            else {}
-            for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True))
-        ]
+        step.later_outputs = []
+        for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):
+            outputs: dict[tuple[int, int], TracedOutput] = {}
+            if any(route.liveness.meets_later_calls[s] or route.goes_on[s] for s in self._programs):
+                with begun(number):
+                    outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
+            step.later_outputs.append(outputs)
 
     @contextmanager
     def _apart_in_silence(self, step: str) -> Iterator[None]:
@@ -402,17 +407,40 @@ class SplitModel(OutsideSteps):
         Args:
             merge: Merges one value per micro-batch.
         """
-        if self._state is not None:
-            self._state.settle(merge)
+        states = [self._state, *(program.unit_state for program in self._programs.values())]
+        for state in states:
+            if state is not None:
+                state.settle(merge)
 
-    def left_on_last(self) -> dict[str, Any]:
-        """After `settle`, on the last stage: what every rank is to have, by label."""
-        return self._state.to_share() if self._state is not None else {}
+    def settled(self, step: str) -> None:
+        """After all ranks have been told: what is carried on by rows has those of this batch."""
+        self._left_behind.left(self._known[step][0], self._total)
 
-    def take_from_last(self, values: Mapping[str, Any]) -> None:
+    def fits(self, step: str, samples: int) -> bool:
+        """Whether what a step carries on from batch to batch has a row for each sample of the next one.
+
+        Args:
+            step: Name of the user's method.
+            samples: Of the batch.
+        """
+        return step not in self._known or self._left_behind.fits(self._known[step][0], samples)
+
+    def left_on_last(self, step: str, batch: Microbatch) -> FromLast | None:
+        """After `settle`, on the last stage: what every rank is to have.
+
+        Args:
+            step: That has run.
+            batch: Its arguments, not split.
+        """
+        if self._state is None:
+            return None
+        return self._state.to_share(self._left_behind.read_early(self._known[step][0], self._state, batch))
+
+    def take_from_last(self, shared: FromLast | None) -> None:
         """On the other ranks: have that too; what was not sent raises when it is read."""
-        if self._state is not None:
-            rest = self._state.take(values)
+        if self._state is not None and shared is not None:
+            taken, rest = self._state.take(shared, self._device)
+            self._guards.forget(effect.place for effect in taken)
             self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
     def _new_count(self, microbatches: Sequence[Microbatch]) -> SavedCount:

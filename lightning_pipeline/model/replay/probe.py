@@ -17,8 +17,10 @@ from torch import Tensor
 from lightning_pipeline.model.state import (
     CHAINED,
     Merge,
+    Pieces,
     Rows,
     Rule,
+    StartRows,
     Trial,
     equal,
     own_containers,
@@ -53,6 +55,15 @@ class Question:
     whole: tuple[Arguments, Trace]
     back: tuple[Arguments, Trace]
     sizes: tuple[int, int]
+
+    def pieces(self, batch: Arguments) -> Pieces:
+        """Of the two, where the samples of these arguments are, which are of one, the other or both."""
+        first, second = (0, self.sizes[0]), (self.sizes[0], self.sizes[1])
+        known = {
+            id(self.one[0]): [first], id(self.other[0]): [second],
+            id(self.whole[0]): [first, second], id(self.back[0]): [second, first],
+        }  # fmt: skip
+        return known[id(batch)]
 
     def swapped(self) -> "Question":
         """The second first."""
@@ -110,6 +121,7 @@ def rules_of(
     patches: UnitPatches,
     merge: Merge,
     quiet: Callable[[], AbstractContextManager[Any]],
+    start: StartRows,
 ) -> Rules:
     """How what stands in each place after the micro-batches becomes what the batch leaves.
 
@@ -120,11 +132,12 @@ def rules_of(
         patches: The units' `forward`.
         merge: Merges one value per micro-batch.
         quiet: Lets logs and metrics do nothing, and keeps random states.
+        start: What the batch begins with and may have to be cut.
 
     Raises:
         Exception: Whatever the step raises on made-up values.
     """
-    run = _Runs(effects, function, patches, quiet)
+    run = _Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
     trials, again, observed = _trials(run, question)
     found: dict[str, Rule | None] = {}
     without = set()
@@ -132,7 +145,7 @@ def rules_of(
         label = effect.place.label
         own = [Trial(a[label], b[label], c[label], d[label], sizes) for (a, b, c, d), sizes in trials]
         if equal(own[0].whole, again[label]) and all(_is_finite(trial[:4]) for trial in own):
-            rule = rule_for(run.start(effect), own, merge, anew=label in run.anew)
+            rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
             found[label] = rule or unmerged
             if rule is None:
                 without.add(label)
@@ -240,9 +253,13 @@ def _put(effect: Effect, value: Any) -> None:
 class _Runs:
     """Runs of the step, each from where things stand now."""
 
-    def __init__(self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any) -> None:
+    def __init__(
+        self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any,
+        begin: Callable[[Arguments], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
         self._effects, self._function, self._patches, self._quiet = effects, function, patches, quiet
         self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
+        self._begin = begin
         self.anew: set[str] = set()
         self.observed: Observed = []
 
@@ -265,6 +282,7 @@ class _Runs:
     ) -> dict[str, Any]:
         with ExitStack() as stack:
             stack.enter_context(self._quiet())
+            stack.enter_context(self._begin(parts[0][0]))
             torch.manual_seed(seed)
             try:
                 for effect in self._effects if carried else ():

@@ -5,7 +5,7 @@ and the random numbers of the micro-batch. A way that was not seen before is tra
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -196,20 +196,25 @@ class RouteFinder:
         return Route(number, trace, liveness, ends)
 
     def routes(
-        self, routes: StepRoutes, microbatches: Sequence[Microbatch], seeds: Callable[[int], MicrobatchSeeds]
-    ) -> list[Route]:
+        self, routes: StepRoutes, microbatches: Sequence[Microbatch],
+        seeds: Callable[[int], MicrobatchSeeds],
+        begun: Callable[[int], AbstractContextManager[None]] = lambda number: nullcontext(),
+    ) -> list[Route]:  # fmt: skip
         """The way of each micro-batch.
 
         Args:
             routes: Of the step.
             microbatches: Arguments of each.
             seeds: Sets the random numbers of a micro-batch.
+            begun: Inside, what it begins with is there.
         """
         state, find = routes.state(self._root), self._by_reads if routes.base.trace.steered else self._by_key
-        return [
-            find(routes, routes.key(microbatch, state), microbatch, partial(seeds, number))
-            for number, microbatch in enumerate(microbatches)
-        ]
+        found = []
+        for number, microbatch in enumerate(microbatches):
+            with begun(number):
+                key = routes.key(microbatch, state)
+                found.append(find(routes, key, microbatch, partial(seeds, number)))
+        return found
 
     def _by_key(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,

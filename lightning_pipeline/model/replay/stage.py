@@ -43,6 +43,7 @@ class StageProgram(Stage):
         is_last: Whether this is the last stage.
         apart: Around each forward, such as what keeps metrics silent.
         state: Where the step leaves something behind.
+        unit_state: Where its units keep something of the samples.
         counts: Whether what this stage leaves of it is the rank's.
         ends_itself: Whether the step ends after the last call, for what comes then runs once for the batch.
         replay_kind: Replays a micro-batch.
@@ -53,6 +54,7 @@ class StageProgram(Stage):
         self.is_last = view.is_last
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.state: StepState | AsOne | None = None
+        self.unit_state: StepState | None = None
         self.counts, self.ends_itself = True, False
         self.replay_kind: type[Replay] = Replay
         self._saved: dict[int, _Saved] = {}
@@ -120,6 +122,8 @@ class StageProgram(Stage):
             step.on_microbatch(microbatch)
         if self.state is not None:
             self.state.before(microbatch, counts=self.counts)
+        if self.unit_state is not None:
+            self.unit_state.before(microbatch, counts=True)
         with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
             replay = self.replay_kind(self.view, microbatch, incoming, step.seeds.microbatch(microbatch))
             if self.ends_itself or self.view.no_unit_follows:
@@ -141,6 +145,8 @@ class StageProgram(Stage):
                 self._patches.runner = self._mode.watcher = None
                 replay.close()
                 emptied.restore()
+        if self.unit_state is not None:
+            self.unit_state.after(counts=True)
         if self.state is not None:
             self.state.after(counts=self.counts)
 

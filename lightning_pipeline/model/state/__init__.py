@@ -16,6 +16,8 @@ from lightning_pipeline.model.state.rules import (
     unmerged,
     usual,
 )
+from lightning_pipeline.model.state.sent import FromLast
+from lightning_pipeline.model.state.start_rows import Pieces, StartRows, rows_by_shape
 from lightning_pipeline.model.state.step_state import CHAINED, AsOne, StepState, is_absent, own_containers
 
 __all__ = [
@@ -26,14 +28,17 @@ __all__ = [
     "CannotRepeatError",
     "Elsewhere",
     "ElsewhereError",
+    "FromLast",
     "Meeting",
     "Merge",
+    "Pieces",
     "Residence",
     "Rows",
     "Rule",
     "SetByUnit",
     "SharedParameter",
     "Sources",
+    "StartRows",
     "StepState",
     "Trial",
     "equal",
@@ -41,6 +46,7 @@ __all__ = [
     "late_values",
     "own_containers",
     "put_late_values",
+    "rows_by_shape",
     "rule_for",
     "same",
     "unmerged",

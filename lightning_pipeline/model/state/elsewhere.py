@@ -215,6 +215,11 @@ class AttributeGuards:
             found = kind or next((kinds[plain] for plain in kinds if isinstance(value, plain)), Elsewhere)
             place.put(found(attribute_name(place)))
 
+    def forget(self, places: Iterable[Place]) -> None:
+        """These have a value of their own now, and are guarded no more."""
+        for place in places:
+            self._before.pop(place.identity, None)
+
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the guards away for a moment, for a trace that looks at every attribute."""

@@ -99,14 +99,14 @@ class Rows:
     """
 
     def __init__(self, dims: list[int]) -> None:
-        self._dims = dims
+        self.dims = dims
 
     def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
         found = [flatten(result) for result in results]
-        if any(len(tensors) != len(self._dims) for tensors, _ in found):
+        if any(len(tensors) != len(self.dims) for tensors, _ in found):
             raise NoFit
         columns = zip(*(tensors for tensors, _ in found), strict=True)
-        joined = [torch.cat(column, dim) for column, dim in zip(columns, self._dims, strict=True)]
+        joined = [torch.cat(column, dim) for column, dim in zip(columns, self.dims, strict=True)]
         return unflatten(joined, found[0][1])
 
     def cut(self, value: Any, begin: int, length: int, total: int) -> Any:
@@ -119,11 +119,11 @@ class Rows:
             total: Samples of the batch.
         """
         tensors, structure = flatten(value)
-        if len(tensors) != len(self._dims) or any(
-            dim >= t.dim() or t.shape[dim] != total for t, dim in zip(tensors, self._dims, strict=True)
+        if len(tensors) != len(self.dims) or any(
+            dim >= t.dim() or t.shape[dim] != total for t, dim in zip(tensors, self.dims, strict=True)
         ):
             return value
-        parts = [t.narrow(dim, begin, length) for t, dim in zip(tensors, self._dims, strict=True)]
+        parts = [t.narrow(dim, begin, length) for t, dim in zip(tensors, self.dims, strict=True)]
         return unflatten(parts, structure)
 
 

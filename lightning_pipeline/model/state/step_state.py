@@ -1,7 +1,7 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from typing import Any
 
 import torch
@@ -9,13 +9,12 @@ from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.state.sent import FromLast, Sent, is_small, travels
+from lightning_pipeline.model.tensors import is_placeholder, tensors_in
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed
 
 CHAINED = None
 """Instead of a rule: micro-batches follow each other, as in gradient accumulation."""
-_MOST_SHARED = 1 << 16  # bytes of a tensor that every rank is told after each batch
-_SMALL = (type(None), bool, int, float, complex, str)
 
 
 class StepState:
@@ -27,11 +26,12 @@ class StepState:
         sizes: Samples of each micro-batch.
         is_last: Whether this rank holds the last stage.
         step: Name of the step.
+        beside: What another step has left by rows, which this one may read.
     """
 
     def __init__(
         self, effects: Sequence[Effect], rules: dict[str, Rule | None], sizes: Sequence[int],
-        *, is_last: bool, step: str,
+        *, is_last: bool, step: str, beside: Sequence[tuple[Place, Rows]] = (),
     ) -> None:  # fmt: skip
         self._step, self._is_last = step, is_last
         self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
@@ -45,6 +45,11 @@ class StepState:
         self._fresh = True
         self._aside: list[tuple[Place, Kept]] = []
         self._all = list(effects)
+        self._beside = [
+            (place, Kept.of(value), rows)
+            for place, rows in beside
+            if not isinstance(value := place.get(), Guard) and value is not MISSING
+        ]
 
     def before(self, microbatch: int | None, *, counts: bool) -> None:
         """A replay comes: let everything be as when the batch began; what has samples is cut as the batch.
@@ -66,8 +71,14 @@ class StepState:
             rule = self._rules.get(effect.place.label)
             value = self._start[effect.place.label].value
             if isinstance(rule, Rows) and not isinstance(value, Guard) and value is not MISSING:
-                begin, length = sum(self._sizes[:microbatch]), self._sizes[microbatch]
-                effect.place.put(rule.cut(value, begin, length, sum(self._sizes)))
+                cut = self._cut(rule, value, microbatch)
+                effect.place.put(cut.clone() if effect.deep and cut is not value else cut)
+        for place, kept, rule in self._beside:
+            place.put(self._cut(rule, kept.value, microbatch))
+
+    def _cut(self, rule: Rows, value: Any, microbatch: int) -> Any:
+        begin, length = sum(self._sizes[:microbatch]), self._sizes[microbatch]
+        return rule.cut(value, begin, length, sum(self._sizes))
 
     def after(self, *, counts: bool) -> None:
         """A replay is over.
@@ -117,6 +128,8 @@ class StepState:
         self._elsewhere = [effect for effect in self._elsewhere if not self._retains(effect)]
         for effect in self._elsewhere:
             self._start[effect.place.label].give_back(effect.place)
+        for place, kept, _ in self._beside:
+            kept.give_back(place)
         if self._several and self._results:
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
             for effect in self._effects:
@@ -164,32 +177,47 @@ class StepState:
 
     # ---- what other ranks are told
 
-    def to_share(self) -> dict[str, tuple[Any, Rule | None]]:
-        """On the last stage: small values of what depends on units, by label; others are left out.
+    def large(self) -> list[str]:
+        """On the last stage: labels of what depends on units and only ranks that read it are told."""
+        return [label for label, value in self._made().items() if not is_small(value) and travels(value)]
 
-        With each what cuts it by rows, where it has rows.
+    def to_share(self, read: Collection[str] = ()) -> FromLast:
+        """On the last stage: what depends on units and the others are told.
+
+        Args:
+            read: Labels of large values that they read.
         """
-        found = {e.place.label: e.place.get() for e in self._effects if e.from_units and not e.deep}
-        rules = {label: rule for label, rule in self._rules.items() if isinstance(rule, Rows)}
-        small = {label: value for label, value in found.items() if is_small(value)}
-        return {label: (portable(value), rules.get(label)) for label, value in small.items()}
+        values = {
+            label: Sent.of(value)
+            for label, value in self._made().items()
+            if is_small(value) or (label in read and travels(value))
+        }
+        labels = [effect.place.label for effect in self._effects if effect.from_units]
+        rules = {label: self._rules.get(label) for label in labels}
+        return FromLast(values, {label: rule for label, rule in rules.items() if isinstance(rule, Rows)})
 
-    def take(self, shared: Mapping[str, tuple[Any, Rule | None]]) -> list[Effect]:
+    def _made(self) -> dict[str, Any]:
+        return {e.place.label: e.place.get() for e in self._effects if e.from_units and not e.deep}
+
+    def take(self, shared: FromLast, device: torch.device) -> tuple[list[Effect], list[Effect]]:
         """Elsewhere: set what the last stage has sent.
 
+        Args:
+            shared: All that it told.
+            device: Of the run.
+
         Returns:
-            The rest, which is on the last stage only.
+            What was set, and the rest, which is on the last stage only.
         """
-        rest = []
+        taken, rest = [], []
+        self._rules.update(shared.rows)
         for effect in self._elsewhere:
-            if effect.place.label in shared:
-                value, rule = shared[effect.place.label]
-                effect.place.put(_on_device(value, effect.place.get()))
-                if rule is not None:
-                    self._rules[effect.place.label] = rule
+            if effect.place.label in shared.values:
+                effect.place.put(shared.values[effect.place.label].received(device))
+                taken.append(effect)
             elif not effect.deep:
                 rest.append(effect)
-        return rest
+        return taken, rest
 
 
 class AsOne:
@@ -222,25 +250,6 @@ def replay_from(place: Place) -> None:
         value.forget()
     elif hasattr(type(value), "__next__"):
         place.put(Replayed(value))
-
-
-def is_small(value: Any) -> bool:
-    """Whether every rank may be told this after each batch."""
-    if isinstance(value, Tensor):
-        return value.numel() * value.element_size() <= _MOST_SHARED and not value.requires_grad
-    if type(value) is tuple:
-        return len(value) < 16 and all(map(is_small, value))
-    return type(value) in _SMALL or value is MISSING
-
-
-def portable(value: Any) -> Any:
-    """The same on CPU."""
-    return map_tensors(lambda tensor: tensor.detach().cpu(), value) if value is not MISSING else value
-
-
-def _on_device(value: Any, before: Any) -> Any:
-    device = before.device if isinstance(before, Tensor) else None
-    return map_tensors(lambda tensor: tensor.to(device) if device is not None else tensor, value)
 
 
 class _Grown:

@@ -1,6 +1,6 @@
 """What a traced step leaves behind: which places it changes, where in the step, and what that depends on."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +20,8 @@ from lightning_pipeline.model.trace.places import (
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation
 
+_MOST_CARRIED = 1000  # items of a container in which a step may carry tensors from batch to batch
+
 
 class EffectsSeen:
     """Looks around for what a step changes, before and after each call of a unit.
@@ -37,6 +39,8 @@ class EffectsSeen:
         self._iterators: list[tuple[Place, Replayed, int]] = []
         self._numbers = {id(vars(module)): number for number, module in enumerate(observed.root.modules())}
         self._unknown = False  # what comes now may depend on values of units without a trace of it
+        self._stood: dict[int, tuple[int, Any]] = {}  # tensors at the start: the place of each, by id
+        self._read: dict[tuple[int, Any], int] = {}
 
     def start(self) -> None:
         """The step begins."""
@@ -50,6 +54,18 @@ class EffectsSeen:
             self._iterators.append((place, replayed, replayed.at))
         self._around.look()
         self._buffers = dict(self._observed.root.named_buffers())
+        self._stood = {
+            id(tensor): place.identity
+            for place, value in self._around.standing()
+            for tensor in tensors_held(value, most=_MOST_CARRIED)
+        }
+
+    def tensors_used(self, tensors: Iterable[Tensor]) -> None:
+        """A function is called with these: note which of them stood somewhere when the step began."""
+        for tensor in tensors:
+            place = self._stood.get(id(tensor))
+            if place is not None:
+                self._read.setdefault(place, len(self._observed.trace.calls))
 
     def _next_taken(self, replayed: Replayed) -> None:
         """Something was taken from an iterator."""
@@ -62,6 +78,7 @@ class EffectsSeen:
     def close(self) -> None:
         """Let iterators stand where they did, and let go of what stood around: it may be a placeholder."""
         self._around = Surroundings(nn.Module())
+        self._stood.clear()
         for _, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
@@ -116,6 +133,10 @@ class EffectsSeen:
         trace.unit_attributes = [
             (unit, place) for key, (unit, place) in self._by_units.items() if key not in self._found
         ]
+        trace.unit_shapes = {
+            place.label: [tuple(tensor.shape) for tensor in tensors_held(place.get(), most=_MOST_CARRIED)]
+            for _, place in trace.unit_attributes
+        }
         own = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
         unseen = set(self._buffers) if observed.ended_early else set()
         late = {effect.place.label for effect in trace.effects if effect.deep and effect.from_units} | unseen
@@ -128,6 +149,7 @@ class EffectsSeen:
             effect.from_units = True
         if effect.from_units:
             self._observed.tail_read(tensors)
+        effect.read_at = self._read.get(effect.place.identity)
         self._observed.trace.effects.append(effect)
 
     def _written(self) -> set[str]:

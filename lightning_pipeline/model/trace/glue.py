@@ -228,6 +228,7 @@ class GlueFunctions(TorchFunctionMode):
         observed = self._observed
         if func == _SET_DATA and is_placeholder(args[1]) and not is_placeholder(args[0]):
             return None  # `weight.data = weight.data.to(device)` in a unit, which keeps its values here
+        observed.tensors_used(operands_of(args, kwargs or {}))
         if observed.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
                 values = observed.tags.union(tensors_in((args, kwargs or {})))

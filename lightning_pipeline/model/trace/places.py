@@ -312,6 +312,13 @@ class Surroundings:
             for place in _iterators(seen.owner.place(key), value)
         ]
 
+    def standing(self) -> Iterator[tuple[Place, Any]]:
+        """What stood at the last look, with its place."""
+        for seen in self._seen:
+            for key, value in seen.entries.items():
+                if seen.owner.watches(key):
+                    yield seen.owner.place(key), value
+
     def look(self) -> list[Place]:
         """Places that are not as they were at the last look."""
         return [place for seen in self._seen for place in seen.look()]
@@ -466,12 +473,15 @@ class Effect:
         positions: How many calls of units had been made before each change.
         from_units: Whether it depends on what units return, so that the last stage alone has it.
         deep: Whether the values of the tensor there are written, too.
+        read_at: How many calls of units had been made when a tensor that stood there was first read; None:
+            none was.
     """
 
     place: Place
     positions: set[int] = field(default_factory=set)
     from_units: bool = False
     deep: bool = False
+    read_at: int | None = None
 
 
 def holds_tensor(value: Any) -> bool:
@@ -479,8 +489,14 @@ def holds_tensor(value: Any) -> bool:
     return next(tensors_held(value), None) is not None
 
 
-def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
-    """Every tensor in this value, in the containers and in the plain objects of it."""
+def tensors_held(value: Any, depth: int = 3, most: int | None = None) -> Iterator[Tensor]:
+    """Every tensor in this value, in the containers and in the plain objects of it.
+
+    Args:
+        value: Anything.
+        depth: How far down to go.
+        most: Items of a container that is looked into; None: any number.
+    """
     if isinstance(value, Tensor):
         yield value
         return
@@ -490,5 +506,6 @@ def tensors_held(value: Any, depth: int = 3) -> Iterator[Tensor]:
     if held is None:
         yield from tensors_in(value)
         return
-    for _, item in items_of(held):
-        yield from tensors_held(item, depth - 1)
+    if most is None or len(held) <= most:
+        for _, item in items_of(held):
+            yield from tensors_held(item, depth - 1, most)

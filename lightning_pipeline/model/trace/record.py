@@ -94,6 +94,7 @@ class Trace:
         together: Groups of units that must share a stage, with the reason.
         effects: What the code between the units leaves behind or puts back: attributes, modes, hooks, states.
         unit_attributes: What the forward of a unit, its number first, changes of its own.
+        unit_shapes: Shapes of the tensors in what that is afterwards, by label.
         ended_early: Whether the rest of the step was not seen, for it needs values.
         arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
@@ -131,6 +132,7 @@ class Trace:
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
     unit_attributes: list[tuple[int, Place]] = field(default_factory=list)
+    unit_shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
     ended_early: bool = False
     arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)
@@ -224,6 +226,7 @@ class Observation:
         watch: Of a call with ports.
         glue_modules: Those outside the units.
         values_read: Told when a value of a unit is read as a number.
+        tensors_used: Told what functions are called with.
     """
 
     def __init__(
@@ -244,6 +247,7 @@ class Observation:
         self.watch: Watch | None = None
         self.glue_modules = self._find_glue_modules()
         self.values_read: Callable[[], None] = lambda: None
+        self.tensors_used: Callable[[Iterable[Tensor]], None] = lambda tensors: None
 
     def _find_glue_modules(self) -> list[nn.Module]:
         apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]

@@ -82,6 +82,7 @@ class Tracer:
         self.glue = Glue(observed, self.keeping)
         self.effects = EffectsSeen(observed, self.glue, look.others)
         observed.values_read = self.effects.values_read
+        observed.tensors_used = self.effects.tensors_used
         self._fake = FakeRun(observed, self.glue, self.keeping, self.regions)
         self._name_states()
 

@@ -164,7 +164,10 @@ class Batch:
         steps = self._steps
         at_least = steps.at_least if self.trains else 1
         self.parts = split_arguments(steps.module, self.args, steps.num_microbatches, at_least=at_least)
-        if self.trains:
+        total = self.parts.batch_size
+        if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
+            self.parts = split_arguments(steps.module, self.args, 1)
+        elif self.trains:
             self._warn_unsplit()
         asked, sizes = self.accumulate or 1, self.parts.sizes
         if steps.loss_over_batch:
@@ -199,6 +202,7 @@ class Batch:
                 report, output = self._report(), self._merged()
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
+            steps.split.settled(self.step)
             replay(steps.module, report, self.parts.batch_size)
         return loss_of(report), output
 
@@ -219,7 +223,10 @@ class Batch:
         split, module, from_last = self._steps.split, self._steps.module, self._steps.from_last
         names, attributes = split.late_states(self.step), split.has_late_attributes(self.step)
         if (names or attributes) and from_last.group is not None:
-            values, left = from_last.share(lambda: (late_values(module, names), split.left_on_last()))
+            whole: tuple[tuple[Any, ...], dict[str, Any]] = (tuple(self.args), {})
+            values, left = from_last.share(
+                lambda: (late_values(module, names), split.left_on_last(self.step, whole))
+            )
             if not from_last.is_source:
                 put_late_values(module, names, values)
                 split.take_from_last(left)

@@ -130,9 +130,15 @@ def piped(
         for split in dict.fromkeys(splits) if each is not None else ():
             batch = each(split.root, count)
         microbatches, weights = split_arguments(batch, num_microbatches, count if each is not None else 0)
+        total = sum(batch_size_of(args[0]) for args, _ in microbatches)
+        if not splits[0].fits(step, total):
+            microbatches, weights = split_arguments(batch, 1, count if each is not None else 0)
         whole = (((batch, 0), {}), weights, 1.0) if follow else None
         at_once = ((batch, 0), {}) if over_batch else None
-        _run_batch(splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once)
+        entire = ((batch, count if each is not None else 0), {})
+        _run_batch(
+            splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire
+        )
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
@@ -148,6 +154,7 @@ def _run_batch(
     split_backward: bool,
     whole: Any = None,
     at_once: Any = None,
+    entire: Any = None,
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
@@ -170,19 +177,25 @@ def _run_batch(
             for index in range(len(microbatches)):
                 _run_backward(splits, index, sent[index], split_backward)
         results = {split: split.finish() for split in dict.fromkeys(splits)}
-        for split in results:
-            split.settle()
-        for split in results:
-            if not split.has_last_stage:
-                split.take_from_last(splits[-1].left_on_last())
-                names = split.late_states(step)
-                put_late_values(split.root, names, late_values(splits[-1].root, names))
+        _settle(list(results), splits[-1], step, entire)
     last = results[splits[-1]]
     outcome.losses.extend(last.losses)
     if training and None not in last.losses and not at_once:
         parts = zip(last.parts, last.losses, weights, strict=True)
         outcome.loss = sum(loss * weight if part is None else part for part, loss, weight in parts)
     outcome.outputs.extend(last.outputs)
+
+
+def _settle(splits: list[SplitModel], last: SplitModel, step: str, entire: Any) -> None:
+    for split in splits:
+        split.settle()
+    for split in splits:
+        if not split.has_last_stage:
+            split.take_from_last(last.left_on_last(step, entire))
+            names = split.late_states(step)
+            put_late_values(split.root, names, late_values(last.root, names))
+    for split in splits:
+        split.settled(step)
 
 
 def _run_backward(splits: Any, index: int, sent: list[Values | None], split_backward: bool) -> None:

@@ -1,0 +1,78 @@
+"""What the last stage tells the others after a batch: values that the next step reads there."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.model.state.rules import Rows
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.trace import MISSING
+
+_MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
+_SMALL = (type(None), bool, int, float, complex, str)
+
+
+class Sent(NamedTuple):
+    """A value on its way to the other ranks.
+
+    Attributes:
+        value: With tensors on CPU, without their graph.
+        on_device: For each tensor in it, whether it was on the device of the run.
+        is_there: Whether there is a value at all.
+    """
+
+    value: Any
+    on_device: list[bool]
+    is_there: bool = True
+
+    @classmethod
+    def of(cls, value: Any) -> "Sent":
+        """Make a value ready that is small, or travels."""
+        if value is MISSING:
+            return cls(None, [], is_there=False)
+        on_device = [tensor.device.type != "cpu" for tensor in tensors_in(value)]
+        return cls(map_tensors(lambda tensor: tensor.detach().cpu(), value), on_device)
+
+    def received(self, device: torch.device) -> Any:
+        """The value on this rank.
+
+        Args:
+            device: Of the run.
+        """
+        if not self.is_there:
+            return MISSING
+        places = iter(self.on_device)
+        return map_tensors(lambda tensor: tensor.to(device) if next(places) else tensor, self.value)
+
+
+class FromLast(NamedTuple):
+    """What the last stage tells the others after a batch.
+
+    Attributes:
+        values: By label.
+        rows: What cuts a value by rows, by label, of those as well that are not sent.
+    """
+
+    values: dict[str, Sent]
+    rows: dict[str, Rows]
+
+
+def is_small(value: Any) -> bool:
+    """Whether every rank may be told this after each batch."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size() <= _MOST and not value.requires_grad
+    if type(value) is tuple:
+        return len(value) < 16 and all(map(is_small, value))
+    return type(value) in _SMALL or value is MISSING
+
+
+def travels(value: Any) -> bool:
+    """Whether other ranks can be told this at all: tensors and constants, in tuples, lists, dictionaries."""
+    if isinstance(value, Tensor):
+        return not is_placeholder(value)
+    if type(value) in (list, tuple):
+        return all(map(travels, value))
+    if type(value) is dict:
+        return all(type(key) in _SMALL and travels(item) for key, item in value.items())
+    return type(value) in _SMALL

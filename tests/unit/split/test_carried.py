@@ -1,0 +1,162 @@
+"""State that a step carries from batch to batch is that of one device, wherever it is made and read."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.split.nets import WIDTH, Block, Net, batch_of, seeded
+from tests.unit.split.pipe import Module, alone, piped
+
+SIZES = pytest.mark.parametrize(("stages", "num_microbatches"), [(2, 1), (2, 4), (3, 2)])
+LARGE = 1100  # times a row of the net: more than the ranks tell each other without need
+
+
+def assert_carried(module: Any, sizes: Any = (8, 8, 8), reset: Any = None, **options: Any) -> None:
+    """Gradients, losses and what is left after these batches are those of whole batches on one device."""
+
+    def each(root: Any, number: int) -> Any:
+        if reset is not None:
+            reset(root, number)
+        return module.batch(sizes[number], number)
+
+    mine = piped(module, each(copy.deepcopy(module), 0), steps=len(sizes), each=each, **options)
+    theirs = alone(module, None, num_microbatches=1, steps=len(sizes), each=each)
+    for name, gradient in theirs.gradients.items():
+        found = mine.gradients[name]
+        assert (found is None) == (gradient is None), name
+        if gradient is not None:
+            torch.testing.assert_close(
+                found, gradient, rtol=1e-10, atol=1e-12, msg=lambda m, n=name: f"{n}: {m}"
+            )
+    for name, buffer in theirs.buffers.items():
+        torch.testing.assert_close(mine.buffers[name], buffer, rtol=1e-10, atol=1e-12)
+
+
+class Words(Module):
+    """A recurrent net as Lightning's demo has it: the hidden state, with its graph, in an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Embedding(11, WIDTH)
+        self.rnn = nn.LSTM(WIDTH, LARGE, batch_first=True, proj_size=WIDTH)  # large cells, few weights
+        self.decoder = nn.Linear(WIDTH, 11)
+        self.hidden = None
+
+    def batch(self, size: int, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        return list(torch.randint(0, 11, (2, size, 2), generator=generator))
+
+    def start(self, size: int) -> Any:
+        weight = next(self.parameters())
+        return weight.new_zeros(1, size, WIDTH), weight.new_zeros(1, size, LARGE)
+
+    def training_step(self, batch, batch_idx):
+        inputs, target = batch
+        if self.hidden is None or self.hidden[0].shape[1] != len(inputs):
+            self.hidden = self.start(len(inputs))
+        self.hidden = tuple(part.detach() for part in self.hidden)
+        output, self.hidden = self.rnn(self.encoder(inputs), self.hidden)
+        return F.cross_entropy(self.decoder(output).flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize("how", [["rnn"], ["decoder"], ["rnn", "decoder"]])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_a_hidden_state_goes_on_from_batch_to_batch(how, num_microbatches):
+    assert_carried(seeded(Words), stages=len(how) + 1, how=how, num_microbatches=num_microbatches)
+
+
+def anew(root: Any, number: int) -> None:
+    """A hook at the start of an epoch of two batches."""
+    if number % 2 == 0:
+        root.hidden = root.start(8) if number else None
+
+
+@pytest.mark.parametrize("how", [["rnn"], ["decoder"]])
+def test_a_hidden_state_is_made_anew_by_a_hook(how):
+    assert_carried(seeded(Words), how=how, num_microbatches=4, sizes=(8, 8, 8, 8), reset=anew)
+
+
+@pytest.mark.parametrize("how", [["rnn"], ["decoder"]])
+def test_the_first_batch_finds_a_state_with_all_its_rows(how):
+    def given(root: Any, number: int) -> None:
+        if not number:
+            root.hidden = tuple(0.5 + part for part in root.start(8))
+
+    assert_carried(seeded(Words), how=how, num_microbatches=4, reset=given)
+
+
+@pytest.mark.parametrize("how", [["rnn"], ["decoder"]])
+def test_a_batch_of_another_size_begins_anew_where_one_device_does(how):
+    # In micro-batches of 2 the rows that a batch of 2 has left would seem to fit.
+    assert_carried(seeded(Words), how=how, num_microbatches=4, sizes=(8, 8, 2, 8, 8))
+
+
+class Memories(Net):
+    """What each layer got last time, in a list of the root's, beside what it gets now; large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memories: list[Tensor] = []
+
+    def batch(self, size: int, number: int) -> Any:
+        return batch_of(size, seed=number)
+
+    def body(self, h: Tensor) -> Tensor:
+        kept = []
+        for number, layer in enumerate(self.layers):
+            kept.append(h.detach().repeat(1, LARGE // WIDTH))
+            before = self.memories[number][:, :WIDTH] if self.memories else torch.zeros_like(h)
+            h = layer(h + before)
+        self.memories = kept
+        return h
+
+
+STAGES = {2: ["layers.1"], 3: ["layers.0", "layers.2"]}
+
+
+@SIZES
+def test_memories_of_the_root_are_those_of_one_device(stages, num_microbatches):
+    module = seeded(Memories)
+    assert_carried(module, stages=stages, how=STAGES[stages], num_microbatches=num_microbatches)
+
+
+class Remembers(Block):
+    """Keeps what it gave, in an attribute or a buffer of its own, and adds it the next time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.memory is not None and len(self.memory) == len(x):
+            x = x + self.memory
+        out = super().forward(x)
+        self.memory = out.detach()
+        return out
+
+
+class InUnits(Memories):
+    def __init__(self) -> None:
+        Net.__init__(self, Remembers)
+
+    def body(self, h: Tensor) -> Tensor:
+        return Net.body(self, h)
+
+
+@SIZES
+def test_memories_of_units_are_those_of_one_device(stages, num_microbatches):
+    sizes = (8, 8, 2, 8)
+    module = seeded(InUnits)
+    assert_carried(module, stages=stages, how=STAGES[stages], num_microbatches=num_microbatches, sizes=sizes)
+
+
+def test_memories_of_units_are_those_of_one_device_with_two_stages_on_a_rank():
+    assert_carried(seeded(InUnits), stages=4, ranks=[[0, 2], [1, 3]], num_microbatches=4)
+
+
+def test_memories_of_the_root_are_those_of_one_device_with_two_stages_on_a_rank():
+    assert_carried(seeded(Memories), stages=4, ranks=[[0, 2], [1, 3]], num_microbatches=4)
