@@ -20,10 +20,13 @@ from lightning_pipeline.checkpoint.contents import (
     as_bytes,
     at,
     bare,
+    contested,
     different,
+    entries_of,
     groups_of,
     held_here,
     joined,
+    replaced_in,
     schedulers_for,
     set_apart,
     tensor_digests,
@@ -202,7 +205,7 @@ class Checkpoints:
         given: Mapping[str, Any] = dumped.get("state_dict", held.tensors)
         own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held, given))
         own.sort(key=lambda entry: (entry["replica"], entry["rank"]))
-        writers = writers_of([entry["added"] for entry in own if entry["replica"] == 0])
+        writers = writers_of(self._added(path, given, held, own))
         mine = {name: v for name, v in given.items() if writers.get(name, self._rank) == self._rank}
         tensors, aliases = without_ties({k: v for k, v in mine.items() if isinstance(v, Tensor)})
         if self._replica != 0:  # parameters are alike; of all else that of the first replica counts
@@ -220,6 +223,26 @@ class Checkpoints:
         }
         return Part(state, self._rank, aliases, meta, about)
 
+    def _added(
+        self, path: Path, given: Mapping[str, Any], held: Holdings, told: Sequence[Mapping[str, Any]]
+    ) -> list[Mapping[str, Any]]:
+        """What each rank of the first replica would store beside what is its own."""
+        first = [entry for entry in told if entry["replica"] == 0]
+        names = contested(first)
+        if not names:
+            return [entry["added"] for entry in first]
+
+        def own() -> dict[str, Any]:
+            replaced = replaced_in(given, held.tensors) if self._replica == 0 else {}
+            return {"rank": self._rank, "replica": self._replica, "more": entries_of(replaced, names)}
+
+        more = {
+            entry["rank"]: entry["more"]
+            for entry in self._ranks.everyone(f"saving {path}", own)
+            if entry["replica"] == 0
+        }
+        return [{**entry["added"], **more[entry["rank"]]} for entry in first]
+
     def _told(self, dumped: Mapping[str, Any], held: Holdings, given: Mapping[str, Any]) -> dict[str, Any]:
         """What is no tensor and differs between ranks or replicas."""
         speaks = self._rank == self._numbering.last
@@ -232,6 +255,7 @@ class Checkpoints:
             else [],
             "position": held.position() if speaks else None,
             "added": added_to(given, held.tensors) if self._replica == 0 else {},
+            "replaced": list(replaced_in(given, held.tensors)) if self._replica == 0 else [],
             "owned": list(held.owned),
             "digests": tensor_digests(_rest(dumped)),
         }

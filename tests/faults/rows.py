@@ -137,6 +137,8 @@ ROWS = {
     )),
     "F38": Row("one name on two stages", "refused before writing", (
         f"{SAVES}::test_one_key_on_two_stages_is_refused_before_writing",
+        "tests/ranks/test_checkpoint_states.py"
+        "::test_a_weight_that_one_rank_sets_is_stored_and_one_that_two_set_differently_is_refused",
     )),
     "F39": Row("objects of each rank", "each gets its own back", (
         RESHARDED, "tests/ranks/test_checkpoint_settings.py::test_state_of_callbacks_and_data_comes_back_on_every_rank",

@@ -14,6 +14,7 @@ from torch import nn
 from lightning_pipeline.checkpoint.consolidate import to_file
 from lightning_pipeline.checkpoint.contents.rank_differences import at, different, joined, tensor_digests
 from lightning_pipeline.checkpoint.folder.reader import Reader
+from lightning_pipeline.errors import CheckpointWriteError
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import state_of
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -125,6 +126,41 @@ def test_extra_state_and_edits_of_a_state_dict_are_kept(ranks: Ranks, tmp_path: 
     for name, value in found[1]["weights"].items():
         torch.testing.assert_close(resumed["weights"][name], value)
     assert resumed["seen"] == found[1]["seen"]
+
+
+class SetsFirst(Small):
+    """The last stage's rank sets a weight of the first stage, which sets it too or leaves it."""
+
+    def __init__(self, others: bool) -> None:
+        super().__init__()
+        self.others = others
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        rank = self.trainer.global_rank
+        if rank == 0 or self.others:
+            checkpoint["state_dict"]["net.0.weight"] = torch.full((8, 6), 1.0 + rank, dtype=torch.float64)
+
+
+def save_set(folder: str, others: bool) -> str:
+    saver = ModelCheckpoint(folder, filename="a")
+    run = trainer(TWO, max_epochs=1, enable_checkpointing=True, callbacks=[saver])
+    try:
+        run.fit(SetsFirst(others), loader(8))
+    except CheckpointWriteError as error:
+        return str(error)
+    return ""
+
+
+def test_a_weight_that_one_rank_sets_is_stored_and_one_that_two_set_differently_is_refused(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for told in ranks(2)(save_set, str(tmp_path), True):
+        assert "different values: net.0.weight (pipeline ranks 0 and 1)" in told
+    assert list(tmp_path.iterdir()) == []
+    assert ranks(2)(save_set, str(tmp_path), False) == ["", ""]
+    to_file(tmp_path / "a.ckpt", tmp_path / "one.ckpt", trust=False)
+    stored = torch.load(tmp_path / "one.ckpt", weights_only=False)["state_dict"]["net.0.weight"]
+    assert torch.equal(stored, torch.ones(8, 6).double())
 
 
 class Average(Callback):

@@ -17,7 +17,14 @@ stages differ (`rank_differences`), without objects of classes that are no plain
 `fitting` says whether all of it fits a module.
 """
 
-from lightning_pipeline.checkpoint.contents.added import added_to, held_here, writers_of
+from lightning_pipeline.checkpoint.contents.added import (
+    added_to,
+    contested,
+    entries_of,
+    held_here,
+    replaced_in,
+    writers_of,
+)
 from lightning_pipeline.checkpoint.contents.extra_state import (
     EXTRA,
     Owns,
@@ -59,7 +66,9 @@ __all__ = [
     "at",
     "bare",
     "compare",
+    "contested",
     "different",
+    "entries_of",
     "extra_names",
     "extra_states",
     "fill",
@@ -78,6 +87,7 @@ __all__ = [
     "owned_by",
     "pickled",
     "read_meta",
+    "replaced_in",
     "schedulers_for",
     "set_apart",
     "shapes_of",

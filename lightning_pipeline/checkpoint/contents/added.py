@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_pipeline.checkpoint.contents.extra_state import is_another
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.errors import CheckpointWriteError
 from lightning_pipeline.model.tensors import is_placeholder
@@ -35,10 +36,43 @@ def added_to(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Adde
         own: Its parameters and buffers.
     """
     return {
-        name: Added(digest(value), isinstance(value, Tensor), None if isinstance(value, Tensor) else value)
+        name: _entry(value)
         for name, value in given.items()
         if name not in own or not isinstance(value, Tensor)
     }
+
+
+def replaced_in(given: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Tensor]:
+    """What stands in place of a rank's own parameters and buffers.
+
+    Args:
+        given: Its `state_dict`, after `on_save_checkpoint`.
+        own: Its parameters and buffers.
+    """
+    return {
+        name: value
+        for name, value in given.items()
+        if isinstance(value, Tensor) and name in own and is_another(value, own[name])
+    }
+
+
+def contested(by_rank: Sequence[Mapping[str, Any]]) -> set[str]:
+    """Names under which one rank replaces its own tensor, and another, which has it not, sets one.
+
+    Args:
+        by_rank: The names that each has `added` and `replaced`.
+    """
+    return {n for told in by_rank for n in told["added"]} & {n for told in by_rank for n in told["replaced"]}
+
+
+def entries_of(values: Mapping[str, Tensor], names: set[str]) -> dict[str, Added]:
+    """Some values as they are compared with those of other ranks."""
+    return {name: _entry(value) for name, value in values.items() if name in names}
+
+
+def _entry(value: Any) -> Added:
+    is_tensor = isinstance(value, Tensor)
+    return Added(digest(value), is_tensor, None if is_tensor else value)
 
 
 def digest(value: Any) -> str:
@@ -83,7 +117,7 @@ def writers_of(by_rank: Sequence[Mapping[str, Added]]) -> dict[str, int]:
     if differ:
         shown = ", ".join(f"{name} (pipeline ranks {a} and {b})" for name, (a, b) in list(differ.items())[:8])
         raise CheckpointWriteError(
-            f"{len(differ)} name(s) were added to checkpoint['state_dict'] with different values: {shown}. "
-            "on_save_checkpoint sees its own stage's part: add the same value on all, or other names"
+            f"{len(differ)} name(s) were set in checkpoint['state_dict'] to different values: {shown}. "
+            "on_save_checkpoint sees its own stage's part: set the same value on all, or other names"
         )
     return first

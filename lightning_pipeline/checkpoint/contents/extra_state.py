@@ -67,11 +67,11 @@ def as_told(root: nn.Module, own: Mapping[str, Any], held: Collection[str]) -> d
     told = root.state_dict()
     others = {*held, *extra_names(root)}
     kept = {name: value for name, value in own.items() if name in told}
-    changed = {name: told[name] for name, value in kept.items() if _differs(told[name], value)}
+    changed = {name: told[name] for name, value in kept.items() if is_another(told[name], value)}
     return {**kept, **changed, **{name: value for name, value in told.items() if name not in others}}
 
 
-def _differs(told: Any, own: Any) -> bool:
+def is_another(told: Any, own: Any) -> bool:
     """Whether a tensor is another one, not only detached."""
     both = isinstance(told, Tensor) and isinstance(own, Tensor)
     return both and (told.data_ptr(), told.shape, told.dtype) != (own.data_ptr(), own.shape, own.dtype)
