@@ -144,7 +144,7 @@ def _other_numbers(situation: Situation, now: Simulation) -> Iterator[_Change]:
             if abs(grown) < 0.05
             else f"{abs(grown):.1f} GiB {'more' if grown > 0 else 'less'}"
         )
-        unknown = "" if situation.fixed_share is not None else ", if a micro-batch's time falls with its size"
+        unknown = "" if situation.fixed_share is not None else ", if their time falls with their size"
         yield _Change(
             saved,
             f"{number} micro-batches instead of {before} would save {saved:.0%} and need {more} with "

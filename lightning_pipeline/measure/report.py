@@ -111,8 +111,8 @@ def headline(total: Measurement) -> str:
     step = 1e3 * total.step / total.steps
     count = "1 step" if total.steps == 1 else f"{total.steps} steps"
     return (
-        f"Pipeline: {count} of {step:.2f} ms{''.join(', ' + rate for rate in rates)}; of a step "
-        f"{', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
+        f"Pipeline: {count} of {step:.2f} ms{''.join(', ' + rate for rate in rates)}\n"
+        f"Of a step: {', '.join(f'{name} {share:.1%}' for name, share in shares.items())}"
     )
 
 

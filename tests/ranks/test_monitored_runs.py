@@ -103,13 +103,13 @@ def test_tables_come_when_asked_for_and_say_what_to_know(ranks: Ranks) -> None:
     assert [text.split(" of ")[0] for text in texts] == ["Pipeline: 4 steps", "Pipeline: 10 steps"]
     lines = texts[-1].splitlines()
     assert lines[0].startswith("Pipeline: 10 steps of ")
-    assert " samples/s; of a step schedule " in lines[0]
-    assert lines[1].startswith("Bubble ")
-    assert ": schedule " in lines[1] and "imbalance " in lines[1]
-    assert lines[2].startswith("Schedule ") and lines[2].endswith(" ms of equal ones")
-    assert lines[3].startswith("Each device does ") and lines[3].endswith("FLOP/s")
-    assert lines[4].split()[:2] == ["stage", "parameters"]
-    assert [line.split()[0] for line in lines[6:8]] == ["stage_0", "stage_1"]
+    assert lines[0].endswith(" samples/s") and lines[1].startswith("Of a step: schedule ")
+    assert lines[2].startswith("Bubble ")
+    assert ": schedule " in lines[2] and "imbalance " in lines[2]
+    assert lines[3].startswith("Schedule ") and lines[3].endswith(" ms of equal ones")
+    assert lines[4].startswith("Each device does ") and lines[4].endswith("FLOP/s")
+    assert lines[5].split()[:2] == ["stage", "parameters"]
+    assert [line.split()[0] for line in lines[7:9]] == ["stage_0", "stage_1"]
 
 
 def fit_twice() -> list[float]:
@@ -172,7 +172,7 @@ def test_a_config_has_the_callbacks_the_bar_the_bubble_and_the_table_tokens(
     memory_table, times = sorted(texts)
     assert memory_table.startswith("Memory, activations at the worst moment\n")
     step, tokens = re.match(
-        r"Pipeline: 4 steps of ([\d.]+) ms, [\d,]+ samples/s, ([\d,]+) tokens/s; ", times
+        r"Pipeline: 4 steps of ([\d.]+) ms, [\d,]+ samples/s, ([\d,]+) tokens/s\n", times
     ).groups()
     assert float(tokens.replace(",", "")) == pytest.approx(
         4 * 65e3 / float(step), rel=1e-3

@@ -19,7 +19,7 @@ GIB = 2.0**30
 FREE = (0.0,) * 4  # weight gradients that cost nothing: no zero-bubble schedule is better then
 
 
-UNKNOWN = ", if a micro-batch's time falls with its size"
+UNKNOWN = ", if their time falls with their size"
 
 
 class Layers(Module):
