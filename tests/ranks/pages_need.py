@@ -165,4 +165,6 @@ def save_for_other_tools(folder: str) -> None:
     with contextlib.chdir(folder):
         dcp.save({"model": Small().state_dict()}, checkpoint_id="fsdp.ckpt", no_dist=True)
         torch.save({}, "fsdp.ckpt/meta.pt")
+        for run in ("one", "two"):
+            torch.save(Small().double().state_dict(), f"{run}.pt")
         GPT2LMHeadModel(_config()).save_pretrained("gpt2-folder", max_shard_size="20KB")

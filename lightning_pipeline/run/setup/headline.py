@@ -1,7 +1,6 @@
 """What a run says about itself: once at its start, and at its end where a pipeline did not pay."""
 
 from collections.abc import Iterable
-from statistics import median
 
 from lightning_pipeline.recording import Event
 from lightning_pipeline.schedules import Costs, Plan, Schedule, simulate
@@ -27,20 +26,24 @@ def headline(
         chosen: Whether the number of micro-batches was the strategy's choice.
         trains: Whether batches are trained on.
     """
-    number, count = plan.num_microbatches, "1 micro-batch" if plan.num_microbatches == 1 else None
-    parts = [count or f"{number} micro-batches"]
+    parts = [_counted(plan.num_microbatches, "micro-batch", "es")]
     parts[0] += " (num_microbatches='auto')" if chosen else ""
     parts[0] += f" of a batch of {batch_size}" if batch_size is not None else ""
-    parts.append(
-        f"{plan.num_stages} stages on {plan.num_ranks} ranks x {replicas} replica{'s'[: replicas > 1]}"
-    )
+    stages, ranks = _counted(plan.num_stages, "stage"), _counted(plan.num_ranks, "rank")
+    parts.append(f"{stages} on {ranks} x {_counted(replicas, 'replica')}")
     text = f"{schedule!r}: {', '.join(parts)}"
     if trains:
         text += f"; at equal stages {simulate(plan, Costs(1, 1, 1)).bubble:.0%} of the time is idle"
+    if plan.num_ranks == 1:
+        return text
     return (
         f"{text}. Every rank sees its replica's whole batch: trainer.world_size counts stages too, so divide "
         "batches and scale learning rates by strategy.num_replicas"
     )
+
+
+def _counted(number: int, what: str, ending: str = "s") -> str:
+    return f"{number} {what}{ending if number != 1 else ''}"
 
 
 def too_small(events: Iterable[Event]) -> str | None:
@@ -49,11 +52,16 @@ def too_small(events: Iterable[Event]) -> str | None:
     Args:
         events: Of a step.
     """
-    forwards = [(event.ended - event.started) / 1e9 for event in events if event.action.kind == "F"]
-    if not forwards or median(forwards) >= _PAYS_FROM:
+    shortest: dict[int, float] = {}  # by stage: the one that other work on the machine disturbed least
+    for event in events:
+        if event.action.kind == "F":
+            seconds, stage = (event.ended - event.started) / 1e9, event.action.stage
+            shortest[stage] = min(seconds, shortest.get(stage, seconds))
+    longest = max(shortest.values(), default=_PAYS_FROM)
+    if longest >= _PAYS_FROM:
         return None
     return (
-        f"A stage's forward of one micro-batch takes {1e3 * median(forwards):.1f} ms here. "
+        f"A stage's forward of one micro-batch takes {1e3 * longest:.1f} ms here. "
         f"Below some {1e3 * _PAYS_FROM:.0f} ms a pipeline does not pay: use larger batches, fewer "
         "micro-batches or fewer stages. Models this small train faster on one device"
     )
