@@ -33,22 +33,27 @@ WARM_UP = 20
 
 
 class Watched:
-    """Adds up the time inside the hooks of a callback, from a step on."""
+    """Adds up the time inside the hooks of a callback, from a step on; that of the table at the end apart."""
 
     def __init__(self, callback: Callback) -> None:
-        self.name, self.seconds, self.on = type(callback).__name__, 0.0, False
+        self.name, self.on = type(callback).__name__, False
+        self.seconds = self.worked = self.at_end = 0.0
         for name in dir(Callback):
             if name.startswith("on_") and getattr(type(callback), name) is not getattr(Callback, name):
-                setattr(callback, name, self._timed(getattr(callback, name)))
+                setattr(callback, name, self._timed(getattr(callback, name), at_end=name == "on_train_end"))
 
-    def _timed(self, hook: Any) -> Any:
+    def _timed(self, hook: Any, *, at_end: bool) -> Any:
         def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = time.perf_counter()
+            begin, cpu = time.perf_counter(), time.thread_time()
             try:
                 return hook(*args, **kwargs)
             finally:
-                if self.on:
-                    self.seconds += time.perf_counter() - begin
+                spent = time.perf_counter() - begin
+                if at_end:
+                    self.at_end += spent
+                elif self.on:
+                    self.seconds += spent
+                    self.worked += time.thread_time() - cpu
 
         return timed
 
@@ -92,13 +97,15 @@ def cost(steps: int = 171, num_microbatches: int = 4, schedule: str = "1F1B", cl
     trainer.fit(GPT(), StandardLibrary())
     step = counted.seconds / counted.steps
     inside = [watch.seconds / counted.steps for watch in watches]
+    worked = [watch.worked / counted.steps for watch in watches]
     parts = [
-        f"{watch.name} {1e3 * spent:.3f} ms, {spent / step:.2%}"
-        for watch, spent in zip(watches, inside, strict=True)
+        f"{watch.name} {1e3 * spent:.3f} ms, {spent / step:.2%} (of CPU {1e3 * own:.3f} ms, {own / step:.2%})"
+        for watch, spent, own in zip(watches, inside, worked, strict=True)
     ]
     print(
         f"rank {trainer.global_rank}: {counted.steps} steps of {1e3 * step:.2f} ms; in each "
-        f"{'; '.join(parts)}; together {sum(inside) / step:.2%}",
+        f"{'; '.join(parts)}; together {sum(inside) / step:.2%} ({sum(worked) / step:.2%}); "
+        f"tables at the end {', '.join(f'{1e3 * watch.at_end:.0f} ms' for watch in watches)}",
         flush=True,
     )
 

@@ -113,9 +113,9 @@ def make_files(folder: Path, ranks: Callable[[int], Pool]) -> None:
     shutil.copytree(
         ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__", "[!g]*_out")
     )
-    ranks(2)(save_a_run, str(folder), group=False)
+    ranks(2)(save_a_run, str(folder), group=False, timeout=240.0)
     shutil.copytree(folder / "run.ckpt", folder / "epoch=3-step=2000.ckpt")
-    ranks(1)(save_for_other_tools, str(folder), group=False)
+    ranks(1)(save_for_other_tools, str(folder), group=False, timeout=240.0)
     (script,) = [
         block.text for block in blocks("docs/quickstart.md", "python") if block.ranks and not block.how
     ]

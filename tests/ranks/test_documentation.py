@@ -23,6 +23,7 @@ from tests.ranks.pages_need import NAMES, make_files, names
 
 Ranks = Callable[[int], Pool]
 LANGUAGES = ("python", "bash")
+LONG = 240.0  # seconds, on a machine with much other work: ranks import transformers
 SCRIPTS = {
     block.text: block.ranks
     for page in pages()
@@ -71,7 +72,7 @@ def run_script(script: str) -> str:
 def test_a_script_trains_and_prints_what_its_page_says(ranks: Ranks, tmp_path: Path, text: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(text.replace("max_epochs=2", f"max_epochs=2, default_root_dir={str(tmp_path)!r}"))
-    first, *_ = ranks(SCRIPTS[text] or 1)(run_script, str(script), group=False)
+    first, *_ = ranks(SCRIPTS[text] or 1)(run_script, str(script), group=False, timeout=LONG)
     (loss,) = [line for line in first.splitlines() if line.startswith("loss ")]
     told = [
         page for page in pages() if text in (ROOT / page).read_text() and loss in (ROOT / page).read_text()
@@ -98,7 +99,7 @@ def test_the_parts_of_a_page_run_with_the_readers_module(ranks: Ranks, tmp_path:
     for block in blocks(page, "python"):
         if block.how == "with":
             text = once(block.text)
-            ends = ranks(block.ranks or 1)(run_part, text, str(tmp_path), group=False)
+            ends = ranks(block.ranks or 1)(run_part, text, str(tmp_path), group=False, timeout=LONG)
             epochs = 2 if "ckpt_path" in text else 1
             assert ends == [(2 * epochs, epochs)] * len(ends)
 
@@ -118,7 +119,7 @@ def test_the_blocks_of_a_page_that_belong_together_run(
     ranks: Ranks, files: Path, tmp_path: Path, page: str
 ) -> None:
     folder = shutil.copytree(files, tmp_path / "here")
-    written, *_ = ranks(2)(run_together, page, str(folder), group=False)
+    written, *_ = ranks(2)(run_together, page, str(folder), group=False, timeout=LONG)
     assert "model.safetensors.index.json" in written or "model.safetensors" in written
 
 
@@ -195,7 +196,7 @@ def run_command(ranks: Ranks, words: list[str], folder: Path, number: int) -> Pa
     for word, more in SMALLER.items():
         if any(word in given for given in words):
             words = [*words, *more]
-    ranks(number)(run_words, words, str(folder), group=False)
+    ranks(number)(run_words, words, str(folder), group=False, timeout=LONG)
     return folder
 
 
@@ -209,9 +210,9 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
             for words in block.commands:
                 folder = run_command(ranks, words, folder, block.ranks or 1)
         else:
-            ranks(1)(run_block, page, once(block.text), block.line, str(folder), group=False)
+            ranks(1)(run_block, page, once(block.text), block.line, str(folder), group=False, timeout=LONG)
     if page == "docs/how-it-works.md":
-        assert ranks(1)(counted_labels, page, group=False) == [1]
+        assert ranks(1)(counted_labels, page, group=False, timeout=LONG) == [1]
 
 
 def look_in(folder: str) -> None:
