@@ -1,6 +1,6 @@
 """What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
 
-from collections import deque
+from collections import deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -159,20 +159,64 @@ def test_buffers_that_the_end_of_a_step_writes_are_on_every_rank(ranks: Ranks) -
 
 
 class Extras(Regression):
-    """Reads another entry of what the step returned."""
+    """Reads other entries of what the step returned."""
 
-    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:  # type: ignore[override]
+    times = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
         out = self.net(batch[0])
-        return {"loss": nn.functional.mse_loss(out, batch[1]), "out": out.detach()}
+        loss = nn.functional.mse_loss(out, batch[1])
+        wide = out.detach().repeat(1, self.times)
+        return {"loss": loss, "out": wide, "named": {"kind": "mse", "error": loss.detach()}}
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.history.append(float(outputs["out"].mean()))
+        assert outputs["named"]["kind"] == "mse"
+        self.log("error", outputs["named"]["error"])
+        self.log("mean", outputs["out"].mean())
 
 
-def test_an_entry_that_is_on_the_last_stage_names_itself_elsewhere(ranks: Ranks) -> None:
+class Wide(Extras):
+    times = 1000
+
+
+def test_small_entries_of_what_a_step_returns_are_on_every_rank(ranks: Ranks) -> None:
+    expected = logs_of(None, Extras)
+    for number in (1, 2):
+        for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": number}, Extras):
+            assert found == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_large_entry_that_is_on_the_last_stage_names_itself_elsewhere(ranks: Ranks) -> None:
     text = r"entry 'out' of what training_step returned is filled .* \[at test_step_attributes.py:"
     with pytest.raises(RankFailure, match=text):
-        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Extras)
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Wide)
+
+
+class MakesAClass(Regression):
+    """Makes the class of its outputs in the first step, as pytorch-forecasting does."""
+
+    def forward(self, x: Tensor) -> Any:
+        prediction = self.net(x)
+        if not hasattr(self, "output_class"):
+
+            class Output(namedtuple("output", ["prediction"])):
+                def error(self, target: Tensor) -> Tensor:
+                    return nn.functional.mse_loss(self.prediction, target)
+
+            self.output_class = Output
+        return self.output_class(prediction)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).error(batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self(batch[0]).error(batch[1]))
+
+
+def test_a_class_that_a_step_makes_once_is_kept(ranks: Ranks) -> None:
+    expected = logs_of(None, MakesAClass)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, MakesAClass):
+        assert found == pytest.approx(expected, rel=1e-9)
 
 
 class SetLater(Regression):

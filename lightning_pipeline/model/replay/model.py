@@ -255,8 +255,6 @@ class SplitModel(OutsideSteps):
 
     def extras_elsewhere(self, step: str) -> dict[Any, Any]:
         """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
-        if self.has_last_stage:
-            return {}
         keys = [key for key in self._known[step][0].returned if key != "loss"]
         return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
 

@@ -6,6 +6,7 @@ not guessed: `rule_for` tries them on a run in which the answer is known.
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -351,6 +352,8 @@ def equal(one: Any, other: Any) -> bool:
     if _is_number(one) and _is_number(other):
         exact = isinstance(one, int) and isinstance(other, int)
         return bool(one == other) if exact else abs(one - other) <= 1e-4 * max(abs(one), abs(other), 1e-6)
+    if isinstance(one, type) and isinstance(other, type):
+        return _are_made_alike(one, other)
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -361,6 +364,28 @@ def equal(one: Any, other: Any) -> bool:
         return bool(one == other)
     except (TypeError, ValueError, RuntimeError):
         return False
+
+
+def _are_made_alike(one: type, other: type) -> bool:
+    """Whether two classes are those that the same lines make when they run twice."""
+    if one is other:
+        return True
+    if (one.__module__, one.__qualname__) != (other.__module__, other.__qualname__):
+        return False
+    if vars(one).keys() != vars(other).keys() or len(one.__bases__) != len(other.__bases__):
+        return False
+    if not all(map(_are_made_alike, one.__bases__, other.__bases__)):
+        return False
+    return all(_are_written_alike(value, vars(other)[name]) for name, value in vars(one).items())
+
+
+def _are_written_alike(one: Any, other: Any) -> bool:
+    """Whether an entry of a class is what the same lines make; of what has no code that tells, its type."""
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        return one.__code__ == other.__code__ and one.__defaults__ == other.__defaults__
+    if isinstance(one, tuple | str | int | float | None):
+        return bool(one == other)
+    return type(one) is type(other)
 
 
 def _close(one: Tensor, other: Tensor) -> bool:

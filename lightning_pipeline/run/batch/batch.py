@@ -9,6 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
+from lightning_pipeline._torch import tree_leaves, tree_map_only
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay
@@ -20,6 +21,8 @@ from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Reordering
 from lightning_pipeline.schedules import Plan
+
+_SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
 
 
 @dataclass
@@ -116,9 +119,9 @@ class Batch:
         """Run a training step, backward included.
 
         Returns:
-            `loss`, that of the whole batch, detached, on every rank; on the last stage also what else the
-            step returned, and elsewhere in its place what raises when it is used. `None` where no
-            micro-batch has a loss.
+            `loss`, that of the whole batch, detached, on every rank, and what else the step returned: on all
+            ranks where it is small, else on the last stage, with what raises when it is used in its place
+            elsewhere. `None` where no micro-batch has a loss.
         """
         with self.around():
             with self.around_backwards(), self._open():
@@ -126,7 +129,7 @@ class Batch:
             loss, output = self._finish()
         if loss is None:
             return None
-        return {"loss": loss, **(_extras(output) or self._steps.split.extras_elsewhere(self.step))}
+        return {"loss": loss, **output}
 
     def evaluate(self) -> Any:
         """Run a step of validation, test or predict.
@@ -203,6 +206,8 @@ class Batch:
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
+            if self.trains:
+                output = self._told_extras(output)
             replay(steps.module, report, self.parts.batch_size)
         return loss_of(report), output
 
@@ -217,6 +222,22 @@ class Batch:
         if self.step == "training_step":  # its loss is averaged apart
             outputs = [_extras(output) for output in outputs]
         return self._steps.merge(outputs, self.seen.sizes) if outputs else None
+
+    def _told_extras(self, output: Any) -> dict[Any, Any]:
+        """What a training step returned beside its loss."""
+        from_last = self._steps.from_last
+        own = _extras(output) or {}
+        elsewhere = self._steps.split.extras_elsewhere(self.step)
+        if not elsewhere or from_last.group is None:
+            return own
+
+        def small() -> Any:
+            kept = {key: value for key, value in own.items() if _is_small(value)}
+            return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), kept)
+
+        told, device = from_last.share(small), self._steps.module.device
+        on_device = tree_map_only(Tensor, lambda tensor: tensor.to(device), told)
+        return own if from_last.is_source else {**elsewhere, **on_device}
 
     def _share_what_is_left(self) -> None:
         """Hooks on every rank, and the next step, read what the end of the step has just left."""
@@ -272,6 +293,14 @@ class Batch:
                 f"{number} micro-batches, and no rule puts their results together to what one "
                 "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end"
             )
+
+
+def _is_small(value: Any) -> bool:
+    """Whether all ranks are told of an entry: numbers, texts and tensors of few elements."""
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
+    return plain and len(leaves) <= _SMALL and sum(tensor.numel() for tensor in tensors) <= _SMALL
 
 
 def _extras(output: Any) -> Any:
