@@ -52,6 +52,9 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
+
+# What a collection of loaders is. Since 2.2.
+from lightning.pytorch.utilities._pytree import _tree_flatten
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
@@ -100,6 +103,7 @@ __all__ = [
     "loader_source",
     "loader_states",
     "loader_states_to_load",
+    "loaders_in",
     "loop_of",
     "moves_batches_itself",
     "on_requeue",
@@ -331,6 +335,14 @@ def is_sequential(combined: CombinedLoader) -> bool:
 def loader_source(loop: Any) -> Any:
     """Where a loop gets its loaders: given to the Trainer, or from a hook. Since 2.0."""
     return loop._data_source
+
+
+def loaders_in(loaders: Any) -> tuple[list[Any], Any]:
+    """The loaders of a collection, and its structure for torch's `tree_unflatten`. Since 2.2.
+
+    A list of numbers or texts is a loader of these, and no collection.
+    """
+    return _tree_flatten(loaders)
 
 
 def request_loaders(source: Any) -> Any:

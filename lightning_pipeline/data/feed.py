@@ -9,8 +9,8 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_pipeline._lightning import moves_batches_itself
-from lightning_pipeline._torch import tree_leaves, tree_map
+from lightning_pipeline._lightning import loaders_in, moves_batches_itself
+from lightning_pipeline._torch import tree_unflatten
 from lightning_pipeline.data.loaders import (
     CHECKED_BATCHES,
     Gather,
@@ -58,12 +58,13 @@ class Feed:
         Returns:
             The batch; `None` where a loader has none.
         """
-        peekable = tree_map(self._peekable, loaders)
+        leaves, structure = loaders_in(loaders)
+        peekable = tree_unflatten([self._peekable(loader) for loader in leaves], structure)
         if not self._may_differ:
             return self._first(peekable)
         self._may_differ = False
         found = first_of(peekable)
-        lengths = tuple(sized_len(loader) for loader in tree_leaves(loaders))
+        lengths = tuple(sized_len(loader) for loader in leaves)
         if len(set(self._gather(zlib.crc32(repr((found and fingerprint(found), lengths)).encode())))) == 1:
             return found
         self._shares = True
@@ -99,7 +100,7 @@ class Feed:
 
     def holds(self, loaders: Any) -> bool:
         """Whether an item of these was taken that another loader might not give again."""
-        return any(self._known(loader) is not None for loader in tree_leaves(loaders))
+        return any(self._known(loader) is not None for loader in loaders_in(loaders)[0])
 
     def prepare(self, loader: Any) -> Any:
         """What `Strategy.process_dataloader` returns. All ranks call with their loaders in the same order."""

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -168,3 +169,29 @@ def test_an_error_of_a_wrongly_cut_batch_says_how_it_was_cut(ranks: Ranks, make:
         assert outcome.error is not None
         found = "\n".join(outcome.error.__notes__)
         assert re.search(text + r".*override `split_batch\(batch, num_microbatches\)`", found), found
+
+
+class Numbers(Regression):
+    """Its loaders are plain lists."""
+
+    def output(self, batch: dict[str, int]) -> Tensor:
+        return self.net(torch.full((4, FEATURES), batch["a"] / 4 + batch["b"] / 8, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.output(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("out", self.output(batch).sum(), batch_size=1)
+
+
+def fit_numbers(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Numbers(), trainer(pipeline)
+    lists = {"a": [0, 1, 2], "b": [3, 4]}
+    run.fit(module, CombinedLoader(lists, "max_size_cycle"), CombinedLoader(lists, "min_size"))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_lists_of_numbers_are_loaders_as_on_one_device(ranks: Ranks) -> None:
+    expected = fit_numbers(None)
+    for found in ranks(2)(fit_numbers, {"stages": 2}):
+        assert_same(found, expected)
