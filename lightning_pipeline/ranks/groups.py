@@ -382,7 +382,7 @@ class Groups:
                 time.sleep(0.001)
         elif came:
             self.notes.add("gone", 1)
-        self.lookout.stop()
+        self.lookout.stop(wait=1.0 if came else 0.0)
         return came
 
     def _all_come(self, place: str, what: str, *, host_stays: bool) -> bool:

@@ -92,9 +92,15 @@ class Lookout:
         if self._size > 1:
             self._thread.start()
 
-    def stop(self) -> None:
-        """No more; does not wait for the thread, whose host may be silent."""
+    def stop(self, *, wait: float = 0.0) -> None:
+        """No more.
+
+        Args:
+            wait: Seconds for the thread to end; not for ever, since the host of its notes may be silent.
+        """
         self._stop.set()
+        if wait and self._thread.is_alive():
+            self._thread.join(wait)
 
     def _watch(self) -> None:
         while not self._stop.wait(self.period):

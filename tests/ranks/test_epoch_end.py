@@ -48,7 +48,7 @@ def fit(stages: int | None) -> dict[str, float]:
     strategy: Any = PipelineStrategy(stages=stages, num_microbatches=3) if stages else "auto"
     trainer = pl.Trainer(
         accelerator="cpu", devices=stages or 1, strategy=strategy, max_epochs=3, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
         callbacks=[EarlyStopping("stacked", patience=10)],
     )  # fmt: skip
     trainer.fit(module, loader(24), loader(24, seed=5))

@@ -39,7 +39,7 @@ def replicated(plain: bool, by_hand: bool, accumulate: int) -> Any:
     module = ByHand() if by_hand else Regression()
     run = pl.Trainer(
         accelerator="cpu", devices=2, strategy=strategy, max_epochs=2, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, log_every_n_steps=1,
+        log_every_n_steps=1,
         accumulate_grad_batches=accumulate, callbacks=[] if plain else [BubbleMonitor()],
     )  # fmt: skip
     run.fit(module, loader(shuffle=True), loader(seed=4))

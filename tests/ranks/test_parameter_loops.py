@@ -38,7 +38,7 @@ def fit(
     strategy: Any = PipelineStrategy(stages=stages, num_microbatches=4) if stages else "auto"
     trainer = pl.Trainer(
         accelerator="cpu", devices=stages or 1, strategy=strategy, max_epochs=1, logger=False,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
         callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module, loader())
