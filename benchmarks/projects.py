@@ -1,6 +1,6 @@
 """Runs Lightning projects that nobody here wrote, unchanged but for the strategy, and on one device.
 
-    pip install requests torchvision
+    pip install requests torchvision pytorch-forecasting gluonts mlcolvar
     git clone --depth 1 --branch 2.6.5 https://github.com/Lightning-AI/pytorch-lightning
     python benchmarks/projects.py pytorch-lightning/examples/pytorch
 
@@ -30,7 +30,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline import PipelineStrategy
 
-Project = tuple[Callable[[], pl.LightningModule], Callable[[], dict[str, Any]], dict[str, Any]]
+sys.path.insert(0, str(Path(__file__).parent))
+from library_projects import Project, libraries
 
 
 def imported(path: Path) -> ModuleType:
@@ -159,14 +160,18 @@ def trained(project: Project, stages: int) -> tuple[dict[str, Tensor], dict[str,
     return {name: p.detach() for name, p in module.state_dict().items()}, dict(trainer.callback_metrics)
 
 
-def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest, as a share of the largest value of its tensor."""
+def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> str:
+    """The largest, as a share of the largest value of its tensor, and what has it if it is no rounding."""
     assert found.keys() == expected.keys(), f"{sorted(found)} instead of {sorted(expected)}"
-    shares = [
-        float((found[name].double() - value.double()).abs().max()) / max(1e-6, float(value.abs().max()))
+    shares = {
+        name: float((found[name].double() - value.double()).abs().max()) / max(1e-6, float(value.abs().max()))
         for name, value in expected.items()
-    ]
-    return max(shares, default=0.0)
+    }
+    if not shares:
+        return "nothing"
+    apart = [name for name, share in shares.items() if share > 1e-6]
+    names = f" ({len(apart)} of {len(shares)}: {', '.join(apart[:6])})" if apart else ""
+    return f"{max(shares.values()):.1e}{names}"
 
 
 def compared(project: Callable[[], Project], stages: int) -> str:
@@ -180,7 +185,7 @@ def compared(project: Callable[[], Project], stages: int) -> str:
     except Exception as error:  # a project that does not run is a row of the table
         traceback.print_exc()
         return f"{type(error).__name__}: {str(error).splitlines()[0][:110]}"
-    return f"weights {difference(found[0], expected[0]):.1e}, logged {difference(found[1], expected[1]):.1e}"
+    return f"weights {difference(found[0], expected[0])}, logged {difference(found[1], expected[1])}"
 
 
 def main() -> None:
@@ -195,7 +200,7 @@ def main() -> None:
     os.chdir(tempfile.mkdtemp())
     Path("data").mkdir()  # where the demos look for their text
     Path("data/wikitext-2.txt").write_text(" ".join(f"word{n % 50}" for n in range(5000)))
-    for name, project in projects(examples).items():
+    for name, project in {**projects(examples), **libraries()}.items():
         if any(part in name for part in options.only):
             print(f"| {name} | {compared(project, options.stages)} |", flush=True)
 
