@@ -437,9 +437,4 @@ def fitted(spec: TensorSpec, sizes: Mapping[int, int]) -> TensorSpec:
     """A value's description with other sizes."""
     if not sizes or not any(size in sizes for size in spec.shape):
         return spec
-    shape = tuple(sizes.get(size, size) for size in spec.shape)
-    stride, following = [], 1
-    for size in reversed(shape):
-        stride.append(following)
-        following *= size
-    return spec._replace(shape=shape, stride=tuple(reversed(stride)))
+    return spec.resized(tuple(sizes.get(size, size) for size in spec.shape))

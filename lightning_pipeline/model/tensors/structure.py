@@ -35,6 +35,16 @@ class TensorSpec(NamedTuple):
         stride = tensor.stride() if _is_dense(tensor) else None
         return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
 
+    def resized(self, shape: tuple[int, ...]) -> "TensorSpec":
+        """The same in another shape, with the elements in order."""
+        if shape == self.shape:
+            return self
+        stride, following = [], 1
+        for size in reversed(shape):
+            stride.append(following)
+            following *= size
+        return self._replace(shape=shape, stride=tuple(reversed(stride)))
+
     @property
     def num_bytes(self) -> int:
         """Size in bytes."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -175,9 +176,9 @@ class FakeRun:
         return given.carry_over(copies, output, self._observed.mode.like)
 
     def _as_before(self, call: Call, given: Given, cause: Exception) -> Any:
-        """What the unit returned for inputs of these shapes in a trace of the whole module."""
+        """What the unit returned for inputs of these shapes, or of others, in a trace of the whole module."""
         unit = self._observed.patches.units[call.unit]
-        known = self._seen(call)
+        known = self._seen(call) or self._in_other_sizes(call)
         if known is None:
             raise SplitError(
                 f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
@@ -189,6 +190,15 @@ class FakeRun:
     def _seen(self, call: Call) -> Call | None:
         calls = self._observed.seen
         return next((one for one in calls if (one.unit, one.inputs) == (call.unit, call.inputs)), None)
+
+    def _in_other_sizes(self, call: Call) -> Call | None:
+        """What an earlier call returned, with the sizes of this one; None where that is not clear."""
+        for known in self._observed.seen:
+            if known.unit == call.unit:
+                specs = _fitted(known, call)
+                if specs is not None:
+                    return replace(known, specs=specs)
+        return None
 
     def _like(self, call: Call) -> Call | None:
         """A call in an earlier trace that does the same."""
@@ -233,6 +243,22 @@ class FakeRun:
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
         return self._observed.mode.make(TensorSpec((), (), torch.float32, self._observed.device.type, False))
+
+
+def _fitted(known: Call, call: Call) -> list[TensorSpec] | None:
+    """The outputs of a call, where other sizes come in; None where a size could stand for several."""
+    if [(len(shape), dtype) for shape, dtype in known.inputs] != [
+        (len(s), dtype) for s, dtype in call.inputs
+    ]:
+        return None
+    sizes: dict[int, int] = {}
+    for (before, _), (now, _) in zip(known.inputs, call.inputs, strict=True):
+        if any(sizes.setdefault(one, other) != other for one, other in zip(before, now, strict=True)):
+            return None
+    changed = {one: other for one, other in sizes.items() if one != other}
+    if any(spec.shape.count(size) > 1 for spec in known.specs for size in changed):
+        return None
+    return [spec.resized(tuple(changed.get(size, size) for size in spec.shape)) for spec in known.specs]
 
 
 def _is_absent(module: nn.Module) -> bool:

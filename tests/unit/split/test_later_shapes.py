@@ -31,6 +31,27 @@ def test_shapes_of_later_units_are_those_of_each_microbatch() -> None:
         assert_same(piped(module, batch, stages=stages, num_microbatches=3), alone(module, batch, 3))
 
 
+class Looks(nn.Linear):
+    """Looks at values, so that only a rank with its weights can find out what it returns."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * 1.5 if x.sum() > 0 else x)
+
+
+def test_a_unit_that_looks_at_values_meets_a_new_size_on_another_stage() -> None:
+    torch.manual_seed(0)
+    module, x = TwoPasses(), torch.randn(8, 6, dtype=torch.float64)
+    module.net = nn.Sequential(*[Looks(6, 6, dtype=torch.float64) for _ in range(4)])
+
+    def each(root: Module, number: int) -> tuple[Tensor, Tensor]:
+        rows = x[: (8, 5)[number]]
+        return rows, rows.cos()
+
+    for stages in (2, 4):
+        mine = piped(module, each(module, 0), stages=stages, num_microbatches=1, steps=2, each=each)
+        assert_same(mine, alone(module, None, 1, steps=2, each=each))
+
+
 class CountsInside(nn.Module):
     """A unit with a counter of its own."""
 
