@@ -21,6 +21,7 @@ from tests.pages import ROOT, Block, blocks, pages
 from tests.pool import Pool
 from tests.ranks.pages_need import NAMES, make_files, names
 
+pytestmark = pytest.mark.timeout(400)  # a page has several runs, and a machine may have much other work
 Ranks = Callable[[int], Pool]
 LANGUAGES = ("python", "bash")
 LONG = 240.0  # seconds, on a machine with much other work: ranks import transformers
