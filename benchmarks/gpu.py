@@ -12,12 +12,10 @@ status is 0 where every case and every bound holds.
 import copy
 import inspect
 import itertools
-import json
+import multiprocessing
 import os
 import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 import warnings
@@ -298,9 +296,22 @@ def message(mebibytes: int = 64, count: int = 50) -> dict[str, Any]:
 # Processes
 
 
-def work(job: str) -> None:
+# Imported once, by a server that each process is forked from; importing them starts nothing on a device.
+PRELOAD = [
+    "lightning.pytorch",
+    "lightning_pipeline",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+]
+
+
+def work(case: dict[str, Any], log: str, environment: dict[str, str]) -> None:
     """One process of a case: run it and leave what it found in a file."""
-    case = json.loads(job)
+    out = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(out, descriptor)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
     folder = Path(case["folder"])
     found: Any
     if case["name"] == "figures":
@@ -309,7 +320,7 @@ def work(job: str) -> None:
         found = message()
     else:
         found = run_case(case, folder)
-    if int(os.environ.get("NODE_RANK", "0")) == 0:
+    if environment["NODE_RANK"] == "0":
         torch.save(found, folder / "found.pt")
 
 
@@ -322,26 +333,28 @@ def start(case: dict[str, Any], seconds: float) -> dict[str, Any] | str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--job", json.dumps(case)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    common = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_RANK": "0"}
     logs = [Path(case["folder"]) / f"rank{rank}.log" for rank in range(case["ranks"])]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            mine = {**environment, "NODE_RANK": str(rank), "LOCAL_RANK": "0"}
-            processes.append(subprocess.Popen(command, env=mine, stdout=out, stderr=subprocess.STDOUT))
+    processes = [
+        context.Process(target=work, args=(case, str(log), {**common, "NODE_RANK": str(rank)}))
+        for rank, log in enumerate(logs)
+    ]
     until = time.monotonic() + seconds
-    try:
-        codes = [process.wait(max(1.0, until - time.monotonic())) for process in processes]
-    except subprocess.TimeoutExpired:
-        codes = [1]
-    finally:
-        for process in processes:
-            process.kill()
-    if any(codes):
-        worst = max(range(len(codes)), key=lambda rank: bool(codes[rank]))
-        text = [line.strip() for line in logs[worst].read_text().splitlines() if line.strip()]
-        return next((line for line in reversed(text) if "Error" in line), "no end within the time")
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(1.0, until - time.monotonic()))
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+    if any(codes) or None in codes:
+        failed = [log for log, code in zip(logs, codes, strict=True) if code]
+        text = [line.strip() for log in failed or logs for line in log.read_text().splitlines()]
+        late = f"no end within {seconds:g} s"
+        return next((line for line in reversed(text) if "Error" in line), late)
     found: dict[str, Any] = torch.load(Path(case["folder"]) / "found.pt", weights_only=True)
     return found
 
@@ -385,7 +398,6 @@ def measure(
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
     seconds: float = 120.0,
     figures: bool = True,
-    job: str | None = None,
 ) -> None:
     """Run everything and print a line per case.
 
@@ -395,11 +407,7 @@ def measure(
         precisions: Columns.
         seconds: Longest time of a case.
         figures: Whether to measure on CUDA what steps and messages cost.
-        job: For the processes that this starts.
     """
-    if job is not None:
-        work(job)
-        return
     if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu tries the script out")
         raise SystemExit(1)
