@@ -235,8 +235,9 @@ class BubbleMonitor(DetachingCallback):
             return
         self._reported = total
         report = Report(
-            run_of(trainer, self), total, self._measuring, self._names, warm=self._total is not None
-        )
+            run_of(trainer, self), total, self._measuring, self._names,
+            warm=self._total is not None, ranks_here=trainer.num_devices,
+        )  # fmt: skip
         if trainer.is_global_zero:
             rank_zero_info(str(report))
 

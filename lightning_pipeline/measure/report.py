@@ -1,5 +1,6 @@
 """The table that closes `fit`: where the time of a pipeline went, and what would pay."""
 
+import os
 from collections import Counter
 from collections.abc import Sequence
 from itertools import chain
@@ -31,11 +32,21 @@ class Report:
         meter: That measured it.
         names: Of the ranks' stages.
         warm: Whether the steps are like those to come; the first of a fit are not.
+        ranks_here: Ranks on this machine.
     """
 
     def __init__(
-        self, run: PipelineRun, total: Measurement, meter: Meter, names: Sequence[str], *, warm: bool
+        self,
+        run: PipelineRun,
+        total: Measurement,
+        meter: Meter,
+        names: Sequence[str],
+        *,
+        warm: bool,
+        ranks_here: int = 1,
     ) -> None:
+        cores = len(os.sched_getaffinity(0))
+        self._crowded = crowded_line(ranks_here, cores) if run.root_device.type == "cpu" else None
         self._run, self._total, self._meter, self._names, self._warm = run, total, meter, names, warm
         count = sum(parameter.numel() for parameter in run.own_parameters())
         held = run.gather_numbers([float(count), float(peak_bytes(run.root_device))])
@@ -47,7 +58,7 @@ class Report:
 
     def __str__(self) -> str:
         lines: list[str | None] = [headline(self._total), bubble_line(self._total)]
-        lines += [expected_line(self._total), self._work(), self._table()]
+        lines += [expected_line(self._total), self._work(), self._crowded, self._table()]
         if not self._run.is_one_device:
             lines.append(self._advice() if self._warm else _COLD)
         return "\n".join(filter(None, lines))
@@ -125,6 +136,13 @@ def bubble_line(total: Measurement) -> str:
         f"messages and the rest {rest:+.1%}"
     )
     return f"{text}; stage {free.slowest} is the slowest" if imbalance > _WORTH_SAYING else text
+
+
+def crowded_line(ranks: int, cores: int) -> str | None:
+    """What ranks wait for beside each other, where they are more than the cores that they share."""
+    if ranks <= cores:
+        return None
+    return f"{ranks} ranks share {cores} core{'s'[: cores > 1]}: they wait for one, and messages do"
 
 
 def expected_line(total: Measurement) -> str | None:

@@ -7,7 +7,7 @@ import torch
 
 from lightning_pipeline.measure.measurement import Measurement
 from lightning_pipeline.measure.meter import tokens_of
-from lightning_pipeline.measure.report import expected_line, hop_seconds, work_line
+from lightning_pipeline.measure.report import crowded_line, expected_line, hop_seconds, work_line
 from lightning_pipeline.measure.shares import CATEGORIES
 from lightning_pipeline.measure.steps import RankStep
 from lightning_pipeline.recording.timeline import Event
@@ -37,6 +37,12 @@ def test_a_hop_is_from_an_end_to_the_start_of_what_waited_for_it() -> None:
     steps = [RankStep(0, (0,), 0, 60 * MS, first), RankStep(1, (1,), 0, 60 * MS, second)]
     # 1F0 waited 2 ms from the end of 0F0, 0B0 3 ms; 1F1 and 0B1 found their messages there.
     assert hop_seconds(plan, steps) == pytest.approx(0.0025)
+
+
+def test_more_ranks_than_cores_are_told_of() -> None:
+    assert crowded_line(3, 2) == "3 ranks share 2 cores: they wait for one, and messages do"
+    assert crowded_line(2, 1) == "2 ranks share 1 core: they wait for one, and messages do"
+    assert crowded_line(2, 2) is None
 
 
 def test_a_step_in_which_nobody_waited_has_no_hops() -> None:
