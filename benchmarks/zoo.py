@@ -23,19 +23,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
-from benchmarks.zoo_compare import Arguments, Trained, alone, difference, outcome, staged
+from benchmarks.zoo_compare import Arguments, Trained, alone, compared, has_drawn, short
 from benchmarks.zoo_page import page_text, read, table, variants_text, write_page
 from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
-from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.tensors.structure import map_tensors
-from lightning_pipeline.model.trace import trace_step
-from lightning_pipeline.model.trace.units import find_units
 
 # ---- one pair
 
@@ -46,43 +41,20 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3), variant: st
     start = time.process_time()
     tried: list[str] = []
     try:
-        module, batches, expected, draws = _trains(kind, name, variant, tried)
+        module, batches, expected, draws = trains(kind, name, variant, tried)
     except Exception as error:
         return record | {"outcome": "not run", "why": short(error), "tried": tried}
-    losses, reference = expected
-    record["draws"] = draws and not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
-    precise = losses[0].dtype == torch.float64
-    record |= {"dtype": str(losses[0].dtype), "alone_s": round(time.process_time() - start, 2)}
-    try:
-        start = time.process_time()
-        units = find_units(module, at_least=3)
-        trace = trace_step(module, "training_step", *batches[0], units=units)
-        record |= {"trace_s": round(time.process_time() - start, 2), "units": len(units)}
-        if record["draws"]:  # the draws of one process are not promised: those of one rank are
-            cut = partition(trace, 2 if variant == "dropout" else 1, how="uniform")
-            losses, (whole,) = staged(module, cut, batches, one_rank=True)
-            whole.restore()
-            reference = whole.root
-        worst = 0.0
-        for stages in counts:
-            record["stages"] = stages
-            cut = partition(trace, stages, how="uniform")
-            shares = cut.table().rows
-            record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
-            worst = max(worst, difference(reference, losses, *staged(module, cut, batches)))
-    except PipelineError as error:
-        return record | {"outcome": "refused", "why": short(error)}
-    except Exception as error:
-        return record | {"outcome": "crash", "why": short(error)}
-    record["seconds"] = round(time.process_time() - start, 2)
-    return record | {"difference": worst, "outcome": outcome(worst, precise)}
+    record["alone_s"] = round(time.process_time() - start, 2)
+    held = 2 if variant == "dropout" else 1  # stages of the one rank that others are compared with
+    return record | compared(module, batches, expected, draws, counts, held)
 
 
-def _trains(
-    kind: str, name: str, variant: str, tried: list[str]
+def trains(
+    kind: str, name: str, variant: str = "", tried: list[str] | None = None
 ) -> tuple[nn.Module, list[Arguments], tuple[list[Tensor], nn.Module], bool]:
     """The module and the first batches of its recipe with which one process trains, and whether it draws."""
     failed: list[Exception] = []
+    tried = [] if tried is None else tried
     for make in builds(kind, name, variant):
         try:
             model, recipe = make()
@@ -105,7 +77,7 @@ def _trains(
                     if not _OF_TYPES.search(str(error)):
                         break
                 else:
-                    return module, batches, expected, _has_drawn()
+                    return module, batches, expected, has_drawn()
     raise next((error for error in failed if "requires the" in str(error)), failed[0])
 
 
@@ -119,29 +91,17 @@ def _where(error: Exception) -> str:
     return f"{short(error)[:200]} [{Path(of_model[-1].filename).name}:{of_model[-1].lineno}]"
 
 
-def _has_drawn() -> bool:
-    """Whether `alone`, which has just run with seed 0, has drawn a number."""
-    now, numbers = torch.get_rng_state(), numpy.random.get_state()[1]
-    torch.manual_seed(0)
-    numpy.random.seed(0)
-    same = torch.equal(now, torch.get_rng_state())
-    return not (same and numpy.array_equal(numbers, numpy.random.get_state()[1]))
-
-
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, value)
-
-
-def short(error: Exception) -> str:
-    """Kind and text of an error, cut."""
-    return f"{type(error).__name__}: {error}"[:600]
 
 
 # ---- all of them
 
 
 @contextmanager
-def _limited(seconds: int) -> Iterator[None]:
+def limited(seconds: int) -> Iterator[None]:
+    """Raise `TimeoutError` after so much CPU time."""
+
     def stop(number: int, frame: Any) -> None:
         raise TimeoutError(f"more than {seconds} s")
 
@@ -161,7 +121,7 @@ def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int, v
             gc.collect()
         now.write_text(json.dumps([kind, name]))
         try:
-            with _limited(seconds):
+            with limited(seconds):
                 record = run_pair(kind, name, variant=variant)
         except TimeoutError as error:
             record = {"type": kind, "class": name, "variant": variant, "outcome": "slow", "why": str(error)}

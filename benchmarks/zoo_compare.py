@@ -1,15 +1,19 @@
 """A module's step in one process and over stages in this process, and how far they differ."""
 
 import copy
+import time
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
-from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.model.trace import Trace, trace_step
+from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -150,3 +154,66 @@ def _relative(found: Tensor, expected: Tensor, scale: float | None = None) -> fl
     found, expected = found.double().nan_to_num(), expected.double().nan_to_num()
     scale = scale or max(float(expected.abs().max()), 1e-30)
     return float((found - expected).abs().max()) / scale
+
+
+# ---- one module
+
+
+def compared(
+    module: nn.Module,
+    batches: list[Arguments],
+    expected: tuple[list[Tensor], nn.Module],
+    draws: bool,
+    counts: tuple[int, ...] = (2, 3),
+    reference_stages: int = 1,
+) -> dict[str, Any]:
+    """What becomes of a module over so many stages, as entries of a record.
+
+    Args:
+        module: With a `training_step`.
+        batches: Arguments of each micro-batch.
+        expected: What `alone` gave.
+        draws: Whether it has drawn a number: the draws of one process are not promised, those of a rank are.
+        counts: Numbers of stages.
+        reference_stages: Where it draws, how many stages the rank holds that the others are compared with.
+    """
+    losses, reference = expected
+    draws = draws and not all(map(torch.equal, losses, alone(module, batches, seed=1)[0]))
+    record: dict[str, Any] = {"draws": draws, "dtype": str(losses[0].dtype)}
+    try:
+        start = time.process_time()
+        units = find_units(module, at_least=3)
+        trace = trace_step(module, "training_step", *batches[0], units=units)
+        record |= {"trace_s": round(time.process_time() - start, 2), "units": len(units)}
+        if draws:
+            cut = partition(trace, reference_stages, how="uniform")
+            losses, (whole,) = staged(module, cut, batches, one_rank=True)
+            whole.restore()
+            reference = whole.root
+        worst = 0.0
+        for stages in counts:
+            record["stages"] = stages
+            cut = partition(trace, stages, how="uniform")
+            shares = cut.table().rows
+            record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
+            worst = max(worst, difference(reference, losses, *staged(module, cut, batches)))
+    except PipelineError as error:
+        return record | {"outcome": "refused", "why": short(error)}
+    except Exception as error:
+        return record | {"outcome": "crash", "why": short(error)}
+    record["staged_s"] = round(time.process_time() - start, 2)
+    return record | {"difference": worst, "outcome": outcome(worst, losses[0].dtype == torch.float64)}
+
+
+def has_drawn() -> bool:
+    """Whether `alone`, which has just run with seed 0, has drawn a number."""
+    now, numbers = torch.get_rng_state(), numpy.random.get_state()[1]
+    torch.manual_seed(0)
+    numpy.random.seed(0)
+    same = torch.equal(now, torch.get_rng_state())
+    return not (same and numpy.array_equal(numbers, numpy.random.get_state()[1]))
+
+
+def short(error: Exception) -> str:
+    """Kind and text of an error, cut."""
+    return f"{type(error).__name__}: {error}"[:600]

@@ -65,7 +65,7 @@ def page_text(known: Known, num_pairs: int) -> str:
         "### Neither equal nor left out",
         "",
         *(
-            f"* `{name}` ({kind}), {record['outcome']}: {_told(record)}"
+            f"* `{name}` ({kind}), {record['outcome']}: {told(record)}"
             for (kind, name), record in sorted(trained.items())
             if record["outcome"] != "equal"
         ),
@@ -101,7 +101,7 @@ def variants_text(records: Path, variants: tuple[str, ...]) -> str:
         bits = sum(one.get("difference") == 0.0 for one in trained.values())
         rows.append(f"| {variant} | {len(trained)} | {equal} | {bits} |")
         rest += [
-            f"* {variant}, `{name}` ({kind}), {one['outcome']}: {_told(one)}"
+            f"* {variant}, `{name}` ({kind}), {one['outcome']}: {told(one)}"
             for (kind, name), one in sorted(trained.items())
             if one["outcome"] != "equal"
         ]
@@ -123,7 +123,8 @@ def _counts(known: Known) -> list[tuple[str, int]]:
     return [(outcome, found[outcome]) for outcome in OUTCOMES if found[outcome]]
 
 
-def _told(record: dict[str, Any]) -> str:
+def told(record: dict[str, Any]) -> str:
+    """Why a record is not equal, in one line."""
     told: str = record.get("why") or f"largest difference {record.get('difference', 0):.1e}"
     return re.sub(r"/\S*/", "", told.replace("\n", " "))[:300]
 
