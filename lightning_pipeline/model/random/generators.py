@@ -76,20 +76,39 @@ def host_draws(generators: Generators) -> str:
     return str((host["state"]["pos"], random.getstate()[1][-1], generators.host_states()))
 
 
+class RandomState:
+    """Where torch, numpy, Python and some generators stand now.
+
+    Args:
+        generators: Of the user's; `None`: the global ones alone.
+    """
+
+    def __init__(self, generators: Generators | None = None) -> None:
+        devices = range(torch.cuda.device_count()) if torch.cuda.is_available() else range(0)
+        self._torch = torch.get_rng_state()
+        self._cuda = [(device, torch.cuda.get_rng_state(device)) for device in devices]
+        self._numpy, self._python = numpy.random.get_state(), random.getstate()
+        self._generators, self._own = generators, [] if generators is None else generators.states()
+
+    def restore(self) -> None:
+        """Let them stand there again."""
+        torch.set_rng_state(self._torch)
+        for device, state in self._cuda:
+            torch.cuda.set_rng_state(state, device)
+        numpy.random.set_state(self._numpy)
+        random.setstate(self._python)
+        if self._generators is not None:
+            self._generators.restore(self._own)
+
+
 @contextmanager
 def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
     """Restore torch's, numpy's and Python's random state, and that of `generators`, on exit."""
-    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
-    host, python = numpy.random.get_state(), random.getstate()
-    own = generators.states() if generators is not None else []
-    with torch.random.fork_rng(devices=devices):
-        try:
-            yield
-        finally:
-            numpy.random.set_state(host)
-            random.setstate(python)
-            if generators is not None:
-                generators.restore(own)
+    state = RandomState(generators)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def _state(generator: Any) -> Any:

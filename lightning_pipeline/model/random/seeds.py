@@ -13,14 +13,13 @@ units return.
 import pickle
 import random
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
 import torch
 from torch import nn
 
-from lightning_pipeline.model.random.generators import Generators, random_state_kept
+from lightning_pipeline.model.random.generators import Generators, RandomState
 
 _MASK = (1 << 63) - 1
 _UNIT_DRAWS = 1 << 40  # apart from the numbers of generators
@@ -47,8 +46,7 @@ class StepSeeds:
     def __init__(self, modules: Sequence[nn.Module], key: Sequence[int]) -> None:
         self._key = mix(*key)
         self._generators = Generators(modules)
-        self._kept: AbstractContextManager[None] = random_state_kept(self._generators)
-        self._kept.__enter__()
+        self._before = RandomState(self._generators)  # no open context: one that is dropped ends by itself
 
     def microbatch(self, microbatch: int) -> "MicrobatchSeeds":
         """Seed everything for one micro-batch."""
@@ -56,7 +54,7 @@ class StepSeeds:
 
     def close(self) -> None:
         """Put back the states from before the batch."""
-        self._kept.__exit__(None, None, None)
+        self._before.restore()
 
 
 def _default_generators() -> list[torch.Generator]:

@@ -86,8 +86,8 @@ class GlueRun:
         """Answer a call of a unit."""
         if self.inside:
             return self._within(unit, args, kwargs)
-        ours = current_function_mode() is self.functions
-        if ours:  # out of the way, where no mode of the user's is above it
+        ours = current_function_mode() is self.functions and not (self.draws and self._in_region())
+        if ours:  # out of the way, where no mode of the user's is above it, and no region may run again
             pop_function_mode()
         try:
             output = self._answer(unit, args, kwargs)
@@ -106,16 +106,16 @@ class GlueRun:
         forward = self._view.originals[unit]
         if not self._seeds.at_mark():
             return forward(*args, **kwargs)
-        if self.draws:
-            raise self._refuse(
-                "a unit takes gradients inside a region of activation checkpointing, which runs again then, "
-                "and code between units draws random numbers: call that unit outside the region"
-            )
         entered = self._seeds.enter(unit)
         try:
             return forward(*args, **kwargs)
         finally:
             self._seeds.leave(entered, [], again=unit in self._view.repeated)
+
+    def _in_region(self) -> bool:
+        """Whether hooks on saved tensors stand here, as activation checkpointing has them."""
+        hooks = top_hooks()
+        return hooks is not None and (self._outer_hooks is None or hooks[0] is not self._outer_hooks[0])
 
     def _call_hooks(self, unit: int) -> None:
         """Forward hooks inside a unit, which run as what they are: code between units."""
@@ -271,6 +271,10 @@ class GlueRun:
         """Whether an earlier stage reads this tensor too, so that its gradient is whole only there."""
         return id(tensor) in self._partial_ids
 
+    def at_mark(self) -> bool:
+        """Whether the next random number is one of code between units."""
+        return self._seeds.at_mark()
+
     def random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A random call between units."""
         self.draws = True
@@ -289,8 +293,7 @@ class GlueRun:
         Its results have no gradient here. The region's recomputation, and the forward of another
         micro-batch, may find the results remembered, and would keep another number of tensors.
         """
-        hooks = top_hooks()
-        if hooks is None or (self._outer_hooks is not None and hooks[0] is self._outer_hooks[0]):
+        if not self._in_region():
             return None
         self.in_regions = True
         return _nothing_kept() if any(map(is_placeholder, tensors_in((args, kwargs)))) else None
@@ -327,8 +330,11 @@ class _GlueFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, run = kwargs or {}, self._run
-        if run.inside:
-            return func(*args, **kwargs)
+        if (
+            run.inside
+        ):  # what a gradient runs again that a unit takes stands at a mark, and no unit's code does
+            again = func in RANDOM_FUNCTIONS and run.at_mark()
+            return run.random(func, args, kwargs) if again else func(*args, **kwargs)
         if func is Tensor.register_hook and run.is_handed(args[0]):
             return _NoHandle()
         if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):

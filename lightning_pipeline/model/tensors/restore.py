@@ -5,6 +5,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Iterator
+from types import CellType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _HOLDS_NOTHING = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, Tensor, nn.Parameter, torch.device, torch.dtype}
 )
+_DEPTH = 20
 
 
 class ModuleState:
@@ -144,6 +146,40 @@ def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
             if isinstance(holder, dict) and "__builtins__" not in holder:
                 for key in [key for key, value in holder.items() if value is tensor]:
                     del holder[key]
+    for tensor in tuple(_alive(made)):  # a list of ours would be among what holds it
+        for holder in tuple(one for one in gc.get_referrers(tensor) if isinstance(one, list | CellType)):
+            if _is_kept_by_a_graph(holder):
+                _let_go(holder, tensor)
+
+
+def _let_go(holder: "list[Any] | CellType", tensor: Tensor) -> None:
+    if isinstance(holder, CellType):
+        del holder.cell_contents
+    else:
+        holder[:] = [item for item in holder if item is not tensor]
+
+
+def _is_kept_by_a_graph(holder: Any) -> bool:
+    """Whether nothing of Python leads to it, but functions that autograd keeps, as regions that run again.
+
+    Such a function may hold what the step made after it: a circle that is open only after a backward, and a
+    trace has none.
+    """
+    level, seen = [holder], {id(holder)}
+    for _ in range(_DEPTH):
+        seen.add(id(level))
+        found = [one for one in gc.get_referrers(*level) if id(one) not in seen and not _is_own(one)]
+        if not found:
+            return True
+        if any(inspect.isframe(one) or inspect.ismodule(one) or isinstance(one, type) for one in found):
+            return False
+        seen |= set(map(id, found))
+        level = found
+    return False
+
+
+def _is_own(value: Any) -> bool:
+    return inspect.isframe(value) and value.f_code.co_filename == __file__
 
 
 def _holder(tensor: Tensor) -> str:

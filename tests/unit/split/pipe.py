@@ -42,6 +42,7 @@ class Outcome:
     splits: list[SplitModel] = field(default_factory=list)
     loss: Tensor | None = None
     logs: dict[str, Tensor] = field(default_factory=dict)
+    module: Any = None  # that ran alone
 
 
 def split_arguments(batch: Any, num_microbatches: int, index: int = 0) -> tuple[list[Any], list[float]]:
@@ -57,7 +58,7 @@ def alone(
 ) -> Outcome:  # fmt: skip
     """One process that runs the same micro-batches with gradient accumulation. `each`: see `piped`."""
     module = copy.deepcopy(module)
-    outcome = Outcome()
+    outcome = Outcome(module=module)
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for number in range(steps):
@@ -136,9 +137,14 @@ def piped(
         whole = (((batch, 0), {}), weights, 1.0) if follow else None
         at_once = ((batch, 0), {}) if over_batch else None
         entire = ((batch, count if each is not None else 0), {})
-        _run_batch(
-            splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire
-        )
+        try:
+            _run_batch(
+                splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire
+            )
+        except BaseException:
+            for split in dict.fromkeys(splits):
+                split.failed()
+            raise
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome

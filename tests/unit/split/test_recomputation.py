@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.unit.split.nets import WIDTH, Net, assert_works, batch_of, same_or_refused, seeded
+from tests.unit.split.nets import WIDTH, Net, assert_refused, assert_works, batch_of, same_or_refused, seeded
 from tests.unit.split.pipe import assert_same, piped
 
 Region = Callable[..., Any]
@@ -268,3 +268,37 @@ class InOneFunction(Net):
 def test_units_that_a_function_of_autograd_calls_stay_where_its_output_is_used():
     kind = partial(InOneFunction, Undropped)
     assert same_or_refused(kind, "autograd function Reversed calls units", cuts=(2, 3)) == [True, False]
+
+
+class KeepsAll(Net):
+    """Regions whose functions see the list that their results go into, or the variable."""
+
+    def body(self, h: Tensor) -> Tensor:
+        kept = [h]
+        for layer in self.layers[:2]:
+            kept.append(checkpoint(lambda v, layer=layer: layer(v) + kept[0], kept[-1], use_reentrant=False))
+        whole = self.layers[2]
+        result = kept[-1]
+        result = checkpoint(lambda v: whole(v) if result is not None else v, result, use_reentrant=False)
+        return self.layers[3](result)
+
+
+def test_a_region_may_see_what_the_step_makes_later() -> None:
+    assert_works(KeepsAll)
+
+
+def keeping_outside() -> Net:
+    """It fills a list that its method alone knows."""
+    seen: list[Tensor] = []
+
+    class KeepsOutside(Net):
+        def body(self, h: Tensor) -> Tensor:
+            h = self.layers[0](h)
+            seen.append(h)
+            return super().body(h)
+
+    return KeepsOutside()
+
+
+def test_a_list_that_others_read_is_not_touched() -> None:
+    assert_refused(keeping_outside, "a list outside the module keeps a tensor")

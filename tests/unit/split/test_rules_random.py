@@ -1,5 +1,6 @@
 """R7: random draws are the same run with any number of stages, and stages agree on them."""
 
+import gc
 import random
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipeline.model.random import StepSeeds
 from tests.unit.split.nets import WIDTH, Net, batch_of, seeded
 from tests.unit.split.pipe import assert_same, piped
 
@@ -216,6 +218,15 @@ def test_the_users_random_state_is_put_back():
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (np.random.get_state()[1] == before[1]).all()
     assert random.getstate() == before[2]
+
+
+def test_a_batch_that_was_dropped_changes_no_random_state_later():
+    seeds = StepSeeds([], (1,))
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    del seeds
+    gc.collect()
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 class Choosing(Net):
