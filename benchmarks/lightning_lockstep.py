@@ -61,6 +61,8 @@ class _InStep:
             self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
             self._tell("port", str(self._store.port))
         os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=self._asked("port", 0))
+        torch.set_default_dtype(torch.float32)  # whatever a test that failed has left
+        torch.set_grad_enabled(True)
         random.seed(self._number)
         torch.manual_seed(self._number)
 

@@ -208,7 +208,12 @@ def show_pairs(found: dict[str, list[tuple[int, dict[str, str]]]]) -> None:
     reasons: dict[str, str] = {}
     for part, ranks in found.items():
         why = {test: reason for _, failed in reversed(ranks) for test, reason in failed.items()}
-        apart = {test: kind for test, reason in why.items() if (kind := excluded(test, reason))}
+        on_0 = ranks[0][1]
+        apart = {
+            test: kind
+            for test, reason in why.items()
+            if (kind := excluded(test, reason, rank_0_passes=test not in on_0))
+        }
         left_out |= {test: f"{kind}: {why[test]}" for test, kind in apart.items()}
         count = ranks[0][0] - len(apart)
         failed = [{test: text for test, text in fails.items() if test not in apart} for _, fails in ranks]
