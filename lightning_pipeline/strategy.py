@@ -569,6 +569,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         finally:
             self.note_position()
             self.leave_callbacks()
+            self.end_compiled()
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
                 pipeline.close()

@@ -1,6 +1,7 @@
 """Every private Lightning name that the package uses: why, and since which version."""
 
 from lightning_pipeline._lightning.building import checkpoint_without_state, configure_again
+from lightning_pipeline._lightning.compiled import Compile, compile_of, hide_compile_of, take_compile_from
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
     batches_of_epoch,
@@ -81,6 +82,7 @@ from lightning_pipeline._lightning.trainer import (
 __all__ = [
     "NO_LOSS",
     "STEPS",
+    "Compile",
     "LogPlace",
     "after_epoch",
     "around_epoch_start",
@@ -99,6 +101,7 @@ __all__ = [
     "claim_cpu",
     "claim_device",
     "combined_loader_of",
+    "compile_of",
     "configure_again",
     "configured_to_log_graph",
     "count_as_existing",
@@ -110,6 +113,7 @@ __all__ = [
     "explain_signature",
     "fetches_ahead",
     "gather_over",
+    "hide_compile_of",
     "hold_schedulers",
     "init_optimizers",
     "is_interrupted",
@@ -148,6 +152,7 @@ __all__ = [
     "skip_without_loss",
     "sync_module_states",
     "syncs_batch_norm",
+    "take_compile_from",
     "takes",
     "uploads_checkpoints",
     "validate_by_the_clock_of",

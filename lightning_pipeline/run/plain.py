@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.overrides.distributed import prepare_for_backward
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
@@ -31,6 +31,9 @@ class PlainStrategy(Places, ParallelStrategy):
     """The hooks of Lightning's own strategies for one device and for DDP. `PipelineStrategy` inherits this.
 
     Its own hooks come first, and pass on to these where there is one stage on one rank.
+
+    Attributes:
+        compiles: Compiles a function as the module of the run was asked to be; None where it was not.
     """
 
     num_nodes: int
@@ -39,6 +42,36 @@ class PlainStrategy(Places, ParallelStrategy):
     _said_world_size = 1
     _is_set_up = _synced = False
     _steps: FiniteSteps | None = None
+    compiles: _lightning.Compile | None = None
+    _given: LightningModule | None = None
+    _uncover: Callable[[], None] | None = None
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._given
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        """Set by the Trainer as the first thing of a run, before it asks which strategies can compile.
+
+        A step that every stage replays, up to its own units and with placeholders around, is no one graph;
+        its units are. On one device the steps stay compiled.
+        """
+        self._given = module
+        compiles = None if module is None else _lightning.compile_of(module)
+        if module is None or compiles is None:
+            return
+        if self.is_one_device:
+            self._uncover = _lightning.hide_compile_of(module)
+        else:
+            self.compiles = compiles
+            _lightning.take_compile_from(module)
+
+    def end_compiled(self) -> None:
+        """The run is over."""
+        self.compiles, uncover, self._uncover = None, self._uncover, None
+        if uncover is not None:
+            uncover()
 
     @property
     def _replicated(self) -> bool:
@@ -340,6 +373,7 @@ class PlainStrategy(Places, ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        self.end_compiled()
         run, self._one_device = self._one_device, None
         if run is not None:
             self._stood = self._where()

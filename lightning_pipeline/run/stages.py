@@ -111,6 +111,7 @@ class Stages:
         members, split, trainer = self._members, self.split, self._trainer
         groups = members.groups
         scaled = join_scaler(plugin, groups.pipeline)
+        split.compile_units(getattr(trainer.strategy, "compiles", None))
         self._let_steps_see(recorder, scaled)
         if groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()

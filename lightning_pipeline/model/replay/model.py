@@ -192,6 +192,17 @@ class SplitModel(OutsideSteps):
                     effect.place.put(value.rest())
         self._residence.restore(states or {}, on_meta=on_meta)
 
+    def compile_units(self, compiles: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
+        """Let the forwards of this rank's units be compiled ones, until the end.
+
+        Args:
+            compiles: Compiles a function; None leaves them as they are.
+        """
+        originals = self._patches.originals
+        for unit, stage in enumerate(self._stage_of):
+            if compiles is not None and stage in self._programs:
+                originals[unit] = compiles(originals[unit])
+
     # ---- what this rank holds
 
     def stage(self, index: int) -> StageProgram:
