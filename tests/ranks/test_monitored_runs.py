@@ -15,6 +15,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.loggers import CSVLogger
 
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
+from lightning_pipeline.errors import StageFailedError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 from tests.ranks.sleeping import told
@@ -89,6 +90,27 @@ def test_keys_reach_loggers_where_lightning_logs_and_callbacks_in_every_epoch(
 
     assert steps_with("pipeline/bubble_fraction") == steps_with("pipeline/stage_0/buffers_gib") == rows
     assert steps_with("train_loss_step") == (rows if every == 2 else [])
+
+
+class Fails(pl.Callback):
+    """After the monitors' figures of a batch have left."""
+
+    def on_before_backward(self, run: pl.Trainer, *_: Any) -> None:
+        if run.global_step == 2 and run.strategy.pipeline_rank == 1:  # type: ignore[attr-defined]
+            raise ValueError("the disk is full")
+
+
+def fit_that_fails() -> None:
+    run = trainer({"stages": 2}, callbacks=[BubbleMonitor(), StageMemoryMonitor(), Fails()])
+    run.fit(Regression(), loader(64))
+
+
+def test_a_rank_that_fails_while_figures_travel_is_named_and_nobody_waits(ranks: Ranks) -> None:
+    outcomes = ranks(2).outcomes(fit_that_fails, timeout=100)
+    (failed,) = [outcome for outcome in outcomes if isinstance(outcome.error, ValueError)]
+    (other,) = [outcome for outcome in outcomes if outcome is not failed]
+    assert isinstance(other.error, StageFailedError) and "the disk is full" in str(other.error)
+    assert not other.hung
 
 
 def fit_with_tables() -> list[str]:
