@@ -61,13 +61,25 @@ def alone(module: nn.Module, batches: list[Arguments], seed: int = 0) -> tuple[l
 
 
 def staged(
-    module: nn.Module, cut: Any, batches: list[Arguments], one_rank: bool = False
+    module: nn.Module,
+    cut: Any,
+    batches: list[Arguments],
+    one_rank: bool = False,
+    pristine: nn.Module | None = None,
 ) -> tuple[list[Any], list[SplitModel]]:
-    """The same over stages, one after another in this process: each on a rank of its own, or all on one."""
+    """The same over stages, one after another in this process: each on a rank of its own, or all on one.
+
+    A rank gets a copy of the module and its trace; with hooks inside units, of which no copy knows, a copy of
+    the `pristine` module, which is traced again.
+    """
     stages = list(range(cut.num_stages))
     ranks = []
     for held in [stages] if one_rank else [[stage] for stage in stages]:
-        mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
+        if pristine is None or not cut.trace.ports:
+            mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
+        else:
+            mine = copy.deepcopy(pristine)
+            own = partition(_traced(mine, batches), len(stages), how="uniform")
         ranks.append(SplitModel(mine, own, held, sinks={"log": lambda *args: None}))
     splits = ranks * len(stages) if one_rank else ranks
     weights = [1 / len(batches)] * len(batches)
@@ -84,6 +96,10 @@ def staged(
     for index in range(len(batches)):
         _backward(splits, index, sent[index])
     return [split.finish() for split in ranks][-1].losses, ranks
+
+
+def _traced(module: nn.Module, batches: list[Arguments]) -> Trace:
+    return trace_step(module, "training_step", *batches[0], units=find_units(module, at_least=3))
 
 
 def outcome(worst: float, precise: bool) -> str:
@@ -182,12 +198,12 @@ def compared(
     record: dict[str, Any] = {"draws": draws, "dtype": str(losses[0].dtype)}
     try:
         start = time.process_time()
-        units = find_units(module, at_least=3)
-        trace = trace_step(module, "training_step", *batches[0], units=units)
-        record |= {"trace_s": round(time.process_time() - start, 2), "units": len(units)}
+        pristine = copy.deepcopy(module)
+        trace = _traced(module, batches)
+        record |= {"trace_s": round(time.process_time() - start, 2), "units": len(trace.units)}
         if draws:
             cut = partition(trace, reference_stages, how="uniform")
-            losses, (whole,) = staged(module, cut, batches, one_rank=True)
+            losses, (whole,) = staged(module, cut, batches, one_rank=True, pristine=pristine)
             whole.restore()
             reference = whole.root
         worst = 0.0
@@ -196,7 +212,9 @@ def compared(
             cut = partition(trace, stages, how="uniform")
             shares = cut.table().rows
             record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
-            worst = max(worst, difference(reference, losses, *staged(module, cut, batches)))
+            worst = max(
+                worst, difference(reference, losses, *staged(module, cut, batches, pristine=pristine))
+            )
     except PipelineError as error:
         return record | {"outcome": "refused", "why": short(error)}
     except Exception as error:
