@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, random_split
 
 from lightning_pipeline.errors import BatchMismatchError
-from tests.pool import Pool
+from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
@@ -191,6 +191,20 @@ def test_batches_of_any_type_train(ranks: Ranks, number: Any) -> None:
     expected = fit_any(None)
     for found in ranks(2)(fit_any, {"stages": 2, "num_microbatches": number}):
         assert_same(found, expected)
+
+
+class NoLoss(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"mistyped": self.loss(batch)}
+
+
+def fit_without_loss() -> None:
+    trainer({"stages": 2}).fit(NoLoss(), loader())
+
+
+def test_a_dict_without_a_loss_is_refused_as_on_one_device(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="training_step returned a dict without a loss; it must return"):
+        ranks(2)(fit_without_loss)
 
 
 class Epochs(RandomSampler):

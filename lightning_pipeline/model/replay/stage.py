@@ -176,10 +176,11 @@ class StageProgram(Stage):
         if step.weights is None:
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
-        if loss is not None and not isinstance(loss, Tensor):
+        without = isinstance(result, dict) and loss is None and self.is_last
+        if without or not isinstance(loss, Tensor | None):
+            what = "a dict without a loss" if without else type(loss).__name__
             raise SplitError(
-                f"{step.name} returned {type(loss).__name__}; it must return a tensor, a dict with 'loss', "
-                "or None"
+                f"{step.name} returned {what}; it must return a tensor, a dict with 'loss', or None"
             )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
