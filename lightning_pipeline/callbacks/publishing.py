@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 from lightning.pytorch import Trainer
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.measure import PipelineRun
 
@@ -35,9 +36,9 @@ class Publisher:
         """
         if trainer.barebones:
             return False
-        self.step = run.logging_step(trainer)  # at an epoch's end it is one more
+        self.step = _lightning.logging_step(trainer)  # at an epoch's end it is one more
         if self.every_n_steps is None:
-            return run.logs_this_batch(trainer)
+            return _lightning.logs_this_batch(trainer)
         return batches % self.every_n_steps == 0
 
     def publish(

@@ -8,7 +8,6 @@ from lightning_pipeline.measure.meter import Meter
 from lightning_pipeline.measure.perfetto import trace
 from lightning_pipeline.measure.pipeline_run import PipelineRun, run_of, stage_names
 from lightning_pipeline.measure.report import Report
-from lightning_pipeline.measure.stage_measures import StageMeasures
 from lightning_pipeline.measure.steps import RankStep, gather_step
 from lightning_pipeline.measure.timelines import Comparison
 
@@ -24,7 +23,6 @@ __all__ = [
     "RankMemory",
     "RankStep",
     "Report",
-    "StageMeasures",
     "StageMemory",
     "gather_step",
     "numbers_in",

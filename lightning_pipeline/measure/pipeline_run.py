@@ -1,138 +1,121 @@
-"""Numbers of all ranks of a pipeline, by stage, for the callbacks."""
+"""What is known of the run under way on this rank: its places, and what its steps did."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch import Tensor
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.executor import Executor
 from lightning_pipeline.measure.exchange import Exchange
 from lightning_pipeline.measure.memory import MemoryMeter
 from lightning_pipeline.model.cut import Partition
-from lightning_pipeline.ranks import Offset
+from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.ranks import Company, Groups, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 
 
-class PipelineRun(Protocol):
-    """What the callbacks ask of the strategy."""
+class PipelineRun:
+    """The stages of this rank, from their making to the end of the run. The strategy has it as `run`.
 
-    timeline: Timeline
+    Args:
+        split: The stages.
+        executor: Runs them.
+        groups: Of the run.
+        schedule: The rule that training plans are made by.
+        device: Of this rank.
+        gather: Gives a picklable value of every rank of this replica, by pipeline rank.
+        exchange: Gathers what the callbacks tell of a batch.
+
+    Attributes:
+        is_one_device: Whether there is nothing to split, and nothing to advise.
+        schedule: The rule that training plans are made by.
+        root_device: Of this rank.
+        pipeline_rank: This rank's position in its pipeline.
+        stages_here: The stages that this rank holds.
+        replica_index: This rank's position among the data-parallel replicas.
+        num_replicas: Of the pipeline.
+        timeline: What happened in the last step on this rank.
+        exchange: Gathers what the callbacks tell of a batch.
+        memory: Measures the memory of this rank.
+        last_plan: The plan of the last training step, `None` before the first.
+        batch_size: Samples in the last training batch; `None` where the batch does not tell.
+    """
+
+    is_one_device = False
+    memory: MemoryMeter
+
+    def __init__(
+        self, split: SplitModel, executor: Executor, groups: Groups, schedule: Schedule,
+        device: torch.device, gather: Callable[[Any], list[Any]], exchange: Exchange,
+    ) -> None:  # fmt: skip
+        self._split, self._executor, self._groups, self._gather = split, executor, groups, gather
+        self.exchange = exchange
+        self.schedule, self.root_device = schedule, device
+        self.pipeline_rank, self.stages_here = groups.rank, tuple(executor.stages)
+        self.replica_index, self.num_replicas = groups.replica, groups.numbering.replicas
+        self.timeline: Timeline = executor.timeline
+        self.last_plan: Plan | None = None
+        self.batch_size: int | None = None
 
     @property
-    def is_one_device(self) -> bool:
-        """Whether there is nothing to split, and nothing to advise."""
-        ...
+    def bytes_sent(self) -> int:
+        """Bytes that this rank has sent to other stages."""
+        return sum(channel.bytes_sent for channel in self._executor.channels.values())
 
     @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
-        ...
+        return self._executor.clocks.offsets
+
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """Measure `clock_offsets`; all ranks of the replica must call."""
+        return self._executor.clocks.align(exchanges)
 
     def record_messages(self, on: bool) -> None:
         """Write down every message of this rank, from the next step on; or stop it."""
-        ...
+        self._executor.record_messages(on)
 
     @property
     def messages(self) -> MessageLog | None:
         """Those of the last step on this rank; `None` while they are not recorded."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel replicas of the pipeline."""
-        ...
-
-    @property
-    def replica_index(self) -> int:
-        """This rank's position among the data-parallel replicas."""
-        ...
-
-    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
-        """Measure them; all ranks of the replica must call."""
-        ...
-
-    def before_fetch(self, trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
-        """Call something each time the training loop turns to its loader; gives the undoing."""
-        ...
-
-    def logging_step(self, trainer: Trainer) -> int:
-        """The step under which loggers get what is logged now."""
-        ...
-
-    def logs_this_batch(self, trainer: Trainer) -> bool:
-        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
-        ...
-
-    @property
-    def schedule(self) -> Schedule:
-        """The rule that training plans are made by."""
-        ...
-
-    @property
-    def stages_here(self) -> tuple[int, ...]:
-        """The stages that this rank holds."""
-        ...
-
-    @property
-    def pipeline_rank(self) -> int:
-        """This rank's position in its pipeline."""
-        ...
-
-    @property
-    def bytes_sent(self) -> int:
-        """That this rank has sent to other stages so far."""
-        ...
-
-    @property
-    def memory(self) -> MemoryMeter:
-        """Measures the memory of this rank."""
-        ...
-
-    @property
-    def exchange(self) -> Exchange:
-        """Gathers what the callbacks tell of a batch."""
-        ...
-
-    @property
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-        ...
-
-    def own_parameters(self) -> Iterable[torch.Tensor]:
-        """This rank's parameters, tied ones once."""
-        ...
+        return self._executor.log
 
     @property
     def partition(self) -> Partition:
         """Where the module is cut."""
-        ...
+        return self._split.cut
 
-    @property
-    def last_plan(self) -> Plan | None:
-        """The plan of the last training step, `None` before the first."""
-        ...
-
-    @property
-    def batch_size(self) -> int | None:
-        """Samples in the last training batch of this replica; `None` where the batch does not tell."""
-        ...
+    def own_parameters(self) -> Iterator[Tensor]:
+        """This rank's parameters, tied ones once."""
+        return (parameter for _, parameter in self._split.owned_parameters())
 
     def gather_from_pipeline(self, value: Any) -> list[Any]:
-        """A picklable value of every rank of the replica, by pipeline rank; all its ranks must call."""
-        ...
+        """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
+        return self._gather(value)
 
     def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
         """As many float64 of every rank, by replica and pipeline rank; all ranks must call."""
-        ...
+        groups = self._groups
+        world = Company(groups.control, self._executor.failure, groups.global_rank)
+        found = world.numbers("gathering what was measured", values)
+        return [[found[rank] for rank in ranks] for ranks in groups.numbering.pipelines()]
+
+    @staticmethod
+    def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
+        """Call something each time the training loop turns to its loader; returns what undoes it."""
+        return _lightning.before_fetch(trainer, call)
 
 
 def run_of(trainer: Trainer, callback: object) -> PipelineRun:
-    """The strategy of a Trainer, as the callbacks see it.
+    """The run of a Trainer, as the callbacks see it once its module is split.
 
     Raises:
-        ConfigurationError: It is not a PipelineStrategy.
+        ConfigurationError: Its strategy is not a PipelineStrategy.
     """
     strategy: Any = trainer.strategy
     if not hasattr(strategy, "gather_from_pipeline"):
@@ -140,7 +123,8 @@ def run_of(trainer: Trainer, callback: object) -> PipelineRun:
             f"{type(callback).__name__} measures pipelines: use it with PipelineStrategy, not "
             f"with {type(strategy).__name__}"
         )
-    return cast(PipelineRun, strategy)
+    run: PipelineRun = strategy.run
+    return run
 
 
 def stage_names(per_rank: Sequence[Sequence[int]]) -> list[str]:

@@ -1,17 +1,17 @@
 """What the user, and the callbacks, may ask of the strategy."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import Exchange, MemoryMeter, StageMeasures
+from lightning_pipeline.measure import MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, Timeline
@@ -134,9 +134,18 @@ class Answers(Places):
         return self._split.table
 
     @property
+    def run(self) -> PipelineRun:
+        """What is known of the run under way, once its module is split.
+
+        Raises:
+            ConfigurationError: There is no run, or it has no stages yet.
+        """
+        return self._one_device if self._one_device is not None else self._running.split.run
+
+    @property
     def timeline(self) -> Timeline:
         """What happened in the last step on this rank."""
-        return self._measures.timeline
+        return self.run.timeline
 
     @property
     def pipeline_rank(self) -> int:
@@ -146,23 +155,17 @@ class Answers(Places):
     @property
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other stages in this run of the Trainer."""
-        return self._measures.bytes_sent
+        return self.run.bytes_sent
 
     @property
     def memory(self) -> MemoryMeter:
         """Measures the memory of this rank."""
-        return self._split.memory
-
-    @property
-    def exchange(self) -> Exchange:
-        """Gathers what the callbacks tell of a batch."""
-        run = self._run
-        return run.exchange if isinstance(run, OneDevice) else run.members.exchange
+        return self.run.memory
 
     @property
     def clock_offsets(self) -> list[Offset]:
         """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
-        return self._measures.clock_offsets
+        return self.run.clock_offsets
 
     def align_clocks(self, exchanges: int = 8) -> list[Offset]:
         """Measure `clock_offsets`, by pipeline rank; all ranks must call.
@@ -170,7 +173,7 @@ class Answers(Places):
         Args:
             exchanges: Messages back and forth with each rank; the quickest counts.
         """
-        return self._measures.align_clocks(exchanges)
+        return self.run.align_clocks(exchanges)
 
     def record_messages(self, on: bool) -> None:
         """Write down every message of this rank, from the next step on; or stop it.
@@ -178,21 +181,21 @@ class Answers(Places):
         Args:
             on: Whether messages are recorded.
         """
-        self._measures.record_messages(on)
+        self.run.record_messages(on)
 
     @property
     def messages(self) -> MessageLog | None:
         """Those of the last step on this rank; `None` while they are not recorded."""
-        return self._measures.messages
+        return self.run.messages
 
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""
-        return self._measures.own_parameters()
+        return self.run.own_parameters()
 
     @property
     def partition(self) -> Partition:
         """Where the module is cut, with the trace that the cut was chosen from."""
-        return self._measures.partition
+        return self.run.partition
 
     @property
     def last_plan(self) -> Plan | None:
@@ -207,7 +210,7 @@ class Answers(Places):
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
         run = self._run
-        return run.gather(value) if isinstance(run, OneDevice) else run.members.gather(value)
+        return run.gather_from_pipeline(value) if isinstance(run, OneDevice) else run.members.gather(value)
 
     def whole_model(
         self, on: Literal["rank_zero", "all"] = "rank_zero"
@@ -244,21 +247,6 @@ class Answers(Places):
             with gathered(module, stages.split, held, members.replica, members.world, on) as whole:
                 yield whole
 
-    @staticmethod
-    def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:
-        """Call something each time the training loop turns to its loader; gives the undoing."""
-        return _lightning.before_fetch(trainer, call)
-
-    @staticmethod
-    def logging_step(trainer: Trainer) -> int:
-        """The step under which loggers get what is logged now."""
-        return _lightning.logging_step(trainer)
-
-    @staticmethod
-    def logs_this_batch(trainer: Trainer) -> bool:
-        """Whether Lightning sends the metrics of this training batch to loggers; the same on all ranks."""
-        return _lightning.logs_this_batch(trainer)
-
     @property
     def schedule(self) -> Schedule:
         """The rule that training plans are made by."""
@@ -270,7 +258,7 @@ class Answers(Places):
         Args:
             values: Of this rank; as many as on the others.
         """
-        return self._measures.gather_numbers(values)
+        return self.run.gather_numbers(values)
 
     def clip_grad_norm_(
         self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool = False
@@ -293,13 +281,6 @@ class Answers(Places):
         if run is None:
             raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
         return run
-
-    @property
-    def _measures(self) -> StageMeasures | OneDevice:
-        if self._one_device is not None:
-            return self._one_device
-        split = self._running.split
-        return StageMeasures(split.split, split.executor, self._running.groups)
 
     @property
     def _stages(self) -> Stages | Whole | OneDevice:

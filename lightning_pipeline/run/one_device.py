@@ -18,13 +18,13 @@ from typing_extensions import override
 
 from lightning_pipeline.data import Position, batch_size_of
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import Exchange, MemoryMeter
+from lightning_pipeline.measure import Exchange, MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageActivations, StageRow, StageTable
 from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, OpenRecording, Timeline, stream_clock
-from lightning_pipeline.schedules import Action, OneFOneB, Plan
+from lightning_pipeline.schedules import Action, OneFOneB, Schedule
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -52,36 +52,38 @@ def pipelined(hook: Hook) -> Hook:
     return cast(Hook, _Pipelined(hook))
 
 
-class OneDevice:
+class OneDevice(PipelineRun):
     """One run of a Trainer on one device, or as one of several replicas.
 
     Args:
         device: Of this rank.
         numbering: Of the ranks; each is a pipeline of its own.
         trainer: Of the run.
+        schedule: The rule that training plans are made by, where there are stages.
 
     Attributes:
         position: Where the run stands in its data.
-        memory: Measures the memory of this rank.
-        exchange: Gathers what the callbacks tell of a batch.
-        timeline: What the last training batch did.
-        last_plan: Of the last training batch, `None` before the first.
-        batch_size: Samples in the last training batch; `None` where the batch does not tell.
     """
 
+    is_one_device = True
     bytes_sent = 0
     messages: MessageLog | None = None
 
-    def __init__(self, device: torch.device, numbering: Numbering, trainer: Trainer) -> None:
+    def __init__(
+        self, device: torch.device, numbering: Numbering, trainer: Trainer, schedule: Schedule
+    ) -> None:
         self._module, self._numbering = trainer.lightning_module, numbering
+        self.schedule, self.root_device = schedule, device
+        self.pipeline_rank, self.stages_here = 0, (0,)
+        self.replica_index = numbering.coordinates(trainer.global_rank)[1]
+        self.num_replicas = numbering.replicas
         self.position = Position(trainer)
         self._undo = [self.position.install()]
         self.timeline = Timeline(stream_clock(device))
-        self.memory = WholeMeter(self._module, lambda: trainer.optimizers, device)
+        self.memory: WholeMeter = WholeMeter(self._module, lambda: trainer.optimizers, device)
         self.exchange = Exchange(self._begin_to_gather)
-        self.clock_offsets: list[Offset] = []
-        self.last_plan: Plan | None = None
-        self.batch_size: int | None = None
+        self._offsets: list[Offset] = []
+        self.last_plan = self.batch_size = None
         self._recording: OpenRecording | None = None
         self._round, self._in_step = 0, False
 
@@ -168,10 +170,15 @@ class OneDevice:
         """
         raise ConfigurationError("with one stage on one rank nothing is traced, so there is no partition")
 
+    @property
+    def clock_offsets(self) -> list[Offset]:
+        """Of this rank's clock from itself; empty before `align_clocks`."""
+        return self._offsets
+
     def align_clocks(self, exchanges: int = 8) -> list[Offset]:
         """This rank's clock is that of its pipeline."""
-        self.clock_offsets = [Offset()]
-        return self.clock_offsets
+        self._offsets = [Offset()]
+        return self._offsets
 
     def record_messages(self, on: bool) -> None:
         """There are none."""
@@ -180,7 +187,7 @@ class OneDevice:
         """Those of the module, tied ones once."""
         return self._module.parameters()
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather_from_pipeline(self, value: Any) -> list[Any]:
         """An object of every rank of this replica."""
         return [value]
 

@@ -142,7 +142,9 @@ class PlainStrategy(Places, ParallelStrategy):
         if self._settings.async_save and self._checkpoint_io is None:
             self._checkpoint_io = AsyncCheckpointIO()
         self._is_set_up = False
-        self._one_device = OneDevice(self.root_device, self._numbering, self._trainer)
+        self._one_device = OneDevice(
+            self.root_device, self._numbering, self._trainer, self._settings.schedule
+        )
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -31,6 +31,7 @@ from lightning_pipeline.hooks import (
     join_scaler,
     refuse_unserved,
 )
+from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
@@ -38,8 +39,8 @@ from lightning_pipeline.run.batch import (
     Batch,
     Gradients,
     Plans,
-    Reordering,
     Steps,
+    reordering_by,
     split_arguments,
     watch_memory,
 )
@@ -53,7 +54,7 @@ from lightning_pipeline.run.setup import (
     move,
     start_equal,
 )
-from lightning_pipeline.schedules import Auto, Plan
+from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 
 
@@ -75,7 +76,7 @@ class Stages:
         executor: Runs plans on it.
         gradients: What batches make of them.
         meeting: Completes values of several stages in the user's hooks.
-        memory: Measures the memory of this rank.
+        run: What is known of it, and what its steps did.
         steps: What its batches have in common.
     """
 
@@ -117,6 +118,15 @@ class Stages:
             _lightning.silence_sync_dist_advice()
         stages = {index: split.executed(index) for index in self._here}
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
+        self.run = PipelineRun(
+            split,
+            self.executor,
+            groups,
+            self._settings.schedule,
+            self._device,
+            members.gather,
+            members.exchange,
+        )
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
         self._let_hooks_call()
@@ -131,12 +141,16 @@ class Stages:
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
         if looks and trainer.training and scaled is None:
             self.gradients.look(reports)  # a gradient scaler decides by itself
-        self.steps = Steps(
-            self._module, split, self.executor, plans, reports, recorder, metrics, groups.replica,
-            members.from_last, self._settings.loss_weighting, self._settings.loss_over_batch,
-            num_microbatches, at_least, self._reordering(),
+        reordering = reordering_by(
+            self._settings.schedule, self._partition, members.gather_for("measuring the stages"),
+            members.from_zero.share,
         )  # fmt: skip
-        self.memory = watch_memory(trainer, split, self.executor, self.steps, self.gradients.aside)
+        self.steps = Steps(
+            self._module, split, self.executor, self.run, plans, reports, recorder, metrics, groups.replica,
+            members.from_last, self._settings.loss_weighting, self._settings.loss_over_batch,
+            num_microbatches, at_least, reordering,
+        )  # fmt: skip
+        self.run.memory = watch_memory(trainer, split, self.executor, self.run, self.gradients.aside)
 
     def _let_hooks_call(self) -> None:
         """What hooks read is completed, and units that they call are called where they are."""
@@ -184,13 +198,6 @@ class Stages:
         ]  # fmt: skip
         return metrics
 
-    def _reordering(self) -> Reordering | None:
-        rule, members = self._settings.schedule, self._members
-        if not isinstance(rule, Auto):
-            return None
-        gather = members.gather_for("measuring the stages")
-        return Reordering(rule, self._partition, gather, members.from_zero.share)
-
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers list the whole model, and step over what this rank holds.
 
@@ -213,12 +220,12 @@ class Stages:
     @property
     def last_plan(self) -> Plan | None:
         """The plan of the last training step, `None` before the first."""
-        return self.steps.last_plan
+        return self.run.last_plan
 
     @property
     def batch_size(self) -> int | None:
         """Samples in the last training batch; `None` where the batch does not tell."""
-        return self.steps.batch_size
+        return self.run.batch_size
 
     def names(self) -> dict[int, str]:
         """Names of this rank's parameters in the whole module, by `id`."""

@@ -5,16 +5,16 @@ from lightning_pipeline.run.batch.gradients import Gradients
 from lightning_pipeline.run.batch.out_of_memory import is_out_of_memory, watch_memory
 from lightning_pipeline.run.batch.parts import Parts, samples_of, split_arguments, trains_batch_norm
 from lightning_pipeline.run.batch.plans import Plans
-from lightning_pipeline.run.batch.replan import Reordering
+from lightning_pipeline.run.batch.replan import reordering_by
 
 __all__ = [
     "Batch",
     "Gradients",
     "Parts",
     "Plans",
-    "Reordering",
     "Steps",
     "is_out_of_memory",
+    "reordering_by",
     "samples_of",
     "split_arguments",
     "trains_batch_norm",

@@ -13,6 +13,7 @@ from lightning_pipeline._torch import tree_leaves, tree_map_only
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay
+from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
 from lightning_pipeline.model.state import late_values, put_late_values
@@ -33,6 +34,7 @@ class Steps:
         module: The LightningModule.
         split: Its stages on this rank.
         executor: Runs plans on them.
+        run: Is told of each training batch.
         plans: For any number of micro-batches.
         reports: From the last stage to the others.
         recorder: Where the last stage's `self.log` goes.
@@ -44,13 +46,12 @@ class Steps:
         num_microbatches: What a batch is cut into.
         at_least: Samples that each micro-batch of a training batch should have.
         reordering: Plans the training batches anew, once it has seen some.
-        last_plan: Of the last training batch, `None` before the first.
-        batch_size: Samples in the last training batch; `None` where the batch does not tell.
     """
 
     module: LightningModule
     split: SplitModel
     executor: Executor
+    run: PipelineRun
     plans: Plans
     reports: ReportChannel
     recorder: LogRecorder
@@ -62,8 +63,6 @@ class Steps:
     num_microbatches: int
     at_least: int
     reordering: Reordering | None = None
-    last_plan: Plan | None = None
-    batch_size: int | None = None
     warned: set[Hashable] = field(default_factory=set)
 
     def merge(self, outputs: list[Any], sizes: list[int]) -> Any:
@@ -152,7 +151,7 @@ class Batch:
         self._split()
         self.plan = steps.plans.plan(len(self.parts.args), forward_only=not self.trains)
         if self.trains:
-            steps.last_plan, steps.batch_size = self.plan, self.parts.batch_size
+            steps.run.last_plan, steps.run.batch_size = self.plan, self.parts.batch_size
         try:
             with steps.metrics.in_step(), self.parts.explained(self.args[0]):
                 self._begin()

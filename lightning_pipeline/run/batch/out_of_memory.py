@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning_pipeline.errors import PipelineError, ScheduleError
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import SetAside
-from lightning_pipeline.measure import MemoryMeter, RankMemory
+from lightning_pipeline.measure import MemoryMeter, PipelineRun, RankMemory
 from lightning_pipeline.model.cut import (
     Partition,
     StageActivations,
@@ -20,7 +20,6 @@ from lightning_pipeline.model.cut import (
 )
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.ranks import Where
-from lightning_pipeline.run.batch.batch import Steps
 from lightning_pipeline.schedules import Auto, Plan, Schedule, get_schedule
 
 _WORTH_IT = 0.9  # what an advice must leave of what is held now
@@ -29,18 +28,18 @@ _SPARING = ("1F1B", "Interleaved1F1B", "VHalf", "VMin")
 
 
 def watch_memory(
-    trainer: Trainer, split: SplitModel, executor: Executor, steps: Steps, aside: SetAside
+    trainer: Trainer, split: SplitModel, executor: Executor, run: PipelineRun, aside: SetAside
 ) -> MemoryMeter:
     """A meter of this rank, which also explains errors for want of memory to all ranks."""
     device = trainer.strategy.root_device
     meter = MemoryMeter(
-        split, executor, lambda: steps.last_plan, lambda: trainer.optimizers, aside.held, device
+        split, executor, lambda: run.last_plan, lambda: trainer.optimizers, aside.held, device
     )
 
     def explain(error: BaseException, where: Where) -> str:
         if not is_out_of_memory(error):
             return ""
-        return explanation(meter, where, steps.plans.schedule, steps.batch_size)
+        return explanation(meter, where, run.schedule, run.batch_size)
 
     executor.failure.explain = explain
     return meter

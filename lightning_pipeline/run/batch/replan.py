@@ -7,7 +7,7 @@ from statistics import median
 
 from lightning_pipeline.model.cut import Partition, stage_activations
 from lightning_pipeline.recording import Recording, Timeline
-from lightning_pipeline.schedules import Auto, Costs, Plan
+from lightning_pipeline.schedules import Auto, Costs, Plan, Schedule
 
 WARM_UP_STEPS = 2  # the first ones pay for caches and allocations
 MEASURED_STEPS = 5
@@ -79,6 +79,14 @@ class Reordering:
         )
         placement = [plan.rank_of(stage) for stage in stages]
         return str(self._schedule.reorder(placement, plan.num_microbatches, costs))
+
+
+def reordering_by(
+    schedule: Schedule, partition: Partition, gather: Callable[[Seconds], list[Seconds]],
+    share: Callable[[Callable[[], str]], str],
+) -> Reordering | None:  # fmt: skip
+    """What plans a run anew, where its schedule does so. See `Reordering`."""
+    return Reordering(schedule, partition, gather, share) if isinstance(schedule, Auto) else None
 
 
 def _halves(seconds: Seconds, stage: int) -> tuple[float, float]:
