@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +15,11 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
-    EpochEndHooks,
-    HookLogs,
     LockSteps,
     LogRecorder,
     OwnParts,
     ReportChannel,
-    SharedMetrics,
     UncutBatch,
-    answer_calls,
-    complete_in_loggers,
     exchange,
     is_torchs,
     join_scaler,
@@ -34,7 +28,6 @@ from lightning_pipeline.hooks import (
 from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
-from lightning_pipeline.ranks import Board
 from lightning_pipeline.run.batch import (
     Batch,
     Gradients,
@@ -45,6 +38,7 @@ from lightning_pipeline.run.batch import (
     watch_memory,
 )
 from lightning_pipeline.run.members import Members
+from lightning_pipeline.run.served import ServedHooks
 from lightning_pipeline.run.setup import (
     Cut,
     beside_module,
@@ -129,10 +123,11 @@ class Stages:
         )
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
-        self._let_hooks_call()
-        self._undo.append(_lightning.around_hooks(trainer, self.meeting.hook, members.gather))
+        served = ServedHooks(self._module, split, members, self._placement, trainer, self._device)
+        self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
+        self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
         start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
-        metrics = self._serve_hooks(end_batch)
+        metrics = served.serve(end_batch)
         self.lockstep = LockSteps(
             self._module, split, self.meeting, metrics, members.replica, members.from_last,
             plugin.forward_context,
@@ -152,20 +147,6 @@ class Stages:
         )  # fmt: skip
         self.run.memory = watch_memory(trainer, split, self.executor, self.run, self.gradients.aside)
 
-    def _let_hooks_call(self) -> None:
-        """What hooks read is completed, and units that they call are called where they are."""
-        members, trainer, placement = self._members, self._trainer, self._placement
-        self.units = units = answer_calls(
-            self._module, self.split, placement, members.ranks, members.meetings, self._device
-        )
-        self.meeting = self.split.meeting(
-            placement.rank_of, placement.num_ranks,
-            lambda what, value: members.by_rank(units.tell(what, value)), lambda: trainer.optimizers,
-            units.end,
-        )  # fmt: skip
-        units.join(self.meeting)
-        members.aside = self.aside
-
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
         recorder.part_of, split.told.of_whole = split.part, recorder.log_of_whole
@@ -173,30 +154,6 @@ class Stages:
         split.beside = lambda: beside_module(trainer)
         split.looks_again = getattr(trainer.strategy, "asked", False)
         split.set_aside = lambda: loggers_set_aside(trainer)
-
-    def _serve_hooks(self, end_batch: Callable[[bool], bool]) -> SharedMetrics:
-        """What hooks at the ends of batches and epochs log and compute is that of all stages."""
-        members, groups = self._members, self._members.groups
-
-        def asks_all(logged: bool) -> bool:
-            with self.meeting.aside():
-                return end_batch(logged)
-
-        board = Board(
-            groups.values, groups.waits, groups.replica, members.from_last.source, groups.host,
-            members.failure.watch,
-        )  # fmt: skip
-        metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
-        epoch_end = EpochEndHooks(
-            self._module, self.split, members.from_last, metrics, self.meeting.aside, self.units.place
-        )
-        gather = members.gather_for("logging in a hook")
-        logs = HookLogs(self._trainer, gather, asks_all, self.meeting.later)
-        self._undo += [
-            metrics.restore, epoch_end.restore, logs.restore,
-            complete_in_loggers(self._trainer.loggers, partial(self.meeting.whole, any_size=True)),
-        ]  # fmt: skip
-        return metrics
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers list the whole model, and step over what this rank holds.
