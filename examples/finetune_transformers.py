@@ -6,6 +6,8 @@ The folder is what `save_pretrained` writes. Without one, a small Llama with ran
 the example runs without a download; it reads bytes, so that it needs no tokenizer.
 """
 
+import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -43,7 +45,12 @@ def make_folder(folder: Path) -> None:
         vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=4, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
+    made = folder.with_name(f"{folder.name}-{os.getpid()}")  # under torchrun all ranks make it at once
+    LlamaForCausalLM(config).save_pretrained(made)
+    try:
+        made.rename(folder)
+    except OSError:  # another rank was first
+        shutil.rmtree(made)
 
 
 def windows(length: int = 64, count: int = 512) -> Tensor:
