@@ -72,6 +72,9 @@ plain_linear: Callable[..., torch.Tensor] = _C._nn.linear
 # Tensors of subclasses are tensors inside. Since 1.13. Until `torch.overrides` has it.
 DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass
 
+# Without function modes, too. Since 1.13. Until `torch.overrides` has it.
+DisableTorchFunction = _C.DisableTorchFunction
+
 
 def in_a_transform() -> bool:
     """Whether this runs in `torch.func.vmap`, `grad` and the like. Since 2.0. Until torch tells in public."""
@@ -132,6 +135,7 @@ __all__ = [
     "MEMORY_FORMAT",
     "AnyBatchNorm",
     "DataDependentOutputException",
+    "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
     "DynamicOutputShapeException",
     "FakeTensor",

@@ -138,4 +138,3 @@ def _forget_settings() -> None:
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
     gc.collect()
-    gc.freeze()  # what was imported meanwhile is not looked through at every trace to come

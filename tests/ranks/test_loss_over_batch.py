@@ -76,8 +76,19 @@ def test_other_schedules_are_refused_at_the_start_with_those_that_serve() -> Non
 
 def test_a_plan_that_first_turns_back_at_another_number_is_refused_there(ranks: Any) -> None:
     pipeline = {"stages": 2, "num_microbatches": 7, "schedule": TurnsBack(), "loss_over_batch": True}
-    outcome = ranks(2).outcomes(fit, pipeline, Clip, group=False)[0]
+    outcome = ranks(2).outcomes(fit, pipeline, KeepsNothing, group=False)[0]
     assert "finishes all forwards before its first backward" in str(outcome)
+
+
+class KeepsNothing(Clip):
+    """Without rows of samples in an attribute, with which a batch of another size is one micro-batch."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        one, other = F.normalize(self.net(batch[0])), F.normalize(self.text(batch[1]))
+        return F.cross_entropy(one @ other.T * self.scale.exp(), torch.arange(len(one)))
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        pass
 
 
 class TurnsBack(type(get_schedule("GPipe"))):  # type: ignore[misc]

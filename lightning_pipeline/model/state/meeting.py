@@ -18,6 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import (
+    DisableTorchFunction,
     DisableTorchFunctionSubclass,
     TorchDispatchMode,
     current_function_mode,
@@ -85,12 +86,13 @@ class Sources:
         return frozenset(stands_for(tensor)) if is_placeholder(tensor) else _NOTHING
 
     def _look(self) -> None:
-        self._known = {
-            storage_key(tensor): (StorageWeakRef(tensor.untyped_storage()), frozenset({name}))
-            for name, tensors in self._listed()
-            for tensor in tensors
-            if tensor.layout is torch.strided
-        }
+        with DisableTorchFunction():  # here it is no hook that asks for `.grad`
+            self._known = {
+                storage_key(tensor): (StorageWeakRef(tensor.untyped_storage()), frozenset({name}))
+                for name, tensors in self._listed()
+                for tensor in tensors
+                if tensor.layout is torch.strided
+            }
         self._derived = {key: entry for key, entry in self._derived.items() if not entry[0].expired()}
         self._stale = False
 

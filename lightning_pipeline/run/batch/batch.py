@@ -169,6 +169,7 @@ class Batch:
         total = self.parts.batch_size
         if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
             self.parts = split_arguments(steps.module, self.args, 1)
+            self._warn_whole(total)
         elif self.trains:
             self._warn_unsplit()
         asked, sizes = self.accumulate or 1, self.parts.sizes
@@ -271,6 +272,15 @@ class Batch:
                 f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
                 "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
                 "num_microbatches)` on the LightningModule"
+            )
+
+    def _warn_whole(self, total: int) -> None:
+        if "rows" not in self._steps.warned:
+            self._steps.warned.add("rows")
+            rank_zero_warn(
+                f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
+                "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what no "
+                "later batch reads in `on_train_batch_end`"
             )
 
     def _warn_once(self) -> None:

@@ -186,11 +186,11 @@ def test_a_split_backward_keeps_inputs_and_gradients_of_layers_until_the_weight_
     weight = StageProgram.backward_weight
 
     def before_weight(self: StageProgram, microbatch: int) -> None:
-        assert self._step is not None
-        assert self._step.count is not None
+        step = self.view.current_step()
+        assert step.count is not None
         if microbatch == MICROBATCHES - 1:
-            self._step.count.settle()
-            kept[self.index] = self._step.count.held()[self.index].num_bytes
+            step.count.settle()
+            kept[self.view.index] = step.count.held()[self.index].num_bytes
         weight(self, microbatch)
 
     monkeypatch.setattr(StageProgram, "backward_weight", before_weight)
