@@ -279,8 +279,8 @@ class Batch:
             self._steps.warned.add("rows")
             rank_zero_warn(
                 f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
-                "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what no "
-                "later batch reads in `on_train_batch_end`"
+                "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
+                "no later batch reads in `on_train_batch_end`"
             )
 
     def _warn_once(self) -> None:
