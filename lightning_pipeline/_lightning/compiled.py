@@ -6,6 +6,8 @@ from typing import Any
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.compile import to_uncompiled
 
+from lightning_pipeline.patching import Undo, patch
+
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 _STEPS = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
@@ -29,11 +31,6 @@ def take_compile_from(module: LightningModule) -> None:
             del vars(module)[name]
 
 
-def hide_compile_of(module: LightningModule) -> Callable[[], None]:
+def hide_compile_of(module: LightningModule) -> Undo:
     """Let its steps stay compiled, with nothing that tells; gives the undoing."""
-    context, module._compiler_ctx = module._compiler_ctx, None
-
-    def undo() -> None:
-        module._compiler_ctx = context
-
-    return undo
+    return patch(module, "_compiler_ctx", None)

@@ -239,12 +239,12 @@ class RouteFinder:
         and nothing was left behind up to there, the way is known, and there is nothing to put back.
         """
         if (key, ()) in routes.by_reads:
-            known: Reads = Reads(routes.by_reads, key)
+            known = Reads(routes.by_reads, key)
             with self._numbers_kept(), self._in_silence():
                 self._walk(microbatch, seeds, routes, known)
             if known.leads_to is not None:
                 return known.leads_to
-        reads: Reads = Reads()
+        reads = Reads()
         route = self._find(routes, microbatch, seeds, reads)
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
