@@ -72,25 +72,23 @@ def hit(case: dict[str, Any], folder: str) -> tuple[str, dict[str, Tensor]]:
         accelerator="cpu", devices=case["size"], strategy=strategy, logger=False, callbacks=[saver],
         max_steps=8, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     )  # fmt: skip
+    timer = threading.Timer(case.get("after", 0.0), send, [SIGNALS.get(case["fault"])])
+    timer.daemon = True
     if case["fault"] in SIGNALS and int(os.environ["RANK"]) in case["ranks"]:
-        send_later(SIGNALS[case["fault"]], case["after"])
+        timer.start()
     try:
         trainer.fit(module)
     except SystemExit as error:
         return f"ended by SystemExit({error.code})", {}
+    finally:
+        timer.cancel()  # the process serves the next case
     return "finished", {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
-def send_later(number: int, seconds: float) -> None:
-    """A signal to this process, from a thread of its own."""
-
-    def send() -> None:
-        say_when()
-        os.kill(os.getpid(), number)
-
-    timer = threading.Timer(seconds, send)
-    timer.daemon = True
-    timer.start()
+def send(number: int) -> None:
+    """A signal to this process."""
+    say_when()
+    os.kill(os.getpid(), number)
 
 
 def judge(case: dict[str, Any], outcomes: list[Outcome]) -> str:

@@ -5,7 +5,7 @@ and the random numbers of the micro-batch. A way that was not seen before is tra
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -178,7 +178,8 @@ class RouteFinder:
         self._steps: dict[str, StepRoutes] = {}
         units = [unit.module for unit in cut.trace.units]
         inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
-        self._modules = [module for module in root.modules() if id(module) not in inside]
+        self._all_modules = list(root.modules())
+        self._modules = [module for module in self._all_modules if id(module) not in inside]
         self._at_start = plain_state(root, self._modules, set())
 
     def of_step(self, trace: Trace, liveness: Liveness) -> StepRoutes:
@@ -208,13 +209,20 @@ class RouteFinder:
             seeds: Sets the random numbers of a micro-batch.
             begun: Inside, what it begins with is there.
         """
-        state, find = routes.state(self._root), self._by_reads if routes.base.trace.steered else self._by_key
-        found = []
+        state, finds = routes.state(self._root), self._by_key
+        keys = [routes.key(microbatch, state) for microbatch in microbatches]
+        found: list[Route | None] = [None] * len(microbatches)
+        if routes.base.trace.steered:
+            finds = self._by_reads
+            with self._glancing():
+                for number, microbatch in enumerate(microbatches):
+                    with begun(number):
+                        found[number] = self._glance(routes, keys[number], microbatch, partial(seeds, number))
         for number, microbatch in enumerate(microbatches):
-            with begun(number):
-                key = routes.key(microbatch, state)
-                found.append(find(routes, key, microbatch, partial(seeds, number)))
-        return found
+            if found[number] is None:
+                with begun(number):
+                    found[number] = finds(routes, keys[number], microbatch, partial(seeds, number))
+        return [route for route in found if route is not None]
 
     def _by_key(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
@@ -229,21 +237,29 @@ class RouteFinder:
             routes.decided[key] = route
         return route
 
+    def _glance(
+        self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
+        seeds: Callable[[], MicrobatchSeeds],
+    ) -> Route | None:  # fmt: skip
+        """The way of one micro-batch, where the numbers that are read are those of one before.
+
+        The step is run up to the last number that is read. Nothing was left behind up to there when these
+        numbers were first met, so there is nothing to put back.
+        """
+        known = Reads(routes.by_reads, key)
+        if (key, ()) in routes.by_reads:
+            self._walk(microbatch, seeds, routes, known)
+        return known.leads_to
+
     def _by_reads(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
         seeds: Callable[[], MicrobatchSeeds],
     ) -> Route:  # fmt: skip
-        """The way of one micro-batch of a step where numbers are read between units.
-
-        The step is run up to the last number that is read. Where they are those of a micro-batch before
-        and nothing was left behind up to there, the way is known, and there is nothing to put back.
-        """
-        if (key, ()) in routes.by_reads:
-            known = Reads(routes.by_reads, key)
-            with self._numbers_kept(), self._in_silence():
-                self._walk(microbatch, seeds, routes, known)
-            if known.leads_to is not None:
-                return known.leads_to
+        """The way of one micro-batch of a step where numbers are read between units, which may be new."""
+        with self._glancing():
+            known = self._glance(routes, key, microbatch, seeds)
+        if known is not None:
+            return known
         reads = Reads()
         route = self._find(routes, microbatch, seeds, reads)
         if len(routes.by_reads) > _MOST_DECIDED:
@@ -321,9 +337,15 @@ class RouteFinder:
         around.look()
         return lambda: bool(around.look()) or any(buffer._version != then for buffer, then in buffers)
 
+    @contextmanager
+    def _glancing(self) -> Iterator[None]:
+        """For looks up to the last number that is read: as many as there are micro-batches in one."""
+        with self._numbers_kept(), self._in_silence():
+            yield
+
     def _numbers_kept(self) -> AbstractContextManager[None]:
         """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
-        return random_state_kept(Generators(self._root.modules()))
+        return random_state_kept(Generators(self._all_modules))
 
     def _check(self, trace: Trace) -> None:
         """Refuse a way that the stages, as they are, cannot go."""

@@ -164,8 +164,8 @@ class Trace:
 
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""
-        modules = list(self.root.modules())
         ways = [way for spec in self.ports.values() for way in spec.ways]
+        modules = list(self.root.modules()) if ways else []
         return {(id(vars(modules[number])), name) for (number, name), _ in ways}
 
     def leaking_units(self) -> frozenset[int]:
