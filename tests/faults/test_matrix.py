@@ -31,8 +31,9 @@ def named(outcome: Outcome, rank: int) -> bool:
 @pytest.mark.parametrize(
     "point",
     [
-        "setup", "on_train_batch_end", "on_fit_end", whole("configure_optimizers"), whole("train_dataloader"),
-        whole("on_train_start"), whole("on_validation_start"), whole("on_save_checkpoint"), whole("teardown"),
+        "setup", "on_train_batch_end", whole("configure_optimizers"), whole("train_dataloader"),
+        whole("on_train_start"), whole("on_validation_start"), whole("on_save_checkpoint"), whole("on_fit_end"),
+        whole("teardown"),
     ],
 )  # fmt: skip
 def test_an_exception_in_a_hook_is_told_by_all(ranks: Ranks, tmp_path: Path, point: str) -> None:
