@@ -266,8 +266,10 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         alone = self.is_one_device and self._numbering.world_size == 1
         if alone:
             return
-        external = self.cluster_environment.creates_processes_externally
-        method = None if external else self._settings.start_method
+        started = self.cluster_environment.creates_processes_externally
+        if self._numbering.world_size == 1 and self._settings.start_method == "popen":
+            started = True  # by hand; Lightning's launcher would start none, but choose the number of threads
+        method = None if started else self._settings.start_method
         self._launcher = _lightning.make_launcher(self, method, self.num_processes, self.num_nodes)
 
     @override
@@ -284,6 +286,8 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         assert self.cluster_environment is not None
         placement, numbering = self._layout()
         self.set_world_ranks()
+        if self.global_rank:  # rank 0 says it
+            _lightning.silence_moved_checkpoints()
         backend = self._settings.process_group_backend or _lightning.backend_of(self.root_device)
         assert self.lightning_module is not None, "a run has a module"
         trainer = self.lightning_module.trainer

@@ -119,6 +119,7 @@ __all__ = [
     "set_rank_zero",
     "set_received_sigterm",
     "silence_leaf_specs",
+    "silence_moved_checkpoints",
     "silence_sync_dist_advice",
     "skip_without_loss",
     "sync_module_states",
@@ -288,6 +289,11 @@ def silence_sync_dist_advice() -> None:
 def silence_leaf_specs() -> None:
     """Lightning asks torch 2.13 for a class that it warns of, on every rank and in every run. Since 2.0."""
     warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+
+
+def silence_moved_checkpoints() -> None:
+    """`ModelCheckpoint` says on every rank that a resumed run saves elsewhere. Since 2.0."""
+    warnings.filterwarnings("ignore", "The dirpath has changed from")
 
 
 def optimizers_to_device(optimizers: list[torch.optim.Optimizer], device: torch.device) -> None:

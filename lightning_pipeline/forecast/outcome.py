@@ -15,9 +15,10 @@ from lightning_pipeline.forecast.workload import (
     operations_text,
     rates,
     seconds_text,
+    strategy_text,
 )
 from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
-from lightning_pipeline.schedules import Schedule, draw
+from lightning_pipeline.schedules import Schedule, available_schedules, draw
 from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, title_of
 from lightning_pipeline.schedules.plans import waits
 
@@ -55,6 +56,17 @@ class Forecast:
     notes: tuple[str, ...] = ()
 
     @property
+    def strategy(self) -> str:
+        """What to write into a script for `chosen`; a rule of the user's own as it prints itself."""
+        plan, name = self.chosen.plan, self.chosen.name
+        if name not in available_schedules():
+            return (
+                f"PipelineStrategy(stages={plan.num_ranks}, num_microbatches={plan.num_microbatches}, "
+                f"schedule={self.chosen.schedule!r})"
+            )
+        return strategy_text(plan.num_ranks, plan.num_microbatches, name, self.chosen.stages_per_rank)
+
+    @property
     def svg(self) -> str:
         """The picture of `chosen`, as the text of an SVG file."""
         return self.picture.svg()
@@ -89,6 +101,7 @@ class Forecast:
             "devices": self.chosen.devices,
             "microbatches": self.chosen.plan.num_microbatches,
             "chosen": self.chosen.name,
+            "strategy": self.strategy,
             "schedules": [
                 {
                     "schedule": one.name, "stages_per_rank": one.stages_per_rank, "step_s": one.step,
@@ -128,7 +141,7 @@ class Forecast:
             self._memory_table(),
             "Schedules, best first\n" + self._schedule_table(),
             self.verdict,
-            f"{self.chosen.name}: {self.rates.text(tokens)}",
+            f"{self.chosen.name}: {self.rates.text(tokens)}\nstrategy={self.strategy}",
             f"{self.chosen.name}, as predicted\n{_picture(self.chosen)}",
             self.basis,
         ]

@@ -2,14 +2,24 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from random import Random
 
 from lightning_pipeline.errors import PartitionError, ScheduleError
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.workload import RankMemory, Workload, memory_of, name_of, named_schedules
-from lightning_pipeline.schedules import Auto, Plan, Schedule, Simulation, simulate
+from lightning_pipeline.forecast.workload import (
+    RankMemory,
+    StageTimes,
+    Workload,
+    memory_of,
+    name_of,
+    named_schedules,
+)
+from lightning_pipeline.schedules import Auto, Costs, Plan, Schedule, Simulation, simulate
 from lightning_pipeline.schedules.plans import training_plan
 
 SEARCHED = 600  # actions up to which the search of `Auto` takes a second or two
+_DRAWN = 25  # steps of measured times; the one in the middle is the prediction
+_DRAWN_ACTIONS = 50_000  # in all of them
 
 
 @dataclass(frozen=True)
@@ -19,7 +29,8 @@ class Prediction:
     Attributes:
         name: Of the schedule.
         schedule: The rule.
-        simulation: The step; seconds and bytes.
+        simulation: The step; seconds and bytes. Of measured times, the one in the middle of 25 for which each
+            action's time is drawn from those that were measured.
         memory: By rank.
         fits: Whether every rank's memory is within a device's.
         replicas: Of the pipeline.
@@ -142,7 +153,7 @@ def _prediction(
     held = [float(stage.activation_bytes) for stage in stages]
     far = _far_stages(plan, replicas, assumptions)
     within = {s for s in range(1, plan.num_stages) if plan.rank_of(s) == plan.rank_of(s - 1)}
-    simulation = simulate(plan, times.costs(plan.splits_backward, held, far, within))
+    simulation = _step(plan, times, times.costs(plan.splits_backward, held, far, within))
     handling = num_microbatches * sum(map(sum, times.handling(within)))
     kept = workload.held(plan.num_stages, [plan.rank_of(stage) for stage in range(plan.num_stages)])
     memory = memory_of(plan, kept, stages, assumptions, workload.optimizer_states)
@@ -150,6 +161,15 @@ def _prediction(
     most = max(rank.gradients for rank in memory)
     reduction = assumptions.exchange(most, replicas) if replicas > 1 else 0.0
     return Prediction(name, schedule, simulation, memory, fits, replicas, reduction, handling)
+
+
+def _step(plan: Plan, times: StageTimes, costs: Costs) -> Simulation:
+    if not times.seen:
+        return simulate(plan, costs)
+    dice, actions = Random(0), sum(map(len, plan))  # the same for each schedule
+    steps = min(_DRAWN, max(_DRAWN_ACTIONS // actions, 1))
+    drawn = [simulate(plan, costs, times=times.drawn(plan, costs, dice)) for _ in range(steps)]
+    return sorted(drawn, key=lambda step: step.makespan)[steps // 2]
 
 
 def _far_stages(plan: Plan, replicas: int, assumptions: Assumptions) -> frozenset[int]:

@@ -15,6 +15,7 @@ from lightning_pipeline.forecast.workload import (
     number_text,
     rates,
     seconds_text,
+    strategy_text,
     write_csv,
 )
 from lightning_pipeline.model.cut import size_text, text_table
@@ -61,6 +62,21 @@ class SearchRow:
     peak_bytes: int
     fits: bool
 
+    @property
+    def settings(self) -> str:
+        """What to write into a script: for the Trainer, and what its loader has to give."""
+        if self.stages > 1:
+            strategy = strategy_text(self.stages, self.microbatches, self.schedule, self.stages_per_rank)
+            loader = self.microbatches * self.samples
+        else:
+            strategy = "" if self.devices == 1 else f'"{self.schedule.lower()}"'
+            loader = self.samples
+        parts = [f"strategy={strategy}"] if strategy else []
+        if self.stages == 1 and self.microbatches > 1:
+            parts.append(f"accumulate_grad_batches={self.microbatches}")
+        of = " of each replica" if self.replicas > 1 else ""
+        return f"{', '.join(parts) or 'the Trainer as it is'}; the loader{of} gives {loader} samples at once"
+
 
 @dataclass(frozen=True)
 class Search:
@@ -96,7 +112,9 @@ class Search:
         """
         return {
             "batch_size": self.batch_size,
-            "best": [asdict(row) | {"days": self.days(row, tokens)} for row in self.best],
+            "best": [
+                asdict(row) | {"settings": row.settings, "days": self.days(row, tokens)} for row in self.best
+            ],
             "pareto": [asdict(row) for row in self.pareto],
             "fsdp": [asdict(row) for row in self.rivals],
             "basis": self.basis,
@@ -120,7 +138,7 @@ class Search:
         most = self.best[-1].devices
         parts = [
             f"Batches of {self.batch_size} samples, the best way for each number of devices",
-            self._table(self.best, tokens),
+            f"{self._table(self.best, tokens)}\n\nThe last row: {self.best[-1].settings}",
             f"On {most} devices: less memory against less time",
             self._table(self.pareto, tokens),
         ]

@@ -13,10 +13,11 @@ from lightning_pipeline.measure.exchange import Gathered
 from lightning_pipeline.measure.measurement import Measurement, mean_of
 from lightning_pipeline.measure.pipeline_run import PipelineRun
 from lightning_pipeline.measure.shares import FIELDS, KINDS, row, share_out
-from lightning_pipeline.recording import Mark, Recording
+from lightning_pipeline.recording import Event, Mark, Recording
 from lightning_pipeline.schedules import Plan
 
 _REALIGN = 4  # exchanges with each rank, where ranks' clocks differ
+_MOST_UNREAD = 50  # steps kept as they were recorded
 
 
 class _Step(NamedTuple):
@@ -76,8 +77,8 @@ class Meter:
 
     @property
     def steps(self) -> int:
-        """Steps that were read since the last `collect`; the same on all ranks."""
-        return len(self._rows)
+        """Steps that can be compared since the last `collect`; the same on all ranks."""
+        return len(self._rows) + max(len(self._unread) - self._lag, 0)
 
     def detach(self) -> None:
         """Watch no longer."""
@@ -90,7 +91,8 @@ class Meter:
         self.batches.ready()
 
     def end_batch(self, batch: Any) -> None:
-        """A batch is over; on a GPU the one before is read now.
+        """A batch is over. What it left is read later: on a GPU when the next one is over, on a CPU together
+        with that of others, when they are compared, for caches are cold after a step.
 
         Args:
             batch: Whose samples and tokens are counted.
@@ -103,16 +105,18 @@ class Meter:
         assert plan is not None, "a step has run by a plan"
         sent = self._run.bytes_sent - self._sent_before
         self._unread.append(_Step(marks, recording, plan, self._run.batch_size or 0, tokens_of(batch), sent))
-        self._read(self._lag)
+        if self._lag or len(self._unread) >= _MOST_UNREAD:
+            self._read(self._lag)
 
     def _read(self, lag: int) -> None:
         offset = self._run.clock_offsets[self._run.pipeline_rank].nanoseconds
         while len(self._unread) > lag:
             step = self._unread.pop(0)
+            events = list(step.recording)
             self._rows.append(row(self.batches.read(step.marks), step.recording, offset))
-            for action, _, started, ended in step.recording:
+            for action, _, started, ended in events:
                 self._durations[action.stage, action.kind].append(ended - started)
-            self._note_size(step)
+            self._note_size(step, events)
             if self._plan is None or step.plan.num_microbatches >= self._plan.num_microbatches:
                 self._plan = step.plan
             self._samples += step.samples
@@ -120,10 +124,10 @@ class Meter:
             self._sent += step.sent
             self.batch_size = max(self.batch_size, step.samples)
 
-    def _note_size(self, step: _Step) -> None:
+    def _note_size(self, step: _Step, events: Sequence[Event]) -> None:
         if step.samples:
             number = step.plan.num_microbatches
-            busy = sum(ended - started for _, _, started, ended in step.recording)
+            busy = sum(ended - started for _, _, started, ended in events)
             self._by_size[step.samples / number].append(busy / number)
 
     @property
@@ -142,6 +146,7 @@ class Meter:
 
     def drop(self) -> None:
         """Forget the steps since the last `collect`: they are not like those to come."""
+        self._read(self._lag)
         self._forget()
         self._by_size.clear()
         self._window_ends = []
@@ -161,8 +166,7 @@ class Meter:
         Args:
             last: Whether to wait for what the device has not done yet.
         """
-        if last:
-            self._read(0)
+        self._read(0 if last else self._lag)
         if not self._rows or self._plan is None:
             return None
         plan, steps = self._plan, len(self._rows)

@@ -121,7 +121,7 @@ def run_of(trainer: Trainer, callback: object) -> PipelineRun:
     if not hasattr(strategy, "gather_from_pipeline"):
         raise ConfigurationError(
             f"{type(callback).__name__} measures pipelines: use it with PipelineStrategy, not "
-            f"with {type(strategy).__name__}"
+            f"with {type(strategy).__name__}; PipelineStrategy(stages=1) is one device"
         )
     run: PipelineRun = strategy.run
     return run

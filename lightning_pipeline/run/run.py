@@ -20,7 +20,14 @@ from lightning_pipeline.hooks import LogRecorder, UncutBatch
 from lightning_pipeline.model.construction import Construction
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within
-from lightning_pipeline.run.batch import Batch, Plans, samples_of, split_arguments, trains_batch_norm
+from lightning_pipeline.run.batch import (
+    Batch,
+    Parts,
+    Plans,
+    samples_of,
+    split_arguments,
+    trains_batch_norm,
+)
 from lightning_pipeline.run.in_step import KeepTogether
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
@@ -127,7 +134,7 @@ class Pipeline:
         self._undo.append(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
         _lightning.claim_device(self._module, self._device)
         parts = split_arguments(self._module, args, number, says=True)
-        says = self._headline(parts.batch_size, number)
+        says = self._headline(parts, number)
         with parts.explained(args[0]):
             cut = self._cut(plugin, step, parts.args[0], number, built, early)
         here = self._placement.stages_of(self.groups.rank)
@@ -152,14 +159,14 @@ class Pipeline:
         self._together = together
         return together
 
-    def _headline(self, batch_size: int | None, number: int) -> str:
+    def _headline(self, parts: Parts, number: int) -> str:
         settings, trains = self._settings, self._trainer.training
         if trains and not self._module.automatic_optimization:
             return BY_HAND
         return headline(
-            self._plans.plan(number, forward_only=not trains), settings.schedule,
-            batch_size=batch_size, replicas=self.groups.numbering.replicas,
-            chosen=settings.num_microbatches == "auto", trains=trains,
+            self._plans.plan(len(parts.args), forward_only=not trains), settings.schedule,
+            batch_size=parts.batch_size, replicas=self.groups.numbering.replicas,
+            asked=None if settings.num_microbatches == "auto" else number, trains=trains,
         )  # fmt: skip
 
     def _cut(

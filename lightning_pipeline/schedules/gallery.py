@@ -112,7 +112,9 @@ time over all rank-time. The figures below are simulated with p = {p}, m = {m}, 
 and two stages per rank where a schedule takes several. In the pictures, blue is forward, orange a fused
 backward, yellow the input half, green the weight half; a rank's later stages are paler.
 
-Which one wins depends on the costs: simulate with yours, or let `Auto` do it.
+Which one wins depends on the costs: simulate with yours, or let `Auto` do it. Here `Auto` was given the
+costs, and chose its stages per rank by them. A run whose `Auto` is given none keeps one stage per rank,
+and orders its actions anew once it has measured.
 
 <!-- runs -->
 ```python

@@ -210,6 +210,21 @@ def test_storage_options_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
+def resume_elsewhere(path: str, folder: str) -> list[str]:
+    saver = ModelCheckpoint(folder)
+    run = trainer(TWO, max_epochs=2, enable_checkpointing=True, callbacks=[saver])
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(Plain(), loader(8, batch_size=4), ckpt_path=path)
+    return [text for warning in told if "dirpath has changed" in (text := str(warning.message))]
+
+
+def test_a_resume_that_saves_elsewhere_is_warned_of_once(ranks: Ranks, tmp_path: Path) -> None:
+    fit_plain(None, 1, None, str(tmp_path / "first"))
+    told = ranks(2)(resume_elsewhere, str(tmp_path / "first" / "after1.ckpt"), str(tmp_path / "second"))
+    assert [len(texts) for texts in told] == [1, 0]
+
+
 class FailsLate(Regression2):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 3 and self.trainer.global_rank == 1:

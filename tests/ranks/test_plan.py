@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, StageMemoryMonitor
 from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.workload import StageTimes
 from lightning_pipeline.forecast.workload import unit_times as measure
 from tests.naps import Nap
 from tests.ranks import lightning_cases as cases
@@ -79,7 +80,8 @@ def predict() -> dict[str, Any]:
     loader = cases.loader(samples=40, batch_size=8)
     # the smallest, as of the steps; nothing beside it, for ranks that sleep do not slow each other down
     alone = {"median": min, "copies_beside": lambda count, work: nullcontext()}
-    with mock.patch.multiple(measure, WARM_UP=1, ROUNDS=3, **alone):
+    smallest = mock.patch.object(StageTimes, "drawn", return_value={})
+    with mock.patch.multiple(measure, WARM_UP=1, PASSES=1, ROUNDS=3, **alone), smallest:
         plan = PipelineStrategy(**OPTIONS).plan(
             Sleepers(), next(iter(loader)), measure=True, assumptions=LINK
         )

@@ -5,9 +5,9 @@ from lightning_pipeline.run.setup import headline, too_small
 from lightning_pipeline.schedules import Action, OneFOneB, get_schedule
 
 
-def said(ranks: int, microbatches: int) -> str:
+def said(ranks: int, microbatches: int, asked: int | None = 1) -> str:
     plan = get_schedule("1F1B").plan(ranks, microbatches)
-    return headline(plan, OneFOneB(), batch_size=32, replicas=1, chosen=False, trains=True)
+    return headline(plan, OneFOneB(), batch_size=32, replicas=1, asked=asked, trains=True)
 
 
 def test_one_stage_is_no_pipeline_whose_ranks_could_be_miscounted() -> None:
@@ -15,6 +15,13 @@ def test_one_stage_is_no_pipeline_whose_ranks_could_be_miscounted() -> None:
     assert said(1, 1) == one
     assert said(2, 8).startswith("1F1B: 8 micro-batches of a batch of 32, 2 stages on 2 ranks x 1 replica; ")
     assert "divide batches and scale learning rates by strategy.num_replicas" in said(2, 8)
+
+
+def test_more_micro_batches_than_samples_are_not_promised() -> None:
+    few = said(2, 32, asked=64)
+    assert "32 micro-batches of a batch of 32, which is not enough for num_microbatches=64, 2 stages" in few
+    assert "not enough" not in said(2, 32, asked=32)
+    assert "32 micro-batches (num_microbatches='auto') of a batch of 32, 2 stages" in said(2, 32, asked=None)
 
 
 def forward(stage: int, microbatch: int, milliseconds: float) -> Event:

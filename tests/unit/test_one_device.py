@@ -320,6 +320,19 @@ def test_one_device_starts_no_group_and_no_process() -> None:
     assert run.strategy.is_one_device
 
 
+def test_a_run_of_one_process_computes_on_as_many_threads_as_its_script_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)  # with it, Lightning's launchers set no number
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        launcher = trainer({**ONE, "num_microbatches": 2}).strategy.launcher
+        assert launcher.launch(torch.get_num_threads) == before + 1  # type: ignore[union-attr]
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize(
     "setting", [{"num_microbatches": 2}, {"schedule": "Interleaved1F1B", "stages_per_rank": 2}]
 )

@@ -4,6 +4,7 @@ from lightning_pipeline.forecast.workload.candidates import (
     name_of,
     named_schedules,
     split_factor,
+    strategy_text,
     tried_schedules,
 )
 from lightning_pipeline.forecast.workload.memory import RankMemory, alone, memory_of
@@ -17,6 +18,7 @@ from lightning_pipeline.forecast.workload.texts import (
     seconds_text,
     write_csv,
 )
+from lightning_pipeline.forecast.workload.times import StageTimes
 from lightning_pipeline.forecast.workload.unit_times import MeasuredWorkload
 from lightning_pipeline.forecast.workload.workload import Workload
 
@@ -26,6 +28,7 @@ __all__ = [
     "Rates",
     "ScaledWorkload",
     "StageProfile",
+    "StageTimes",
     "Workload",
     "alone",
     "basis_text",
@@ -37,6 +40,7 @@ __all__ = [
     "rates",
     "seconds_text",
     "split_factor",
+    "strategy_text",
     "tokens_of",
     "tried_schedules",
     "write_csv",

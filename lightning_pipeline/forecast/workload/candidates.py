@@ -68,6 +68,25 @@ def name_of(schedule: Schedule) -> str:
     return type(schedule).__name__
 
 
+def strategy_text(stages: int, num_microbatches: int, name: str, stages_per_rank: int) -> str:
+    """What to write into a script for a schedule that is registered.
+
+    Args:
+        stages: Ranks of the pipeline.
+        num_microbatches: Of a replica's batch.
+        name: Of the schedule.
+        stages_per_rank: Stages on each rank.
+
+    Example:
+        >>> strategy_text(4, 8, "Interleaved1F1B", 2)
+        'PipelineStrategy(stages=4, num_microbatches=8, schedule="Interleaved1F1B")'
+    """
+    options = f'stages={stages}, num_microbatches={num_microbatches}, schedule="{name}"'
+    if get_schedule(name).stages_per_rank != stages_per_rank:
+        options += f", stages_per_rank={stages_per_rank}"
+    return f"PipelineStrategy({options})"
+
+
 def split_factor(measured_split: bool, plan_splits: bool) -> float:
     """What to multiply measured backward times by for a plan that splits backwards, or does not.
 

@@ -1,13 +1,14 @@
 """How long each stage takes, as worked out from its operations or as measured."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.workload.candidates import SPLIT_SURPLUS
 from lightning_pipeline.forecast.workload.profile import StageProfile
 from lightning_pipeline.model.trace import Work
-from lightning_pipeline.schedules import Costs
+from lightning_pipeline.schedules import Action, Costs, Plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class StageTimes:
         send_far: Of the same hop to another node.
         pack: The part of it in which the rank that sends is busy.
         unpack: The part of it in which the rank that receives is busy.
+        seen: The times of single actions behind those above, by the attribute's name and by stage; empty
+            where nothing was measured.
     """
 
     forward: tuple[float, ...]
@@ -35,6 +38,7 @@ class StageTimes:
     send_far: tuple[float, ...]
     pack: tuple[float, ...]
     unpack: tuple[float, ...]
+    seen: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
 
     def costs(
         self,
@@ -80,6 +84,30 @@ class StageTimes:
             forward.append(here * self.unpack[stage] + (self.pack[stage + 1] if there else 0.0))
             backward.append(here * self.pack[stage] + (self.unpack[stage + 1] if there else 0.0))
         return forward, backward
+
+    def drawn(self, plan: Plan, costs: Costs, dice: Random) -> dict[Action, float]:
+        """How long each action of a step may take: as one that was seen, drawn for each anew.
+
+        Ranks wait for whichever of them is later, so that a step of actions that vary takes longer than one
+        of actions that all take their median.
+
+        Args:
+            plan: Of the step.
+            costs: Made for it by `costs`; what they have for messages is added to what is drawn.
+            dice: Draws.
+        """
+        of = {"F": ("forward_split",), "I": ("backward_input",), "W": ("backward_weight",)}
+        of["B"] = ("backward_input", "backward_weight")
+        if not plan.splits_backward:
+            of["F"], of["B"] = ("forward",), ("backward",)
+        own = costs.per_stage([1] * plan.num_stages)
+        found = {}
+        for action in (action for actions in plan for action in actions):
+            time = own.duration(action.stage, action.kind)
+            for name in of[action.kind]:
+                time += dice.choice(self.seen[name][action.stage]) - getattr(self, name)[action.stage]
+            found[action] = max(time, 0.0)
+        return found
 
     @property
     def alone(self) -> float:

@@ -24,15 +24,24 @@ from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.wire import Values
 
 MICROBATCHES = 2  # held at once in a round
-ROUNDS = 9
+PASSES = 3  # over all stages, so that a machine that is slower for a second is so for each of them
+ROUNDS = 8  # in a pass
+LEAST_ROUNDS = 3
+_LONGEST_PASS = 1.0  # seconds of a stage, after which no round begins but the least
 _LONGEST_WAIT = 0.02  # seconds; longer ones change nothing more
 WARM_UP = 2  # rounds that pay for caches and first allocations
 
 _SPLIT = "F of a split backward"
-_KINDS = ("F", "B", _SPLIT, "I", "W")
+_KINDS = {
+    "F": "forward",
+    "B": "backward",
+    _SPLIT: "forward_split",
+    "I": "backward_input",
+    "W": "backward_weight",
+}
 
 _SINKS: dict[str, Callable[..., None]] = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
-Seconds = dict[tuple[int, str], float]
+Seconds = dict[tuple[int, str], list[float]]
 
 
 class MeasuredWorkload(Workload):
@@ -47,26 +56,21 @@ class MeasuredWorkload(Workload):
 
     @override
     def times(self, num_stages: int, assumptions: Assumptions) -> StageTimes:
-        """Medians of this machine; the link is as in the assumptions."""
+        """Medians of this machine and what they are of; the link is as in the assumptions."""
         if num_stages not in self._measured:
             self._measured[num_stages] = measure_stages(
                 self.root, self.partition(num_stages), self.args, self.forward_context
             )
-        seconds, stages = self._measured[num_stages], range(num_stages)
-        return StageTimes(
-            forward=tuple(seconds[stage, "F"] for stage in stages),
-            forward_split=tuple(seconds[stage, _SPLIT] for stage in stages),
-            backward=tuple(seconds[stage, "B"] for stage in stages),
-            backward_input=tuple(seconds[stage, "I"] for stage in stages),
-            backward_weight=tuple(seconds[stage, "W"] for stage in stages),
-            **hops_of(self.stages(num_stages), assumptions),
-        )
+        seconds = self._measured[num_stages]
+        seen = {name: [seconds[stage, kind] for stage in range(num_stages)] for kind, name in _KINDS.items()}
+        medians = {name: tuple(map(median, by_stage)) for name, by_stage in seen.items()}
+        return StageTimes(**medians, **hops_of(self.stages(num_stages), assumptions), seen=seen)
 
 
 def measure_stages(
     root: nn.Module, cut: Partition, args: tuple[Any, ...], forward_context: Callable[[], Any]
 ) -> Seconds:
-    """Median seconds of F, B, I and W of one micro-batch, by stage, and of a forward before I and W.
+    """Seconds of every F, B, I and W that was run, by stage, and of forwards before I and W.
 
     Args:
         root: The module that was traced, with its weights.
@@ -77,17 +81,17 @@ def measure_stages(
     Raises:
         ConfigurationError: The step ends without a result for this micro-batch.
     """
-    seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
+    seconds: Seconds = defaultdict(list)
     values: Values | None = None
     with _left_alone(root):
         whole = {name: tensor.data for name, tensor in _states(root)}
-        for stage in range(cut.num_stages):
+        for stage in PASSES * list(range(cut.num_stages)):
             split = SplitModel(root, cut, [stage], sinks=_SINKS, forward_context=forward_context)
             try:
-                values = _Rounds(split, stage, args, values, seconds).run(cut.num_stages)
+                values = _Rounds(split, stage, args, values if stage else None, seconds).run(cut.num_stages)
             finally:
                 split.restore(whole)
-    return {key: median(times) for key, times in seconds.items()}
+    return dict(seconds)
 
 
 def _states(root: nn.Module) -> list[tuple[str, Tensor]]:
@@ -120,11 +124,12 @@ class _Rounds:
         stage: int,
         args: tuple[Any, ...],
         incoming: Values | None,
-        seconds: dict[tuple[int, str], list[float]],
+        seconds: Seconds,
     ) -> None:
         self._split, self._stage, self._args, self._incoming = split, stage, args, incoming
         self._program = split.stage(stage)
-        self._seconds = seconds
+        self._stage_seen = (stage, "F") in seconds
+        self._pool, self._seconds = seconds, defaultdict[str, list[float]](list)
         self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())
         self._synchronise: Callable[[], None] = torch.cuda.synchronize if self._on_gpu else lambda: None
 
@@ -135,14 +140,19 @@ class _Rounds:
             ranks: That work at the same time; those that share a machine's cores slow each other down.
         """
         sent: Values | None = None
-        for number in range(WARM_UP):
+        for number in range(1 if self._stage_seen else WARM_UP):
             sent = self._both_rounds(number)
-        for kind in _KINDS:
-            self._seconds[self._stage, kind].clear()
         copies = 0 if self._on_gpu else min(ranks, len(os.sched_getaffinity(0))) - 1
         with copies_beside(copies, lambda: self._both_rounds(0)):
-            for number in range(WARM_UP, WARM_UP + ROUNDS):
-                sent = self._both_rounds(number)
+            if copies:  # a fork's parent, too, writes to each page anew
+                self._both_rounds(0)
+            self._seconds.clear()
+            until = time.perf_counter() + _LONGEST_PASS
+            for number in range(ROUNDS):
+                if number < LEAST_ROUNDS or time.perf_counter() < until:
+                    sent = self._both_rounds(WARM_UP + number)
+        for kind, times in self._seconds.items():
+            self._pool[self._stage, kind] += times
         return _received(sent)
 
     def _both_rounds(self, number: int) -> Values | None:
@@ -180,7 +190,7 @@ class _Rounds:
 
     def _wait(self, kind: str) -> None:
         """Idle as a rank does before an action that needs a message, which then takes 1.4 times as long."""
-        before = self._seconds[self._stage, kind]
+        before = self._seconds[kind]
         has_input = kind == "W" or (kind in ("F", _SPLIT) and self._stage == 0)
         if before and not has_input and not self._on_gpu:
             time.sleep(min(before[-1], _LONGEST_WAIT))
@@ -191,7 +201,7 @@ class _Rounds:
         begin = time.perf_counter()
         result = action()
         self._synchronise()
-        self._seconds[self._stage, kind].append(time.perf_counter() - begin)
+        self._seconds[kind].append(time.perf_counter() - begin)
         return result
 
 

@@ -46,7 +46,7 @@ class Workload:
         self._times: dict[tuple[int, Assumptions], StageTimes] = {}
         self._states: dict[str, float] | None = None
         self._looked_for_states = False
-        self._measured: dict[int, dict[tuple[int, str], float]] = {}
+        self._measured: dict[int, dict[tuple[int, str], list[float]]] = {}
 
     def partition(self, num_stages: int) -> Partition:
         """The cut that a run with so many stages would have.

@@ -35,7 +35,8 @@ def too_large(cut: Partition) -> str | None:
     names = tuple(unit.name for unit in units)
     several = len(units) > 1
     return (
-        f"{units_text(names)} hold{'' if several else 's'} {share:.0%} of the estimated cost and "
+        f"unit{'s' if several else ''} {units_text(names)} hold{'' if several else 's'} {share:.0%} of the "
+        "estimated cost and "
         f"stay{'' if several else 's'} on one stage, so that any number of stages is at most {1 / share:.1f} "
         f"times as fast as one: {_why(cut, atom)}"
     )

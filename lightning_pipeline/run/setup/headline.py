@@ -14,21 +14,23 @@ _PAYS_FROM = 2e-3  # seconds of a stage's forward; below it handing work out tak
 
 
 def headline(
-    plan: Plan, schedule: Schedule, *, batch_size: int | None, replicas: int, chosen: bool, trains: bool
+    plan: Plan, schedule: Schedule, *, batch_size: int | None, replicas: int, asked: int | None, trains: bool
 ) -> str:
     """Schedule, sizes and layout in a line, and what `trainer.world_size` counts.
 
     Args:
-        plan: Of a training batch.
+        plan: Of the first batch.
         schedule: That made it.
         batch_size: Samples of the first batch; `None` where it does not tell.
         replicas: Of the pipeline.
-        chosen: Whether the number of micro-batches was the strategy's choice.
+        asked: The number of micro-batches that was asked for; `None` where it was the strategy's choice.
         trains: Whether batches are trained on.
     """
     parts = [_counted(plan.num_microbatches, "micro-batch", "es")]
-    parts[0] += " (num_microbatches='auto')" if chosen else ""
+    parts[0] += " (num_microbatches='auto')" if asked is None else ""
     parts[0] += f" of a batch of {batch_size}" if batch_size is not None else ""
+    if asked is not None and asked > plan.num_microbatches:
+        parts[0] += f", which is not enough for num_microbatches={asked}"
     stages, ranks = _counted(plan.num_stages, "stage"), _counted(plan.num_ranks, "rank")
     parts.append(f"{stages} on {ranks} x {_counted(replicas, 'replica')}")
     text = f"{schedule!r}: {', '.join(parts)}"

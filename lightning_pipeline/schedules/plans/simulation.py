@@ -1,5 +1,6 @@
 """When each action of a plan would run, and the memory it would hold."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Simulation:
     actions: tuple[Timed, ...]
 
 
-def simulate(plan: Plan, costs: Costs) -> Simulation:
+def simulate(plan: Plan, costs: Costs, *, times: Mapping[Action, float] | None = None) -> Simulation:
     """Time a plan: every action starts as soon as its rank is free and what it needs has arrived.
 
     A pair that runs as one waits for what both need, and hands over both results at its end.
@@ -52,6 +53,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     Args:
         plan: Without messages; hops are added from `costs.send`.
         costs: Times and memory. A number is one rank's whole share.
+        times: Of single actions that take longer or shorter than the costs say.
 
     Raises:
         ScheduleError: The ranks wait for each other.
@@ -59,7 +61,7 @@ def simulate(plan: Plan, costs: Costs) -> Simulation:
     """
     counts = [len(plan.stages_of(rank)) for rank in range(plan.num_ranks)]
     stage_costs = costs.per_stage([counts[plan.rank_of(stage)] for stage in range(plan.num_stages)])
-    timed = _Clock(plan, stage_costs).run()
+    timed = _Clock(plan, stage_costs, times or {}).run()
     return summarize(plan, timed, stage_costs)
 
 
@@ -119,8 +121,8 @@ class _Step(NamedTuple):
 class _Clock:
     """Runs a plan's actions in order on each rank; a rank that waits is woken by what it waits for."""
 
-    def __init__(self, plan: Plan, costs: StageCosts) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, costs: StageCosts, times: Mapping[Action, float]) -> None:
+        self._plan, self._times = plan, times
         self._microbatches = plan.num_microbatches
         # End times by stage * microbatches + microbatch. What waits for a weight half does not exist.
         self._forward: dict[int, float] = {}
@@ -188,7 +190,8 @@ class _Clock:
     ) -> float:
         """Write a group down and wake who waited for it; when it ends."""
         for action in group:
-            end = start + self._steps[action.stage, action.kind].duration
+            usual = self._steps[action.stage, action.kind].duration
+            end = start + self._times.get(action, usual)
             mine.append(Timed(action, rank, start, end))
             start = end
         for stage, kind, microbatch in group:

@@ -211,6 +211,9 @@ def test_the_report_has_tables_picture_and_grounds() -> None:
         "25 GB/s", "Memory of a device is 1.0 GiB",
     ):  # fmt: skip
         assert part in text
+    strategy = f'PipelineStrategy(stages=4, num_microbatches=8, schedule="{found.chosen.name}")'
+    assert found.strategy == found.to_dict()["strategy"] == strategy
+    assert f"\nstrategy={strategy}\n" in text
     assert found.svg.startswith("<svg")
     assert [_axis_unit(seconds) for seconds in (38.6, 0.0386, 1.356e-4, 1e-9)] == [
         ("s", 1.0), ("ms", 1e3), ("us", 1e6), ("us", 1e6)

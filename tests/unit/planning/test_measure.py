@@ -1,6 +1,8 @@
 """Stages are timed as they run, and the module is as before afterwards."""
 
 import os
+from random import Random
+from unittest import mock
 
 import pytest
 import torch
@@ -8,10 +10,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
+from lightning_pipeline.forecast.workload import unit_times
 from lightning_pipeline.forecast.workload.beside import copies_beside
 from lightning_pipeline.forecast.workload.times import StageTimes
 from lightning_pipeline.forecast.workload.unit_times import MeasuredWorkload
-from lightning_pipeline.schedules import get_schedule, simulate
+from lightning_pipeline.schedules import Action, get_schedule, simulate
 from tests.naps import Nap
 from tests.unit.split.pipe import Module
 
@@ -53,7 +56,8 @@ def work(module: Sleepers) -> MeasuredWorkload:
     torch.manual_seed(5)
     found.before = (dict(module.named_buffers()), torch.get_rng_state())  # type: ignore[attr-defined]
     found.values = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]
-    found.times(2, Assumptions())
+    with mock.patch.multiple(unit_times, PASSES=1, ROUNDS=3):
+        found.times(2, Assumptions())
     return found
 
 
@@ -69,10 +73,27 @@ def test_forwards_and_backwards_take_what_they_sleep(work: MeasuredWorkload) -> 
 
 def test_the_simulator_gets_the_measured_times(work: MeasuredWorkload) -> None:
     found = predict(work, 2, 4, Assumptions(latency=0, link_bytes=1e30))
-    step = {one.name: one.step for one in found}
+    run = {one.name: one.simulation for one in found}["1F1B"]
     times = work.times(2, Assumptions())
-    first, last = (times.forward[stage] + times.backward[stage] for stage in (0, 1))
-    assert step["1F1B"] == pytest.approx(first + 4 * last, rel=1e-6)
+    for timed in run.actions:
+        name = "forward" if timed.action.kind == "F" else "backward"
+        took = [pytest.approx(seen, rel=1e-6) for seen in times.seen[name][timed.action.stage]]
+        assert timed.end - timed.start in took
+
+
+def test_a_step_of_times_that_vary_takes_longer_than_one_of_their_medians() -> None:
+    two, none = (2.0, 2.0), (0.0, 0.0)
+    seen = {"forward": [[1.0, 2.0, 3.0]] * 2, "backward": [[2.0]] * 2}
+    times = StageTimes(two, two, two, none, none, none, none, none, none, seen)
+    plan = get_schedule("1F1B").plan(2, 8)
+    costs, dice = times.costs(False, [1.0, 1.0]), Random(1)
+    even = simulate(plan, costs).makespan
+    drawn = [times.drawn(plan, costs, dice) for _ in range(200)]
+    forwards = {time for step in drawn for action, time in step.items() if action.kind == "F"}
+    assert forwards == {1.0, 2.0, 3.0}
+    assert {step[Action(1, "B", 5)] for step in drawn} == {2.0}
+    found = sorted(simulate(plan, costs, times=step).makespan for step in drawn)[100]
+    assert 1.03 * even < found < 1.15 * even  # each rank waits for the other's longer forwards
 
 
 def test_a_forward_before_a_split_backward_has_its_own_time() -> None:

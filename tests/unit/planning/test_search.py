@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,20 @@ def test_a_search_is_also_plain_data(result: Search) -> None:
     data = json.loads(json.dumps(result.to_dict(tokens=1e9)))
     assert [row["devices"] for row in data["best"]] == [1, 2, 4, 8]
     assert [row["days"] for row in data["best"]] == [None] * 4  # the batch has no tokens
+
+
+def test_a_row_says_what_to_write(result: Search) -> None:
+    row = next(row for row in result.rows if (row.stages, row.replicas, row.samples) == (4, 2, 2))
+    inter = replace(row, schedule="Interleaved1F1B", stages_per_rank=2)
+    told = '"Interleaved1F1B"); the loader of each replica gives 16 samples at once'
+    assert inter.settings == f"strategy=PipelineStrategy(stages=4, num_microbatches=8, schedule={told}"
+    assert "stages_per_rank=4);" in replace(inter, stages_per_rank=4).settings
+    alone = replace(row, devices=1, stages=1, replicas=1, schedule="one device", microbatches=16)
+    assert alone.settings == "accumulate_grad_batches=16; the loader gives 2 samples at once"
+    ddp = replace(alone, devices=2, replicas=2, schedule="DDP", microbatches=1)
+    assert ddp.settings == 'strategy="ddp"; the loader of each replica gives 2 samples at once'
+    assert f"\n\nThe last row: {result.best[-1].settings}\n\n" in str(result)
+    assert result.to_dict()["best"][-1]["settings"] == result.best[-1].settings
 
 
 SMALL = [*GPT, "--batch", "16,65:int64", "--devices", "4"]

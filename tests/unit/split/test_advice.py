@@ -58,10 +58,10 @@ class Uneven(Module):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("one", r"wide holds \d\d% .* at most 1\.\d times as fast as one: it has no parts"),
-        ("parts", r"wide holds .*: it is kept whole; units=\['wide\.\*'\] splits it"),
-        ("segment", r"layers.0 .. layers.3 \(4\) hold \d\d% .*segment of activation.*checkpoint each"),
-        ("circle", r"layers.0 .. layers.3 \(4\) hold .*values flow in a circle.*recurrence"),
+        ("one", r"unit wide holds \d\d% .* at most 1\.\d times as fast as one: it has no parts"),
+        ("parts", r"unit wide holds .*: it is kept whole; units=\['wide\.\*'\] splits it"),
+        ("segment", r"units layers.0 .. layers.3 \(4\) hold \d\d% .*segment of activation.*checkpoint each"),
+        ("circle", r"units layers.0 .. layers.3 \(4\) hold .*values flow in a circle.*recurrence"),
     ],
 )
 def test_what_holds_most_of_the_cost_is_named_with_what_frees_it(kind, text):
