@@ -28,8 +28,12 @@ from lightning_pipeline.checkpoint.folder import (
 from lightning_pipeline.errors import CheckpointError
 
 
-def verify(folder: Path) -> Manifest:
+def verify(folder: Path, progress: Callable[[str, int, int], None] = lambda what, done, of: None) -> Manifest:
     """Check every file of a checkpoint against its manifest.
+
+    Args:
+        folder: The checkpoint.
+        progress: Told what is done, how many bytes of it, and of how many.
 
     Raises:
         CheckpointError: A file is missing, has another size or checksum. All such files are named.
@@ -39,11 +43,15 @@ def verify(folder: Path) -> Manifest:
         if name not in manifest.files:
             raise CheckpointError(f"checkpoint {folder} does not list {name}")
     wrong: list[CheckpointError] = []
-    for name in manifest.files:
+    done, of = 0, sum(entry["size"] for entry in manifest.files.values())
+    for name, entry in manifest.files.items():
+        progress("verifying", done, of)
         try:
             verify_file(folder, name, manifest)
         except CheckpointError as error:
             wrong.append(error)
+        done += entry["size"]
+    progress("verifying", done, of)
     if len(wrong) == 1:
         raise wrong[0]
     if wrong:

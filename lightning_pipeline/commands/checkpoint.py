@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
+from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.commands.refusals import BriefParser
 from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.weights import Format, plan_conversion, unfinished, written_bytes
@@ -194,6 +195,7 @@ def verify_folder(folder: str) -> None:
     Args:
         folder: The checkpoint folder.
     """
-    manifest = verify(Path(folder))
+    with Progress(unit="B") as progress:
+        manifest = verify(Path(folder), progress.tell)
     checked = "sizes" if manifest.integrity == "off" else f"sizes and {manifest.integrity}"
     print(f"{folder} is whole: {checked} of {len(manifest.files)} files are right")

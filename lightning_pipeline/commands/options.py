@@ -70,7 +70,17 @@ def _not_used(given: Namespace, typed: Sequence[str]) -> list[str]:
         return [f"--{name} has no place in a search over --devices: leave one of them out" for name in used]
     if given.sweep:
         drawn = [name for name in ("svg", "png") if given[name] is not None]
-        return [f"--{name} has no picture in a --sweep: leave one of them out" for name in drawn]
+        found = [f"--{name} has no picture in a --sweep: leave one of them out" for name in drawn]
+        words = {word.split("=")[0] for word in typed}
+        many = {"num_microbatches": "microbatches", "schedule": "schedules"}
+        found += [
+            f"--{name} is one, and a --sweep tries several: --sweep_{several} names them"
+            for name, several in many.items()
+            if f"--{name}" in words
+        ]
+        if given.tokens is not None:
+            found.append("--tokens has no days in a --sweep: leave one of them out")
+        return found
     return [f"--{name} needs --sweep" for name in _OF_A_SWEEP if given[name] is not None]
 
 

@@ -270,17 +270,18 @@ def _sweep(given: Namespace, prospect: Prospect) -> str:
         parts = prospect.parts(number)
         return prospect.workload(parts, settings), len(parts.args), parts.batch_size
 
-    found = sweep(
-        workload_of,
-        given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
-        given.sweep_microbatches or _numbers(samples, stages, settings),
-        _assumptions(given, prospect),
-        schedules=given.sweep_schedules,
-    )
-    if given.csv is None:
-        return str(found)
-    found.to_csv(given.csv)
-    return found.text(given.csv)
+    with Progress() as progress:
+        found = sweep(
+            workload_of,
+            given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
+            given.sweep_microbatches or _numbers(samples, stages, settings),
+            _assumptions(given, prospect),
+            schedules=given.sweep_schedules,
+            progress=progress.tell,
+        )
+    if given.csv is not None:
+        found.to_csv(given.csv)
+    return json.dumps(found.to_dict(), indent=2) if given.json else found.text(given.csv or "")
 
 
 def _numbers(samples: int | None, stages: int, settings: Settings) -> list[int]:

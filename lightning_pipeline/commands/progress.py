@@ -8,10 +8,15 @@ from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 
 
 class Progress:
-    """A bar on the error stream, where that is a terminal; nothing elsewhere, and nothing is left of it."""
+    """A bar on the error stream, where that is a terminal; nothing elsewhere, and nothing is left of it.
 
-    def __init__(self) -> None:
+    Args:
+        unit: Of what is counted; large numbers of bytes, `B`, are written as MB and GB.
+    """
+
+    def __init__(self, unit: str = "it") -> None:
         self._bar: Any = None
+        self._unit = unit
 
     def __enter__(self) -> "Progress":
         return self
@@ -32,8 +37,9 @@ class Progress:
         if self._bar is None or self._bar.desc != what:
             self._close()
             self._bar = Tqdm(
-                total=of, desc=what, leave=False, disable=not sys.stderr.isatty(), file=sys.stderr
-            )
+                total=of, desc=what, leave=False, disable=not sys.stderr.isatty(), file=sys.stderr,
+                unit=self._unit, unit_scale=self._unit == "B",
+            )  # fmt: skip
             self._bar.desc = what
         self._bar.total = of
         self._bar.update(done - self._bar.n)

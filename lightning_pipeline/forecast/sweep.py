@@ -2,7 +2,8 @@
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from lightning_pipeline.errors import ConfigurationError, PartitionError
 from lightning_pipeline.forecast.machine import Assumptions
@@ -56,6 +57,10 @@ class Sweep:
         """Write every row, with a head."""
         write_csv(path, SweepRow, self.rows)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {"rows": [asdict(row) for row in self.rows], "basis": self.basis}
+
     def __str__(self) -> str:
         return self.text()
 
@@ -96,6 +101,7 @@ def sweep(
     assumptions: Assumptions,
     *,
     schedules: Sequence[str] | None = None,
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Sweep:
     """Work out every combination that the module and the schedules serve.
 
@@ -106,15 +112,17 @@ def sweep(
         microbatches: Numbers of micro-batches.
         assumptions: About the machine.
         schedules: Names. Default: all.
+        progress: Told what is done, how much of it, and of how much.
 
     Raises:
         PartitionError: The model has fewer units than the smallest number of ranks.
         ConfigurationError: No combination is left.
     """
     rows, refusal, measured_on = [], None, ""
-    for asked in microbatches:
+    for place, asked in enumerate(microbatches):
         workload, number, batch_size = workload_of(asked)
-        for count in ranks:
+        for nth, count in enumerate(ranks):
+            progress("sizes", place * len(ranks) + nth, len(microbatches) * len(ranks))
             try:
                 found = predict(workload, count, number, assumptions)
             except PartitionError as error:  # more ranks than units

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_pipeline.__main__ import main
+from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder.manifest import Manifest, write_manifest
 from tests.checkpoint_parts import save
 from tests.unit.checkpoint.test_hostile import Evil, seal
@@ -76,6 +77,14 @@ def test_python_m_does_the_same(
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(SystemExit, match=r"CheckpointCorruptError: .*__0_0\.distcp"):
         run_module(monkeypatch, "checkpoint", "verify", str(folder))
+
+
+def test_verify_tells_how_many_bytes_it_has_read(folder: Path) -> None:
+    told: list[tuple[int, int]] = []
+    manifest = verify(folder, lambda what, done, of: told.append((done, of)))
+    whole = sum(entry["size"] for entry in manifest.files.values())
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert (told[0], told[-1]) == ((0, whole), (whole, whole))
 
 
 def test_verify_names_every_file_that_is_wrong(folder: Path) -> None:

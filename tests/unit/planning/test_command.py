@@ -1,6 +1,8 @@
 """`lightning-pipeline plan` and `PipelineStrategy.plan`, in this process."""
 
 import csv
+import io
+import json
 import os
 import re
 import time
@@ -16,10 +18,13 @@ from torch import nn
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.__main__ import main
 from lightning_pipeline.commands.batch_spec import made_up_batch
+from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.forecast import Workload, sweep
 from lightning_pipeline.forecast.machine import Assumptions
 from tests.checkpoint_parts import anonymous
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
+from tests.unit.planning.test_forecast import WIDTH, Chain
 
 __all__ = ["in_examples"]  # a fixture of every test here
 
@@ -107,6 +112,31 @@ def test_a_sweep_is_a_table_and_a_file(capsys: pytest.CaptureFixture[str], tmp_p
     assert f"... and {len(rows) - 20} more, in {path}\n\nTimes are estimated: a device achieves 0.1" in text
 
 
+def test_a_sweep_is_also_plain_data(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sweep_stages=[2]", "--sweep_microbatches=[4]", "--sweep_schedules=[gpipe]", "--json"]
+    data = json.loads(run(capsys, *GPT, "--batch=4,9:int64", "--sweep", *options))
+    assert [(row["ranks"], row["schedule"]) for row in data["rows"]] == [(2, "GPipe")]
+    assert data["basis"].startswith("Times are estimated")
+
+
+def test_work_that_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, told in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr("sys.stderr", stream)
+        with Progress(unit="B") as progress:
+            progress.tell("verifying", 0, 4_000_000)
+            progress.tell("verifying", 4_000_000, 4_000_000)
+        assert ("verifying" in stream.getvalue()) == told
+    sizes: list[int] = []
+    work = Workload(Chain(8), (torch.zeros(8, WIDTH), 0))
+    sweep(lambda number: (work, number, 8), [2, 4], [2, 4], Assumptions(),
+          progress=lambda what, done, of: sizes.append(done * 10 + of))  # fmt: skip
+    assert sizes == [4, 14, 24, 34]
+
+
 def test_a_sweep_leaves_out_what_the_model_cannot_be_cut_into(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -165,6 +195,10 @@ def test_options_that_cannot_work_are_refused_together_before_any_work(tmp_path:
     ):
         assert f"\n  - {line}" in told
     assert "--svg has no picture in a --sweep" in refusal(*GPT, "--sweep", "--svg=plan.svg")
+    told = refusal(*GPT, "--sweep", "--schedule=ZBH1", "--num_microbatches", "4", "--tokens=1e9")
+    assert "--num_microbatches is one, and a --sweep tries several: --sweep_microbatches names them" in told
+    assert "--schedule is one, and a --sweep tries several: --sweep_schedules names them" in told
+    assert "--tokens has no days in a --sweep" in told
 
 
 def test_the_schedule_asked_for_is_said_not_to_fit_and_numbers_have_units(
