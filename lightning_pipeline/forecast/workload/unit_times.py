@@ -27,7 +27,7 @@ MICROBATCHES = 2  # held at once in a round
 PASSES = 3  # over all stages, so that a machine that is slower for a second is so for each of them
 ROUNDS = 8  # in a pass
 LEAST_ROUNDS = 3
-_LONGEST_PASS = 1.0  # seconds of a stage, after which no round begins but the least
+_LONGEST_PASS = 0.5  # seconds of a stage, after which no round begins but the least
 _LONGEST_WAIT = 0.02  # seconds; longer ones change nothing more
 WARM_UP = 2  # rounds that pay for caches and first allocations
 
