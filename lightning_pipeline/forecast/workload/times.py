@@ -96,10 +96,10 @@ class StageTimes:
             costs: Made for it by `costs`; what they have for messages is added to what is drawn.
             dice: Draws.
         """
-        of = {"F": ("forward_split",), "I": ("backward_input",), "W": ("backward_weight",)}
-        of["B"] = ("backward_input", "backward_weight")
-        if not plan.splits_backward:
-            of["F"], of["B"] = ("forward",), ("backward",)
+        of: dict[str, tuple[str, ...]] = {"F": ("forward",), "B": ("backward",)}
+        if plan.splits_backward:
+            of = {"F": ("forward_split",), "I": ("backward_input",), "W": ("backward_weight",)}
+            of["B"] = ("backward_input", "backward_weight")
         own = costs.per_stage([1] * plan.num_stages)
         found = {}
         for action in (action for actions in plan for action in actions):
@@ -131,6 +131,7 @@ def estimated(stages: Sequence[StageProfile], assumptions: Assumptions) -> Stage
         backward_input=tuple(SPLIT_SURPLUS * i for i in inputs),
         backward_weight=tuple(SPLIT_SURPLUS * w for w in weights),
         **hops_of(stages, assumptions),
+        seen={},
     )
 
 
