@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.schedules import available_schedules, get_schedule
-from lightning_pipeline.settings import FORWARDS_FIRST
+from lightning_pipeline.settings.choices import FORWARDS_FIRST
 from tests.ranks.lightning_cases import Regression, assert_same, fit
 
 

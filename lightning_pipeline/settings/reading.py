@@ -1,7 +1,6 @@
 """The arguments of `PipelineStrategy`: read, checked, and refused all at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -9,88 +8,18 @@ import torch.distributed
 
 from lightning_pipeline.errors import ConfigurationError, PipelineError
 from lightning_pipeline.schedules import ForwardOnly, Schedule, get_schedule
-
-Seconds = float | timedelta
-Copying = Literal["never", "only", "faster"]
-PARTITIONS = ("auto", "uniform", "parameters")
-DATA = ("auto", "replicate", "broadcast")
-TRANSPORTS = ("auto", "nccl", "ipc", "host")
-START_METHODS = ("popen", "fork", "spawn", "forkserver")
-LOSS_WEIGHTING = ("auto", "samples", "sum")
-GATHER_WEIGHTS = ("auto", "all", "rank_zero", "none")
-FORWARDS_FIRST = ("GPipe", "LoopedBFS")  # serve loss_over_batch
-NONFINITE = ("ignore", "skip", "raise")
-INTEGRITY = ("sha256", "crc32", "off")
-
-
-class Problems(list[str]):
-    """What is wrong with a configuration, collected so that the user reads all of it in one go."""
-
-    def refuse(self, what: str) -> None:
-        """Raise if there is any.
-
-        Raises:
-            ConfigurationError: With every problem found, one a line when there are several.
-        """
-        if len(self) == 1:
-            raise ConfigurationError(f"{what}: {self[0]}")
-        if self:
-            raise ConfigurationError("\n  - ".join([f"{what}: {len(self)} problems", *self]))
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Checked arguments of `PipelineStrategy`; its documentation describes them."""
-
-    stages: int | Literal["auto"]
-    num_microbatches: int | Literal["auto"]
-    schedule: Schedule
-    partition: str | list[str]
-    units: list[str] | None
-    data_parallel_size: int | Literal["auto"]
-    data: str
-    transport: str
-    process_group_backend: str | None
-    init_timeout: timedelta
-    step_timeout: timedelta
-    integrity: str
-    trust_checkpoint: bool
-    async_save: bool
-    checkpoint_timeout: timedelta
-    hook_timeout: timedelta = timedelta(seconds=1800)
-    resume: str | None = None
-    save_distributed_checkpoint: bool | None = None
-    start_method: str = "popen"
-    loss_weighting: str = "auto"
-    gather_weights: str = "auto"
-    on_nonfinite: str = "ignore"
-    loss_over_batch: bool = False
-
-    def edge_backend(self, device: torch.device, backend: str) -> str | None:
-        """The backend that moves tensors from device to device; None where they go through host memory.
-
-        Args:
-            device: Where tensors live.
-            backend: Of the collectives.
-        """
-        if self.transport == "auto":
-            return backend if device.type == "cuda" and backend == "nccl" else None
-        if self.transport != "nccl":
-            return None
-        return "nccl" if self.process_group_backend in (None, "gloo") else self.process_group_backend
-
-    def copies(self, device: torch.device) -> Copying:
-        """Whether processes of one machine copy tensors between their memories, by CUDA's IPC.
-
-        Args:
-            device: Where tensors live.
-
-        Returns:
-            "never", "only", or "faster": where that works and is not slower than the backend.
-        """
-        if self.transport == "auto" and device.type == "cuda":
-            return "faster"
-        return "only" if self.transport == "ipc" else "never"
+from lightning_pipeline.settings.choices import (
+    DATA,
+    GATHER_WEIGHTS,
+    INTEGRITY,
+    LOSS_WEIGHTING,
+    NONFINITE,
+    PARTITIONS,
+    START_METHODS,
+    TRANSPORTS,
+)
+from lightning_pipeline.settings.problems import Problems, refusal_of_early_backwards
+from lightning_pipeline.settings.values import Settings
 
 
 def read_settings(
@@ -215,14 +144,6 @@ def _check_over_batch(
         return  # refused where the batch is known
     if not plan.finishes_forwards:
         problems.append(refusal_of_early_backwards(schedule))
-
-
-def refusal_of_early_backwards(schedule: Schedule) -> str:
-    """Why a schedule cannot serve a loss of the whole batch, and which can."""
-    return (
-        f"loss_over_batch=True needs a schedule whose last stage finishes all forwards before its first "
-        f"backward, and {schedule!r} does not: use schedule={' or '.join(map(repr, FORWARDS_FIRST))}"
-    )
 
 
 def _duration(name: str, value: object, problems: Problems) -> timedelta:
