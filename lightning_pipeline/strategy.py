@@ -240,7 +240,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         With one, every stage keeps the user's own sampler, so that batches come in the order of one device;
         the random states that samplers draw from are kept equal.
         """
-        return self._numbering is None or self.num_replicas > 1
+        return self._rank_map is None or self.num_replicas > 1
 
     @property
     @override
@@ -253,17 +253,15 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
         device = self.parallel_devices[0].type if self.parallel_devices else "cpu"
-        self._placement, self._numbering = fit_to_devices(
-            self._settings, self.num_processes, self.num_nodes, device
-        )
-        if self._settings.stages == "auto" and self._numbering.world_size == 1:
+        ranks = self._rank_map = fit_to_devices(self._settings, self.num_processes, self.num_nodes, device)
+        if self._settings.stages == "auto" and ranks.numbering.world_size == 1:
             rank_zero_warn(
                 "the pipeline has one stage, for there is one device: give Trainer(devices=N); on CPU "
                 "devices='auto' is 1"
             )
         self._serve_precision()
         self.check_checkpoint_io()
-        alone = self.is_one_device and self._numbering.world_size == 1
+        alone = self.is_one_device and ranks.numbering.world_size == 1
         if alone:
             return
         started = self.cluster_environment.creates_processes_externally
@@ -284,7 +282,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         ParallelStrategy.setup_environment(self)
         _lightning.silence_leaf_specs()
         assert self.cluster_environment is not None
-        placement, numbering = self._layout()
+        placement, numbering = self._ranks.placement, self._ranks.numbering
         self.set_world_ranks()
         if self.global_rank:  # rank 0 says it
             _lightning.silence_moved_checkpoints()
@@ -368,7 +366,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
     @precision_plugin.setter
     def precision_plugin(self, precision_plugin: Precision | None) -> None:
         self._precision_plugin = precision_plugin
-        if self._placement is not None or self._settings.stages not in (1, "auto"):
+        if self._rank_map is not None or self._settings.stages not in (1, "auto"):
             self._serve_precision()
 
     def _serve_precision(self) -> None:

@@ -139,7 +139,7 @@ class Checkpoints:
         )  # fmt: skip
         name = f"checkpoint/{secrets.token_hex(4)}" if alone else "checkpoint"
         self._ranks = Ranks(group, store, rank, options.timeout, name, lookout)
-        self._rank, self._replica, _ = numbering.coordinates(rank)
+        self._rank, self._replica = numbering.coordinates(rank)
         self._background = Background(options.timeout.total_seconds() / 4)  # the rest is for full speed
         self._retention = Retention(self._background.later)
         self._coming: set[Path] = set()

@@ -10,7 +10,7 @@ from lightning_pipeline.hooks.loggers import complete_in_loggers
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
-from lightning_pipeline.hooks.precision import clip_by_norm, join_scaler, of_stages
+from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
 
@@ -31,7 +31,6 @@ __all__ = [
     "UncutBatch",
     "answer_calls",
     "called_once",
-    "clip_by_norm",
     "complete_in_loggers",
     "exchange",
     "fill_copies",

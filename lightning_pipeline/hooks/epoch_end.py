@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.hooks.metrics import SharedMetrics
-from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.patching import all_undone, patch
@@ -36,7 +35,8 @@ class EpochEndHooks:
 
     Args:
         module: The LightningModule.
-        split: Its stages on this rank.
+        is_late: Whether a step leaves attributes that only the last stage has.
+        sinks_to: Makes a context in which what is logged goes to a function.
         outlet: From the last stage's rank of this replica to the others.
         metrics: Those of the module.
         aside: Makes a context in which nothing is completed over the ranks.
@@ -44,12 +44,14 @@ class EpochEndHooks:
     """
 
     def __init__(
-        self, module: LightningModule, split: SplitModel, outlet: Outlet, metrics: SharedMetrics,
-        aside: Callable[[], AbstractContextManager[None]],
+        self, module: LightningModule, is_late: Callable[[str], bool],
+        sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], outlet: Outlet,
+        metrics: SharedMetrics, aside: Callable[[], AbstractContextManager[None]],
         place: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._aside, self._place = aside, place
-        self._module, self._split, self._outlet, self._metrics = module, split, outlet, metrics
+        self._module, self._outlet, self._metrics = module, outlet, metrics
+        self._is_late, self._sinks_to = is_late, sinks_to
         own = [n for n in STEP_OF_HOOK if getattr(type(module), n) is not getattr(LightningModule, n)]
         self.restore = all_undone([patch(module, n, Stand(module, n, self._wrapped(n))) for n in own])
         """Gives the module its own hooks back."""
@@ -58,7 +60,7 @@ class EpochEndHooks:
         hook = getattr(self._module, name)
 
         def run() -> None:
-            if self._split.num_stages == 1 or not self._split.has_late_attributes(STEP_OF_HOOK[name]):
+            if not self._is_late(STEP_OF_HOOK[name]):
                 hook()
                 return
             with self._aside():  # the last stage alone runs the hook to its end
@@ -72,12 +74,12 @@ class EpochEndHooks:
 
     def _run_here(self, hook: Callable[[], None]) -> list[Call]:
         calls: list[Call] = []
-        with self._metrics.local(), self._split.sinks_to(lambda *call: calls.append(self._portable(*call))):
+        with self._metrics.local(), self._sinks_to(lambda *call: calls.append(self._portable(*call))):
             hook()
         return calls
 
     def _run_elsewhere(self, name: str, hook: Callable[[], None]) -> list[Call]:
-        with self._metrics.elsewhere(), self._split.sinks_to(lambda *call: None):
+        with self._metrics.elsewhere(), self._sinks_to(lambda *call: None):
             try:
                 hook()
             except ElsewhereError as error:

@@ -16,8 +16,9 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline.data import random_states, set_random_states
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks.metrics import SharedMetrics
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.cut import Microbatch
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.trace import step_function
 from lightning_pipeline.ranks import Company, Outlet
@@ -28,19 +29,22 @@ class LockSteps:
 
     Args:
         module: The LightningModule.
-        split: This rank's stages of it.
+        refusal: Why a step, with the arguments of its first micro-batch, cannot be cut; None where it can.
         meeting: Of the ranks, while code of the user's runs.
         metrics: Those of the module.
         replica: The ranks that hold the module together.
         from_last: From the rank of the last stage to the others.
         context: Makes the precision's context for a step.
+        keeps: Whether this rank gets what a step of evaluation returns.
     """
 
     def __init__(
-        self, module: LightningModule, split: SplitModel, meeting: Meeting, metrics: SharedMetrics,
-        replica: Company, from_last: Outlet, context: Callable[[], AbstractContextManager[Any]],
+        self, module: LightningModule, refusal: Callable[[str, Microbatch], SplitError | None],
+        meeting: Meeting, metrics: SharedMetrics, replica: Company, from_last: Outlet,
+        context: Callable[[], AbstractContextManager[Any]], *, keeps: bool,
     ) -> None:  # fmt: skip
-        self._module, self._split, self._meeting, self._metrics = module, split, meeting, metrics
+        self._module, self._refusal, self._meeting, self._metrics = module, refusal, meeting, metrics
+        self._keeps = keeps
         self._replica, self._from_last, self._context = replica, from_last, context
         self._decided: dict[str, bool] = {}
 
@@ -52,7 +56,7 @@ class LockSteps:
             first: Gives the arguments of its first micro-batch.
         """
         if step not in self._decided:
-            error = self._split.refusal(step, (tuple(first()), {}))
+            error = self._refusal(step, (tuple(first()), {}))
             refused = self._replica.any_of(f"looking at {step}", error is not None)[0]
             if refused:
                 rank_zero_warn(
@@ -84,7 +88,7 @@ class LockSteps:
             step: Its name.
             args: Of the whole batch.
         """
-        return UncutBatch(self, step, args, keeps=self._split.has_last_stage)
+        return UncutBatch(self, step, args, keeps=self._keeps)
 
     def _draw_alike(self) -> None:
         """Code between the units draws the same random numbers on all ranks."""

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
 
 _Undo = Callable[[], None]
@@ -28,7 +28,7 @@ def _described(value: Any) -> Any:
     return _Described(TensorSpec.of(value)) if isinstance(value, Tensor) else value
 
 
-def _stand_in(split: SplitModel, name: str, value: Any) -> Any:
+def _stand_in(split: OutsideSteps, name: str, value: Any) -> Any:
     return split.stand_in(name, value.spec) if isinstance(value, _Described) else value
 
 
@@ -106,7 +106,7 @@ class OwnParts:
                 group["params"] = own
 
     def show_states(
-        self, optimizer: Optimizer, split: SplitModel, gather: Callable[[Any], list[Any]]
+        self, optimizer: Optimizer, split: OutsideSteps, gather: Callable[[Any], list[Any]]
     ) -> None:
         """After a step: let the state list the whole model too, in the order of the groups.
 

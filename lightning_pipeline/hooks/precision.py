@@ -1,6 +1,6 @@
-"""Precision across stages: which plugins work, and clipping by one norm over all of them."""
+"""Precision across stages: which plugins work, and what they ask all of the stages."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks.optimizers import own_groups
-from lightning_pipeline.model.tensors import is_placeholder
 
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -135,75 +134,3 @@ def _refuse_unserved(plugin: Precision) -> None:
             f"precision plugin {type(plugin).__name__} replaces layers or needs its own strategy, and does "
             f"not work with PipelineStrategy: use one of {', '.join(k.__name__ for k in _SERVED)}"
         )
-
-
-def global_norm(
-    gradients: Sequence[Tensor], groups: Sequence[dist.ProcessGroup], device: torch.device
-) -> Tensor:
-    """The 2-norm of gradients that are spread over ranks.
-
-    Args:
-        gradients: This rank's share, each counted by one rank only.
-        groups: Process groups to sum over, one after the other. May be empty.
-        device: Where the sum travels.
-
-    Returns:
-        float64 scalar, the same on every rank of the groups; inf or nan when any rank's share is.
-    """
-    squares = [torch.linalg.vector_norm(gradient.detach(), dtype=_wide(gradient)) for gradient in gradients]
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    if squares:
-        total = torch.stack([norm.to(device, torch.float64) for norm in squares]).square().sum()
-    for group in groups:
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def _wide(gradient: Tensor) -> torch.dtype | None:
-    return torch.float32 if gradient.dtype in (torch.float16, torch.bfloat16) else None
-
-
-def clip_to_norm(
-    gradients: Iterable[Tensor], norm: Tensor, max_norm: float, *, error_if_nonfinite: bool = False
-) -> None:
-    """Scale gradients in place so that the norm they belong to is at most `max_norm`, as torch does.
-
-    Args:
-        gradients: This rank's gradients.
-        norm: Their norm over all ranks.
-        max_norm: The largest norm allowed.
-        error_if_nonfinite: Raise when the norm is inf or nan; every rank decides from the same number.
-
-    Raises:
-        RuntimeError: As `torch.nn.utils.clip_grad_norm_` does.
-    """
-    if error_if_nonfinite and not bool(torch.isfinite(norm)):
-        raise RuntimeError(
-            f"the total norm of the gradients of all stages is {norm.item()}, so it cannot be clipped"
-        )
-    scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.detach().mul_(scale.to(gradient.device, gradient.dtype))
-
-
-def clip_by_norm(
-    parameters: Iterable[Tensor], max_norm: float, *, elsewhere: Collection[int],
-    groups: Sequence[dist.ProcessGroup], device: torch.device, error_if_nonfinite: bool,
-) -> Tensor:  # fmt: skip
-    """Clip gradients by their norm over all ranks.
-
-    Args:
-        parameters: Of the whole model, or this rank's.
-        max_norm: The largest norm allowed.
-        elsewhere: Identities of parameters here that another rank counts, such as tied ones.
-        groups: The ranks.
-        device: Where the sum travels.
-        error_if_nonfinite: Raise when the norm is inf or nan.
-
-    Returns:
-        The norm before, the same on every rank.
-    """
-    own = [(p, p.grad) for p in parameters if p.grad is not None and not is_placeholder(p)]
-    norm = global_norm([grad for p, grad in own if id(p) not in elsewhere], groups, device)
-    clip_to_norm([grad for _, grad in own], norm, max_norm, error_if_nonfinite=error_if_nonfinite)
-    return norm

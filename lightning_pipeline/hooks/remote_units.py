@@ -34,7 +34,7 @@ from lightning_pipeline.hooks.call_values import (
     checksum,
     portable,
 )
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.tensors import user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
@@ -489,7 +489,7 @@ def _arrived_reply(reply: Any, device: torch.device) -> "_Given | _Failed":
 
 
 def answer_calls(
-    module: nn.Module, split: SplitModel, placement: Plan, ranks: Sequence[int], company: Company,
+    module: nn.Module, split: OutsideSteps, placement: Plan, ranks: Sequence[int], company: Company,
     device: torch.device,
 ) -> RemoteUnits:  # fmt: skip
     """From now on ranks answer each other's calls of units in hooks.

@@ -2,20 +2,18 @@
 
 import resource
 import sys
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_pipeline.executor import Executor
-from lightning_pipeline.model.cut import StageActivations, peak_activations, stage_activations
-from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.model.tensors import Held, Peaks, storage_bytes, tensors_in
-from lightning_pipeline.schedules import Plan
+from lightning_pipeline.model.cut import StageActivations
+from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, storage_bytes, tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,36 +84,50 @@ def with_numbers(measured: Any, numbers: Iterator[float]) -> Any:
     return int(next(numbers))
 
 
-class MemoryMeter:
+class HeldStages(Protocol):
+    """The stages of a rank, as a meter asks them.
+
+    Attributes:
+        counts_next: Whether to count activations in the next training step.
+        count: That of the last step in which it was counted.
+        worst: The worst moment of all steps in which it was.
+    """
+
+    counts_next: bool
+    count: SavedCount | None
+    worst: Peaks
+
+    def counted_now(self) -> dict[int, Held] | None:
+        """What each stage holds, where the step that is running counts it."""
+
+    def owned_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters by their first names, tied ones once."""
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that keep a copy of a parameter."""
+
+
+class MemoryMeter(ABC):
     """Measures one rank.
 
     Args:
-        split: Its stages.
-        executor: Runs them.
-        plan: Gives the plan of the last step, None before the first.
+        stages: Those of the rank.
+        indices: Their numbers.
         optimizers: Gives those of the run.
-        aside: Gives parameters with gradients of theirs that are not in `.grad`.
         device: Of the rank.
     """
 
     def __init__(
-        self,
-        split: SplitModel,
-        executor: Executor,
-        plan: Callable[[], Plan | None],
-        optimizers: Callable[[], Iterable[Optimizer]],
-        aside: Callable[[], Iterable[tuple[Tensor, Tensor]]],
+        self, stages: HeldStages, indices: Iterable[int], optimizers: Callable[[], Iterable[Optimizer]],
         device: torch.device,
-    ) -> None:
-        self.split, self.executor, self.device = split, executor, device
-        self.plan, self._optimizers, self._aside = plan, optimizers, aside
-        self._foreseen: list[StageActivations] = []
+    ) -> None:  # fmt: skip
+        self._stages, self._indices, self.device = stages, sorted(indices), device
+        self._optimizers = optimizers
         self._gradients_seen: dict[int, int] = {}
-        self._peaks: tuple[Plan | None, dict[int, Held], Held] = (None, {}, Held())
 
     def count_next(self) -> None:
         """Count activations in the next training step."""
-        self.split.counts_next = True
+        self._stages.counts_next = True
 
     def reset_peak(self) -> None:
         """Let the allocator's peak start anew."""
@@ -124,7 +136,7 @@ class MemoryMeter:
 
     def measure(self) -> RankMemory:
         """This rank, with the worst moment of the last step in which activations were counted."""
-        count = self.split.count
+        count = self._stages.count
         report = self._report(Peaks() if count is None else count.peaks)
         for stage in report.stages:
             most = max(stage.gradients, self._gradients_seen.get(stage.stage, 0))
@@ -136,7 +148,7 @@ class MemoryMeter:
 
         Gradients are the most that `measure` saw: a validation at the end of `fit` has zeroed them.
         """
-        report = self._report(self.split.worst)
+        report = self._report(self._stages.worst)
         stages = tuple(
             replace(stage, gradients=max(stage.gradients, self._gradients_seen.get(stage.stage, 0)))
             for stage in report.stages
@@ -148,31 +160,25 @@ class MemoryMeter:
         held = self._held_now()
         return self._report(Peaks(held, Held.together(held.values())))
 
+    @abstractmethod
     def _held_now(self) -> dict[int, Held]:
-        counted = self.split.counted_now()
-        if counted is not None:
-            return counted
-        held = {}
-        for stage in self.executor.stages:
-            program, foreseen = self.split.stage(stage), self.foreseen()[stage]
-            size = program.num_saved * foreseen.until_backward + program.num_waiting * foreseen.until_weight
-            held[stage] = Held(size, program.num_saved + program.num_waiting)
-        return held
+        """Activations of each stage at this moment."""
 
+    @abstractmethod
     def foreseen(self) -> list[StageActivations]:
         """What each stage of the pipeline holds for one micro-batch."""
-        plan = self.plan()
-        if not self._foreseen and plan is not None:
-            ranks = [plan.rank_of(stage) for stage in range(plan.num_stages)]
-            self._foreseen = stage_activations(self.split.cut, ranks)
-        return self._foreseen or stage_activations(self.split.cut)
 
+    @abstractmethod
     def _planned(self) -> tuple[dict[int, Held], Held]:
-        plan = self.plan()
-        if plan is not None and plan is not self._peaks[0]:
-            stages, ranks = peak_activations(plan, self.foreseen())
-            self._peaks = plan, stages, ranks[self.executor.rank]
-        return self._peaks[1:]
+        """Activations of each stage, and of the rank, at the worst moment of the plan."""
+
+    def _aside(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """Parameters with gradients of theirs that are not in `.grad`."""
+        return ()
+
+    def _buffer_bytes(self) -> int:
+        """The most that buffers of messages have taken."""
+        return 0
 
     def _report(self, held: Peaks) -> RankMemory:
         planned, planned_together = self._planned()
@@ -192,14 +198,14 @@ class MemoryMeter:
                 )
             )
         return RankMemory(
-            tuple(rows), held.rank, planned_together, self.executor.buffer_bytes, peak_bytes(self.device)
+            tuple(rows), held.rank, planned_together, self._buffer_bytes(), peak_bytes(self.device)
         )
 
     def _parameters_by_stage(self) -> dict[int, list[Tensor]]:
         """A parameter that several stages of this rank use counts for the first of them."""
-        found: dict[int, list[Tensor]] = {stage: [] for stage in sorted(self.executor.stages)}
-        for name, parameter in self.split.owned_parameters():
-            stage = next((stage for stage in self.split.stages_of(name) if stage in found), min(found))
+        found: dict[int, list[Tensor]] = {stage: [] for stage in self._indices}
+        for name, parameter in self._stages.owned_parameters():
+            stage = next((stage for stage in self._stages.stages_of(name) if stage in found), min(found))
             found[stage].append(parameter)
         return found
 
@@ -207,7 +213,7 @@ class MemoryMeter:
         found: dict[int, list[Tensor]] = defaultdict(list)
         for parameter, gradient in self._aside():
             found[id(parameter)].append(gradient)
-        for _, parameter in self.split.owned_parameters():
+        for _, parameter in self._stages.owned_parameters():
             if parameter.grad is not None:
                 found[id(parameter)].append(parameter.grad)
         return found

@@ -1,5 +1,6 @@
 """What is known of the run under way on this rank: its places, and what its steps did."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,27 +10,16 @@ from torch import Tensor
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.executor import Executor
 from lightning_pipeline.measure.exchange import Exchange
 from lightning_pipeline.measure.memory import MemoryMeter
 from lightning_pipeline.model.cut import Partition
-from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.ranks import Company, Groups, Offset
+from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.schedules import Plan, Schedule
 
 
-class PipelineRun:
-    """The stages of this rank, from their making to the end of the run. The strategy has it as `run`.
-
-    Args:
-        split: The stages.
-        executor: Runs them.
-        groups: Of the run.
-        schedule: The rule that training plans are made by.
-        device: Of this rank.
-        gather: Gives a picklable value of every rank of this replica, by pipeline rank.
-        exchange: Gathers what the callbacks tell of a batch.
+class PipelineRun(ABC):
+    """What is known of a run, from the making of its stages to its end. The strategy has it as `run`.
 
     Attributes:
         is_one_device: Whether there is nothing to split, and nothing to advise.
@@ -46,64 +36,58 @@ class PipelineRun:
         batch_size: Samples in the last training batch; `None` where the batch does not tell.
     """
 
-    is_one_device = False
+    is_one_device: bool
+    schedule: Schedule
+    root_device: torch.device
+    pipeline_rank: int
+    stages_here: tuple[int, ...]
+    replica_index: int
+    num_replicas: int
+    timeline: Timeline
+    exchange: Exchange
     memory: MemoryMeter
-
-    def __init__(
-        self, split: SplitModel, executor: Executor, groups: Groups, schedule: Schedule,
-        device: torch.device, gather: Callable[[Any], list[Any]], exchange: Exchange,
-    ) -> None:  # fmt: skip
-        self._split, self._executor, self._groups, self._gather = split, executor, groups, gather
-        self.exchange = exchange
-        self.schedule, self.root_device = schedule, device
-        self.pipeline_rank, self.stages_here = groups.rank, tuple(executor.stages)
-        self.replica_index, self.num_replicas = groups.replica, groups.numbering.replicas
-        self.timeline: Timeline = executor.timeline
-        self.last_plan: Plan | None = None
-        self.batch_size: int | None = None
+    last_plan: Plan | None = None
+    batch_size: int | None = None
 
     @property
+    @abstractmethod
     def bytes_sent(self) -> int:
         """Bytes that this rank has sent to other stages."""
-        return sum(channel.bytes_sent for channel in self._executor.channels.values())
 
     @property
-    def clock_offsets(self) -> list[Offset]:
-        """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
-        return self._executor.clocks.offsets
-
-    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
-        """Measure `clock_offsets`; all ranks of the replica must call."""
-        return self._executor.clocks.align(exchanges)
-
-    def record_messages(self, on: bool) -> None:
-        """Write down every message of this rank, from the next step on; or stop it."""
-        self._executor.record_messages(on)
-
-    @property
+    @abstractmethod
     def messages(self) -> MessageLog | None:
         """Those of the last step on this rank; `None` while they are not recorded."""
-        return self._executor.log
+
+    @abstractmethod
+    def record_messages(self, on: bool) -> None:
+        """Write down every message of this rank, from the next step on; or stop it."""
 
     @property
+    @abstractmethod
+    def clock_offsets(self) -> list[Offset]:
+        """How far the ranks' clocks are from pipeline rank 0's; empty before `align_clocks`."""
+
+    @abstractmethod
+    def align_clocks(self, exchanges: int = 8) -> list[Offset]:
+        """Measure `clock_offsets`; all ranks of the replica must call."""
+
+    @property
+    @abstractmethod
     def partition(self) -> Partition:
         """Where the module is cut."""
-        return self._split.cut
 
+    @abstractmethod
     def own_parameters(self) -> Iterator[Tensor]:
         """This rank's parameters, tied ones once."""
-        return (parameter for _, parameter in self._split.owned_parameters())
 
+    @abstractmethod
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
-        return self._gather(value)
 
+    @abstractmethod
     def gather_numbers(self, values: Sequence[float]) -> list[list[list[float]]]:
         """As many float64 of every rank, by replica and pipeline rank; all ranks must call."""
-        groups = self._groups
-        world = Company(groups.control, self._executor.failure, groups.global_rank)
-        found = world.numbers("gathering what was measured", values)
-        return [[found[rank] for rank in ranks] for ranks in groups.numbering.pipelines()]
 
     @staticmethod
     def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:

@@ -5,11 +5,11 @@ from lightning_pipeline.ranks.board import Board, on_device
 from lightning_pipeline.ranks.cause import Cause, Where
 from lightning_pipeline.ranks.collectives import Company, Failed, Outlet
 from lightning_pipeline.ranks.crash import write_crash
-from lightning_pipeline.ranks.failure import Failure, all_end_alike, closed_peers
-from lightning_pipeline.ranks.gradients import average_gradients, sum_shared
-from lightning_pipeline.ranks.groups import Groups, Numbering, Within
-from lightning_pipeline.ranks.lookout import Lookout, break_off
-from lightning_pipeline.ranks.mesh import fit_to_devices
+from lightning_pipeline.ranks.failure import Failure, all_end_alike
+from lightning_pipeline.ranks.gradients import average_gradients, clip_by_norm, sum_shared
+from lightning_pipeline.ranks.groups import Groups, Within
+from lightning_pipeline.ranks.lookout import Lookout, break_off, closed_peers
+from lightning_pipeline.ranks.mesh import Numbering, RankMap, fit_to_devices
 from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.ranks.roll_call import RollCall, reach_store
 
@@ -27,12 +27,14 @@ __all__ = [
     "Numbering",
     "Offset",
     "Outlet",
+    "RankMap",
     "RollCall",
     "Where",
     "Within",
     "all_end_alike",
     "average_gradients",
     "break_off",
+    "clip_by_norm",
     "closed_peers",
     "fit_to_devices",
     "on_device",

@@ -6,7 +6,7 @@ Who is missing is named, by the rules of `lookout`; what went wrong on a rank is
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from lightning_pipeline._torch import disable_current_modes
 from lightning_pipeline.errors import MessageError, StageFailedError
-from lightning_pipeline.ranks.failure import Failure
 from lightning_pipeline.ranks.lookout import WAY_OUT
 
 T = TypeVar("T")
+Watch = Callable[[str, dist.ProcessGroup], AbstractContextManager[None]]
 _MOST_FLAGS = 8
 
 
@@ -43,14 +43,14 @@ class Company:
 
     Args:
         group: Of them, over gloo; `None` where there is one rank.
-        failure: Ends all ranks when one is lost.
+        watch: Makes the context in which they are watched: it ends all ranks when one is lost.
         rank: This global rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, failure: Failure | None, rank: int) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, watch: Watch | None, rank: int) -> None:
         self.group = group if group is not None and group.size() > 1 else None
         self.ranks = [rank] if self.group is None else dist.get_process_group_ranks(self.group)
-        self._failure, self.rank = failure, rank
+        self._watch, self.rank = watch, rank
         self.exchanges = 0
         """How many there were: as many on every rank, where all are at the same point."""
 
@@ -69,12 +69,11 @@ class Company:
         Raises:
             StageFailedError: The first cause, where it is not this rank's.
         """
-        assert self._failure is not None, "several ranks have a way to fail"
-        self._failure.go_on(what)
+        assert self._watch is not None, "several ranks have a way to fail"
         used = self.group if group is None else group
         assert used is not None, "a company that was left does nothing together"
-        self.exchanges += 1
-        with self._failure.watch(what, used), disable_current_modes():  # a module may be under construction
+        with self._watch(what, used), disable_current_modes():  # a module may be under construction
+            self.exchanges += 1
             yield used
 
     def any_of(self, what: str, *flags: bool) -> list[bool]:

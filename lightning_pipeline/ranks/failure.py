@@ -7,13 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
-import torch
 import torch.distributed as dist
 
 from lightning_pipeline.errors import StageFailedError, StageTimeoutError
 from lightning_pipeline.ranks.cause import Cause, Where, summary_of
 from lightning_pipeline.ranks.groups import Groups
-from lightning_pipeline.ranks.lookout import talks_on_host
+from lightning_pipeline.ranks.lookout import closed_peers
 from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.wire import LinkError, Wait
 
@@ -37,21 +36,6 @@ _OUTSIDE = Where("code outside a step")
 def is_lost(error: BaseException) -> bool:
     """Whether a collective says that a connection is gone, or its time over."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
-
-
-def closed_peers(group: dist.ProcessGroup) -> list[int]:
-    """Global ranks of a gloo group whose connection is closed: a receive from them fails at once."""
-    found: list[int] = []
-    if not talks_on_host(group):
-        return found
-    for peer, rank in enumerate(dist.get_process_group_ranks(group)):
-        if peer == group.rank():
-            continue
-        try:
-            group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x1EAF)
-        except RuntimeError:
-            found.append(rank)
-    return found
 
 
 class Failure:
@@ -229,7 +213,7 @@ class Failure:
     def _lost(self, error: BaseException, where: Where, peer: int) -> Cause:
         """A rank that closed its connections without leaving a cause."""
         groups = self._groups
-        rank, *_ = groups.numbering.coordinates(peer)
+        rank, _ = groups.numbering.coordinates(peer)
         return Cause(
             rank=rank,
             global_rank=peer,
@@ -247,7 +231,7 @@ class Failure:
             return Cause.from_text(stands)
         if not own.silent or self._groups.host in (None, self._groups.global_rank):
             return own
-        rank, *_ = self._groups.numbering.coordinates(self._groups.host)
+        rank, _ = self._groups.numbering.coordinates(self._groups.host)
         summary = f"it hosts the store, which is gone; see its own output. Seen from here: {own.summary}"
         return replace(own, rank=rank, global_rank=self._groups.host, summary=summary)
 

@@ -4,11 +4,10 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import pairwise
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +17,7 @@ from lightning_pipeline._torch import set_group_timeout
 from lightning_pipeline.ranks.aside import Aside
 from lightning_pipeline.ranks.edges import Ways
 from lightning_pipeline.ranks.lookout import Lookout, abort_devices, break_off
+from lightning_pipeline.ranks.mesh import Numbering, Placement
 from lightning_pipeline.ranks.notes import CAUSE, Notes
 from lightning_pipeline.settings import Copying
 from lightning_pipeline.wire import Edge, Link, LinkError, Wait, Waits
@@ -28,88 +28,6 @@ _MAKING = "making groups"
 _LINGER_SECONDS = 2.0
 T = TypeVar("T")
 Within = Callable[[str, Callable[[], Any]], Any]
-
-
-class Placement(Protocol):
-    """Which rank of the pipeline holds which stage; a `Plan` is one."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Ranks of the pipeline axis."""
-        ...
-
-    @property
-    def num_stages(self) -> int:
-        """Stages of all ranks together."""
-        ...
-
-    def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
-        ...
-
-
-@dataclass(frozen=True)
-class Numbering:
-    """Global rank numbers: the rank that holds the last stage, of replica 0, is global rank 0.
-
-    Loggers, progress bar and predictions are then where Lightning looks for them. Going down from the last
-    stage's rank, each rank of the pipeline takes the next block of `replicas * tensor` numbers; with one
-    stage per rank this is `((num_ranks - 1 - rank) * replicas + replica) * tensor + t`.
-
-    Args:
-        num_ranks: Ranks of the pipeline axis.
-        last: The one that holds the last stage.
-        replicas: Data-parallel replicas of the pipeline.
-        tensor: Tensor-parallel ranks.
-
-    Example:
-        >>> numbering = Numbering(num_ranks=2, last=1, replicas=2)
-        >>> [numbering.coordinates(number)[:2] for number in range(4)]
-        [(1, 0), (1, 1), (0, 0), (0, 1)]
-    """
-
-    num_ranks: int
-    last: int
-    replicas: int = 1
-    tensor: int = 1
-
-    @classmethod
-    def of(cls, placement: Placement, *, replicas: int = 1, tensor: int = 1) -> "Numbering":
-        """Number the ranks of a placement."""
-        last = placement.rank_of(placement.num_stages - 1)
-        return cls(placement.num_ranks, last, replicas, tensor)
-
-    @property
-    def world_size(self) -> int:
-        """How many global ranks there are."""
-        return self.num_ranks * self.replicas * self.tensor
-
-    def global_rank(self, rank: int, replica: int = 0, t: int = 0) -> int:
-        """The global rank at these coordinates."""
-        block = (self.last - rank) % self.num_ranks
-        return (block * self.replicas + replica) * self.tensor + t
-
-    def coordinates(self, global_rank: int) -> tuple[int, int, int]:
-        """Pipeline rank, replica and tensor-parallel rank of a global rank."""
-        rest, t = divmod(global_rank, self.tensor)
-        block, replica = divmod(rest, self.replicas)
-        return (self.last - block) % self.num_ranks, replica, t
-
-    def pipelines(self) -> list[list[int]]:
-        """Global ranks of each pipeline, by pipeline rank."""
-        return [
-            [self.global_rank(rank, replica, t) for rank in range(self.num_ranks)]
-            for replica in range(self.replicas)
-            for t in range(self.tensor)
-        ]
-
-    def replicated(self) -> list[list[int]]:
-        """Global ranks that hold the same stages, by replica."""
-        return [
-            [self.global_rank(rank, replica, t) for replica in range(self.replicas)]
-            for rank in range(self.num_ranks)
-            for t in range(self.tensor)
-        ]
 
 
 def neighbours(placement: Placement) -> list[tuple[int, int]]:
@@ -167,7 +85,7 @@ class Groups:
     ) -> None:
         self.numbering = Numbering.of(placement, replicas=replicas)
         self.global_rank = dist.get_rank()
-        self.rank, self.replica, _ = self.numbering.coordinates(self.global_rank)
+        self.rank, self.replica = self.numbering.coordinates(self.global_rank)
         self.step_timeout, self.hook_timeout, self.init_timeout = step_timeout, hook_timeout, init_timeout
         self.host = None if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True) else 0
         self.waits = Waits()

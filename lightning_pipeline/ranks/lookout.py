@@ -373,3 +373,18 @@ def _break_off_host(group: dist.ProcessGroup) -> None:
 def talks_on_host(group: dist.ProcessGroup) -> bool:
     """Whether a group carries tensors in host memory."""
     return "cpu" in {device.type for device in group._device_types}
+
+
+def closed_peers(group: dist.ProcessGroup) -> list[int]:
+    """Global ranks of a gloo group whose connection is closed: a receive from them fails at once."""
+    found: list[int] = []
+    if not talks_on_host(group):
+        return found
+    for peer, rank in enumerate(dist.get_process_group_ranks(group)):
+        if peer == group.rank():
+            continue
+        try:
+            group.recv([torch.empty(1, dtype=torch.uint8)], peer, 0x1EAF)
+        except RuntimeError:
+            found.append(rank)
+    return found

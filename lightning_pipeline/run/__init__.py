@@ -2,6 +2,7 @@
 
 from lightning_pipeline.run.checkpoints import CheckpointHooks
 from lightning_pipeline.run.forecasting import PRECISIONS, Prospect
+from lightning_pipeline.run.members import join
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.run import Pipeline
@@ -12,7 +13,7 @@ from lightning_pipeline.run.setup import (
     compare_runs,
     loggers_set_aside,
 )
-from lightning_pipeline.run.start import begin, join
+from lightning_pipeline.run.start import begin
 
 __all__ = [
     "PRECISIONS",

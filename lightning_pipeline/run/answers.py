@@ -13,7 +13,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.measure import MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageTable
-from lightning_pipeline.ranks import Numbering, Offset
+from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.run.forecasting import Prospect
 from lightning_pipeline.run.one_device import OneDevice
@@ -26,70 +26,10 @@ from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import gathered
 
 
-class Places:
-    """Which rank holds what. The strategy inherits these answers.
-
-    Attributes:
-        global_rank: This rank's.
-    """
-
-    global_rank: int
-    _settings: Settings
-    _placement: Plan | None = None
-    _numbering: Numbering | None = None
-
-    def _layout(self) -> tuple[Plan, Numbering]:
-        if self._placement is None or self._numbering is None:
-            raise ConfigurationError(
-                "which rank holds which stage is known once the Trainer has the strategy"
-            )
-        return self._placement, self._numbering
-
-    @property
-    def is_one_device(self) -> bool:
-        """Whether there is nothing to split: one stage on one rank of each replica, with whole batches.
-
-        Everything is then as on one device, or with several replicas as with DDP.
-        """
-        one_stage = self._placement is not None and self._placement.num_stages == 1
-        return one_stage and self._settings.num_microbatches in ("auto", 1)
-
-    def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
-        """The stage that a rank holds. Never read it off a `DeviceMesh`, which sorts its ranks.
-
-        Args:
-            global_rank: Of the rank. Default: this one.
-            position: Which of its stages, where ranks hold several.
-        """
-        return self._stages_of(self.global_rank if global_rank is None else global_rank)[position]
-
-    def _stages_of(self, global_rank: int) -> tuple[int, ...]:
-        placement, numbering = self._layout()
-        return placement.stages_of(numbering.coordinates(global_rank)[0])
-
-    @property
-    def stages_here(self) -> tuple[int, ...]:
-        """The stages that this rank holds."""
-        return self._stages_of(self.global_rank)
-
-    @property
-    def has_last_stage(self) -> bool:
-        """Whether this rank holds the stage with the loss."""
-        return self._layout()[0].num_stages - 1 in self.stages_here
-
-    @property
-    def replica_index(self) -> int:
-        """This rank's position among the data-parallel replicas."""
-        return self._layout()[1].coordinates(self.global_rank)[1]
-
-    @property
-    def num_replicas(self) -> int:
-        """Data-parallel replicas of the pipeline."""
-        return self._layout()[1].replicas
-
-
-class Answers(Places):
+class Answers:
     """What is known while the module is split. The strategy inherits these answers."""
+
+    _settings: Settings
 
     lightning_module: LightningModule | None
     _pipeline: Pipeline | None = None

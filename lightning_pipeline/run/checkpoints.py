@@ -122,7 +122,7 @@ class CheckpointHooks(Answers, PlainStrategy):
     @property
     def _is_one_file(self) -> bool:
         """Whether a checkpoint is Lightning's one file, and no folder."""
-        return writes_one_file(self._settings, self._layout()[0].num_stages)
+        return writes_one_file(self._settings, self._ranks.num_stages)
 
     def note_hyper_parameters(self, module: LightningModule) -> None:
         """Before the module is split: pickle what is not simple among its hyper-parameters, such as modules.
@@ -159,7 +159,7 @@ class CheckpointHooks(Answers, PlainStrategy):
     @checkpoint_io.setter
     def checkpoint_io(self, io: CheckpointIO) -> None:
         self._checkpoint_io = io
-        if self._placement is not None:
+        if self._rank_map is not None:
             self.check_checkpoint_io()
 
     def check_checkpoint_io(self) -> None:
@@ -225,7 +225,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             held = replace(self._held(whole=False), objects=objects, put=put)
             self._pipeline.checkpoints.save(path, dumped, held)
         else:
-            placement, numbering = self._layout()
+            placement, numbering = self._ranks.placement, self._ranks.numbering
             options = options_of(self._settings, placement.num_stages)
             save_whole(
                 path, dumped, options, numbering, self.optimizers, self._written, self._scheduled(),
@@ -268,7 +268,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             own = self._pipeline.stages.own_state() if self.replica_index == 0 else {}
             write(own, self._pipeline.checkpoints.ranks)
             return
-        placement, numbering = self._layout()
+        placement, numbering = self._ranks.placement, self._ranks.numbering
         with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
             held = first_holders(module.state_dict())
             own = {name: value for name, value in held.items() if isinstance(value, Tensor)}
@@ -298,7 +298,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         if self._pipeline is not None:
             self._fill_from(told, self._pipeline.checkpoints.ranks, prefix, strict)
             return
-        placement, numbering = self._layout()
+        placement, numbering = self._ranks.placement, self._ranks.numbering
         with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
             self._fill_from(told, checkpoints.ranks, prefix, strict)
 
@@ -343,7 +343,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         """What this rank writes into a checkpoint, or with `whole` all that it fills from one."""
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
-        placement, numbering = self._layout()
+        placement, numbering = self._ranks.placement, self._ranks.numbering
         own = pipeline.stages.own_state()
         topology = {
             "ranks": placement.num_ranks,

@@ -6,12 +6,50 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.measure import Exchange
-from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, Within
+from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, RollCall, Within, reach_store
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
+
+
+def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> RollCall:
+    """Join the default process group, unless this process is in it already.
+
+    Args:
+        environment: Of the run.
+        backend: Of the group.
+        settings: Of the strategy.
+
+    Returns:
+        Watches over what the ranks do together until somebody else does.
+
+    Raises:
+        StageFailedError: A rank has not come within `init_timeout`, is lost, or failed; it is named.
+    """
+    patience = settings.init_timeout
+    rank, size = environment.global_rank(), environment.world_size()
+    if dist.is_initialized():
+        rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        assert world is not None, "it is initialized"
+        store = world.get_group_store()
+    else:
+        store = reach_store(environment.main_address, environment.main_port, rank, size, patience)
+    roll = RollCall(store, rank, size, init_timeout=patience, step_timeout=settings.step_timeout)
+    try:
+        roll.come()
+        if not dist.is_initialized():
+            roll.within(
+                "joining the process group",
+                lambda: _lightning.join_group(environment, backend, patience, roll.store),
+            )
+    except BaseException:
+        roll.close()
+        raise
+    return roll
 
 
 class Members:
@@ -47,9 +85,9 @@ class Members:
             edge_backend=settings.edge_backend(device, backend), device=device, within=within,
         )  # fmt: skip
         self.failure = Failure(groups, asked=SIGTERMException)
-        self.world = Company(groups.control, self.failure, groups.global_rank)
-        self.replica = Company(groups.pipeline_control, self.failure, groups.global_rank)
-        self.meetings = Company(groups.meetings, self.failure, groups.global_rank)
+        self.world = Company(groups.control, self.failure.watch, groups.global_rank)
+        self.replica = Company(groups.pipeline_control, self.failure.watch, groups.global_rank)
+        self.meetings = Company(groups.meetings, self.failure.watch, groups.global_rank)
         self.ranks = groups.numbering.pipelines()[groups.replica]
         self.from_zero = Outlet(self.world, 0, groups.global_rank == 0)
         last = placement.rank_of(placement.num_stages - 1)

@@ -5,22 +5,20 @@ is refused. Beside that it is measured as a pipeline is, and knows where it stan
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline.data import Position, batch_size_of
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.measure import Exchange, MemoryMeter, PipelineRun
-from lightning_pipeline.model.cut import Partition, StageActivations, StageRow, StageTable
-from lightning_pipeline.model.tensors import Held, Peaks, SavedCount, tensors_in
+from lightning_pipeline.measure import Exchange, PipelineRun, WholeMeter
+from lightning_pipeline.model.cut import Partition, StageRow, StageTable
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Numbering, Offset
 from lightning_pipeline.recording import MessageLog, OpenRecording, Timeline, stream_clock
@@ -66,8 +64,6 @@ class OneDevice(PipelineRun):
     """
 
     is_one_device = True
-    bytes_sent = 0
-    messages: MessageLog | None = None
 
     def __init__(
         self, device: torch.device, numbering: Numbering, trainer: Trainer, schedule: Schedule
@@ -80,10 +76,9 @@ class OneDevice(PipelineRun):
         self.position = Position(trainer)
         self._undo = [self.position.install()]
         self.timeline = Timeline(stream_clock(device))
-        self.memory: WholeMeter = WholeMeter(self._module, lambda: trainer.optimizers, device)
+        self.memory = self._meter = WholeMeter(self._module, lambda: trainer.optimizers, device)
         self.exchange = Exchange(self._begin_to_gather)
         self._offsets: list[Offset] = []
-        self.last_plan = self.batch_size = None
         self._recording: OpenRecording | None = None
         self._round, self._in_step = 0, False
 
@@ -106,7 +101,7 @@ class OneDevice(PipelineRun):
         except ConfigurationError:
             self.batch_size = None
         self.last_plan = OneFOneB().plan(1, 1)
-        self.memory.begin_batch(batch)
+        self._meter.begin_batch(batch)
 
     def end_batch(self) -> None:
         """The training batch is over, or the run."""
@@ -127,7 +122,7 @@ class OneDevice(PipelineRun):
         record.start(Action(0, "F", self._round))
         self._in_step, rounds = True, self._round
         try:
-            with self.memory.forward():
+            with self._meter.forward():
                 yield
         finally:
             self._in_step = False
@@ -139,14 +134,14 @@ class OneDevice(PipelineRun):
         if record is not None and record.actions:
             (record.end if self._in_step else record.extend)()
             record.start(Action(0, "B", self._round))
-            self.memory.backward_begins()
+            self._meter.backward_begins()
 
     def end_backward(self) -> None:
         """The backward is done."""
         record = self._recording
         if record is not None and record.actions:
             record.end()
-            self.memory.backward_done()
+            self._meter.backward_done()
             self._round += 1
             self.last_plan = OneFOneB().plan(1, self._round)
             if self._in_step:
@@ -160,6 +155,16 @@ class OneDevice(PipelineRun):
         names = tuple(name for name, _ in self._module.named_children())
         count = sum(parameter.numel() for parameter in self._module.parameters())
         return StageTable((StageRow(0, names, count, 1.0, 0, 0, ""),), "one device")
+
+    @property
+    @override
+    def bytes_sent(self) -> int:
+        return 0
+
+    @property
+    @override
+    def messages(self) -> MessageLog | None:
+        return None
 
     @property
     def partition(self) -> Partition:
@@ -210,83 +215,3 @@ class OneDevice(PipelineRun):
     def resume(self, stood: Mapping[str, Any] | None) -> None:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
         self.position.resume(stood)
-
-
-class _Whole:
-    """The module as its meter sees it: one stage, on one rank."""
-
-    def __init__(self, module: LightningModule) -> None:
-        self.module = module
-        self.stages = {0: module}
-        self.rank = self.buffer_bytes = 0
-        self.counts_next = False
-        self.count: SavedCount | None = None
-        self.worst = Peaks()
-
-    def owned_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        return self.module.named_parameters()
-
-    def stages_of(self, name: str) -> tuple[int, ...]:
-        return (0,)
-
-    def counted_now(self) -> dict[int, Held] | None:
-        if self.count is None:
-            return None
-        self.count.settle()
-        return self.count.held()
-
-
-class WholeMeter(MemoryMeter):
-    """Measures one device. Nothing is traced there: what is planned is what was counted.
-
-    Args:
-        module: Whole.
-        optimizers: Gives those of the run.
-        device: Of the rank.
-    """
-
-    def __init__(
-        self, module: LightningModule, optimizers: Callable[[], Iterable[Optimizer]], device: torch.device
-    ) -> None:
-        whole: Any = _Whole(module)
-        super().__init__(whole, whole, lambda: None, optimizers, lambda: (), device)
-        self._whole: _Whole = whole
-
-    def begin_batch(self, batch: Any) -> None:
-        """A training batch begins; its activations are counted if that was asked for."""
-        whole = self._whole
-        self._counting: SavedCount | None = None
-        if whole.counts_next:
-            tensors = [*whole.module.parameters(), *whole.module.buffers(), *tensors_in(batch)]
-            self._counting = whole.count = SavedCount(tensors)
-            whole.counts_next = False
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Inside, what autograd saves counts."""
-        with nullcontext() if self._counting is None else self._counting.forward(0, 0, ()):
-            yield
-        self._rise()
-
-    def backward_begins(self) -> None:
-        """All is held that the backward needs."""
-        self._rise()
-
-    def backward_done(self) -> None:
-        """A backward is over."""
-        if self._counting is not None:
-            self._counting.done(0, 0)
-            self._rise()
-
-    def _rise(self) -> None:
-        if self._counting is not None:
-            self._counting.settle()
-            self._whole.worst.rise_to(self._counting.peaks)
-
-    @override
-    def foreseen(self) -> list[StageActivations]:
-        return []
-
-    @override
-    def _planned(self) -> tuple[dict[int, Held], Held]:
-        return dict(self._whole.worst.stages), self._whole.worst.rank

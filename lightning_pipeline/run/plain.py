@@ -20,14 +20,16 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import options_of, read_whole, save_whole
 from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_identity
 from lightning_pipeline.checkpoint.folder import MODEL, OURS, local_path
+from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import FiniteSteps, first_not_finite
-from lightning_pipeline.run.answers import Places
+from lightning_pipeline.ranks import RankMap
+from lightning_pipeline.run.members import join
 from lightning_pipeline.run.one_device import OneDevice
-from lightning_pipeline.run.start import join
+from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import holds_weights_only, open_weights, prefix_for
 
 
-class PlainStrategy(Places, ParallelStrategy):
+class PlainStrategy(ParallelStrategy):
     """The hooks of Lightning's own strategies for one device and for DDP. `PipelineStrategy` inherits this.
 
     Its own hooks come first, and pass on to these where there is one stage on one rank.
@@ -37,6 +39,8 @@ class PlainStrategy(Places, ParallelStrategy):
     """
 
     num_nodes: int
+    _settings: Settings
+    _rank_map: RankMap | None = None
     _one_device: OneDevice | None = None
     _stood: Mapping[str, Any] | None = None
     _said_world_size = 1
@@ -73,9 +77,57 @@ class PlainStrategy(Places, ParallelStrategy):
         if uncover is not None:
             uncover()
 
+    # Which rank holds what
+
+    @property
+    def _ranks(self) -> RankMap:
+        if self._rank_map is None:
+            raise ConfigurationError(
+                "which rank holds which stage is known once the Trainer has the strategy"
+            )
+        return self._rank_map
+
+    @property
+    def is_one_device(self) -> bool:
+        """Whether there is nothing to split: one stage on one rank of each replica, with whole batches.
+
+        Everything is then as on one device, or with several replicas as with DDP.
+        """
+        one_stage = self._rank_map is not None and self._rank_map.num_stages == 1
+        return one_stage and self._settings.num_microbatches in ("auto", 1)
+
+    def stage_index(self, global_rank: int | None = None, position: int = 0) -> int:
+        """The stage that a rank holds. Never read it off a `DeviceMesh`, which sorts its ranks.
+
+        Args:
+            global_rank: Of the rank. Default: this one.
+            position: Which of its stages, where ranks hold several.
+        """
+        return self._ranks.stages_of(self.global_rank if global_rank is None else global_rank)[position]
+
+    @property
+    def stages_here(self) -> tuple[int, ...]:
+        """The stages that this rank holds."""
+        return self._ranks.stages_of(self.global_rank)
+
+    @property
+    def has_last_stage(self) -> bool:
+        """Whether this rank holds the stage with the loss."""
+        return self._ranks.num_stages - 1 in self.stages_here
+
+    @property
+    def replica_index(self) -> int:
+        """This rank's position among the data-parallel replicas."""
+        return self._ranks.replica_of(self.global_rank)
+
+    @property
+    def num_replicas(self) -> int:
+        """Data-parallel replicas of the pipeline."""
+        return self._ranks.num_replicas
+
     @property
     def _replicated(self) -> bool:
-        return self._numbering is not None and self._numbering.replicas > 1
+        return self._rank_map is not None and self._rank_map.num_replicas > 1
 
     @property
     def _trainer(self) -> Trainer:
@@ -95,7 +147,7 @@ class PlainStrategy(Places, ParallelStrategy):
 
     @property
     @override
-    def global_rank(self) -> int:  # type: ignore[override]  # `Places` only says that there is one
+    def global_rank(self) -> int:
         return 0 if self._is_one_process else super().global_rank
 
     @property
@@ -133,7 +185,6 @@ class PlainStrategy(Places, ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         assert self.cluster_environment is not None
-        assert self._numbering is not None, "the Trainer has configured the launcher"
         if self._replicated:
             reset_seed()
             self.set_world_ranks()
@@ -143,7 +194,7 @@ class PlainStrategy(Places, ParallelStrategy):
             self._checkpoint_io = AsyncCheckpointIO()
         self._is_set_up = False
         self._one_device = OneDevice(
-            self.root_device, self._numbering, self._trainer, self._settings.schedule
+            self.root_device, self._ranks.numbering, self._trainer, self._settings.schedule
         )
 
     @override
@@ -356,12 +407,11 @@ class PlainStrategy(Places, ParallelStrategy):
         return {**_lightning.checkpoint_without_state(), "state_dict": states}
 
     def _save_folder(self, dumped: Mapping[str, Any], path: Any, stood: Mapping[str, Any] | None) -> None:
-        assert self._numbering is not None, "the Trainer has configured the launcher"
         numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
         scheduled = [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
         names, options = self._by_identity(), options_of(self._settings, 1)
         save_whole(
-            local_path(path), dumped, options, self._numbering, self.optimizers, names, scheduled,
+            local_path(path), dumped, options, self._ranks.numbering, self.optimizers, names, scheduled,
             list(names.values()), stood,
         )  # fmt: skip
 

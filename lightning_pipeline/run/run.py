@@ -38,11 +38,10 @@ from lightning_pipeline.run.setup import (
     hooks_undone,
     materialize,
     seed_of_run,
-    split_module,
     summarize_before_split,
     too_small,
 )
-from lightning_pipeline.run.stages import Stages
+from lightning_pipeline.run.stages import Stages, split_module
 from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings

@@ -1,6 +1,7 @@
 """What the user's hooks see of a module that is on stages: one that is whole."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from lightning_pipeline.hooks import (
     answer_calls,
     complete_in_loggers,
 )
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
 from lightning_pipeline.run.members import Members
@@ -27,6 +28,8 @@ class ServedHooks:
     Args:
         module: The LightningModule.
         split: This rank's part of it.
+        is_late: Whether a step leaves attributes that only the last stage has.
+        sinks_to: Makes a context in which what is logged goes to a function.
         members: The ranks of the run.
         placement: Which pipeline rank holds which stage.
         trainer: Of the run.
@@ -38,10 +41,12 @@ class ServedHooks:
     """
 
     def __init__(
-        self, module: LightningModule, split: SplitModel, members: Members, placement: Plan,
-        trainer: Trainer, device: torch.device,
+        self, module: LightningModule, split: OutsideSteps, is_late: Callable[[str], bool],
+        sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], members: Members,
+        placement: Plan, trainer: Trainer, device: torch.device,
     ) -> None:  # fmt: skip
-        self._module, self._split, self._members, self._trainer = module, split, members, trainer
+        self._module, self._members, self._trainer = module, members, trainer
+        self._is_late, self._sinks_to = is_late, sinks_to
         self._undo: list[Callable[[], Any]] = []
         self.units = units = answer_calls(module, split, placement, members.ranks, members.meetings, device)
         self.meeting = split.meeting(
@@ -69,8 +74,9 @@ class ServedHooks:
         )  # fmt: skip
         metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
         epoch_end = EpochEndHooks(
-            self._module, self._split, members.from_last, metrics, meeting.aside, self.units.place
-        )
+            self._module, self._is_late, self._sinks_to, members.from_last, metrics,
+            meeting.aside, self.units.place,
+        )  # fmt: skip
         logs = HookLogs(self._trainer, members.gather_for("logging in a hook"), asks_all, meeting.later)
         loggers = complete_in_loggers(self._trainer.loggers, partial(meeting.whole, any_size=True))
         self._undo += [metrics.restore, epoch_end.restore, logs.restore, loggers]

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
@@ -23,15 +23,16 @@ from lightning_pipeline.hooks import (
     exchange,
     is_torchs,
     join_scaler,
+    owners_beside,
     refuse_unserved,
 )
-from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.run.batch import (
     Batch,
     Gradients,
     Plans,
+    StagesMeter,
     Steps,
     reordering_by,
     split_arguments,
@@ -48,6 +49,7 @@ from lightning_pipeline.run.setup import (
     move,
     start_equal,
 )
+from lightning_pipeline.run.stages_run import StagesRun
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 
@@ -112,7 +114,7 @@ class Stages:
             _lightning.silence_sync_dist_advice()
         stages = {index: split.executed(index) for index in self._here}
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
-        self.run = PipelineRun(
+        self.run = StagesRun(
             split,
             self.executor,
             groups,
@@ -123,14 +125,17 @@ class Stages:
         )
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
-        served = ServedHooks(self._module, split, members, self._placement, trainer, self._device)
+        served = ServedHooks(
+            self._module, split, lambda step: split.num_stages > 1 and split.has_late_attributes(step),
+            split.sinks_to, members, self._placement, trainer, self._device,
+        )  # fmt: skip
         self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
         self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
         start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
         metrics = served.serve(end_batch)
         self.lockstep = LockSteps(
-            self._module, split, self.meeting, metrics, members.replica, members.from_last,
-            plugin.forward_context,
+            self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
+            plugin.forward_context, keeps=split.has_last_stage,
         )  # fmt: skip
         reports = ReportChannel(members.from_last, self._device, groups.pipeline)
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
@@ -145,7 +150,12 @@ class Stages:
             members.from_last, self._settings.loss_weighting, self._settings.loss_over_batch,
             num_microbatches, at_least, reordering,
         )  # fmt: skip
-        self.run.memory = watch_memory(trainer, split, self.executor, self.run, self.gradients.aside)
+        run = self.run
+        run.memory = StagesMeter(
+            split, split.cut, self.executor, split.waiting, lambda: run.last_plan,
+            lambda: trainer.optimizers, self.gradients.aside.held, self._device,
+        )  # fmt: skip
+        watch_memory(run.memory, run, members.failure)
 
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
@@ -344,7 +354,41 @@ class Stages:
             return
         self.split.mode.forget()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        make_whole(
+        came = make_whole(
             self._module, callbacks, self.split, self.owns(), self._members.replica,
             self._settings.gather_weights, staged=staged,
         )  # fmt: skip
+        self.split.restore(came, on_meta=True)
+
+
+def split_module(
+    module: LightningModule,
+    cut: Cut,
+    stages: tuple[int, ...],
+    recorder: LogRecorder,
+    forward_context: Callable[[], AbstractContextManager[Any]],
+    device: torch.device,
+    seed: int,
+    trainer: Trainer,
+    *,
+    loss_over_batch: bool = False,
+) -> SplitModel:
+    """Keep this rank's stages of a module.
+
+    Args:
+        module: Whole.
+        cut: The same on every rank.
+        stages: This rank's.
+        recorder: Where `self.log` goes during a step.
+        forward_context: The precision plugin's.
+        device: Of this rank.
+        seed: Of the random numbers in steps; the same on every rank.
+        trainer: Whose data module, callbacks and so on a step may change.
+        loss_over_batch: Of the strategy.
+    """
+    sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
+    return SplitModel(
+        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
+        later=cut.later, device=device,
+        others=lambda: owners_beside(trainer), loss_over_batch=loss_over_batch,
+    )  # fmt: skip

@@ -3,54 +3,16 @@
 import sys
 from pathlib import Path
 
-import torch.distributed as dist
-from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
-from lightning_pipeline.ranks import RollCall, reach_store, write_crash
+from lightning_pipeline.ranks import write_crash
 from lightning_pipeline.run.in_step import quits
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.settings import Settings
-
-
-def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> RollCall:
-    """Join the default process group, unless this process is in it already.
-
-    Args:
-        environment: Of the run.
-        backend: Of the group.
-        settings: Of the strategy.
-
-    Returns:
-        Watches over what the ranks do together until somebody else does.
-
-    Raises:
-        StageFailedError: A rank has not come within `init_timeout`, is lost, or failed; it is named.
-    """
-    patience = settings.init_timeout
-    rank, size = environment.global_rank(), environment.world_size()
-    if dist.is_initialized():
-        rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        assert world is not None, "it is initialized"
-        store = world.get_group_store()
-    else:
-        store = reach_store(environment.main_address, environment.main_port, rank, size, patience)
-    roll = RollCall(store, rank, size, init_timeout=patience, step_timeout=settings.step_timeout)
-    try:
-        roll.come()
-        if not dist.is_initialized():
-            roll.within(
-                "joining the process group",
-                lambda: _lightning.join_group(environment, backend, patience, roll.store),
-            )
-    except BaseException:
-        roll.close()
-        raise
-    return roll
 
 
 def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:

@@ -6,14 +6,14 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.ranks import Company
 from lightning_pipeline.weights.after_fit import gather_weights, receives_all
 
 
 @contextmanager
 def gathered(
-    module: LightningModule, split: SplitModel, held: Mapping[str, Tensor], replica: Company,
+    module: LightningModule, split: OutsideSteps, held: Mapping[str, Tensor], replica: Company,
     world: Company, how: str,
 ) -> Iterator[LightningModule | None]:  # fmt: skip
     """Inside, some ranks have the whole module, and the others wait at the end; all ranks call.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_pipeline.model.tensors.placeholder import is_placeholder
+from lightning_pipeline.model.tensors import is_placeholder
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 

@@ -82,8 +82,8 @@ def test_all_wrong_settings_are_named_at_once() -> None:
 def test_devices_are_shared_out(
     changes: dict[str, Any], devices: int, nodes: int, sizes: tuple[int, int]
 ) -> None:
-    placement, numbering = fit_to_devices(read(**changes), devices, nodes, "cpu")
-    assert (placement.num_ranks, numbering.replicas) == sizes
+    found = fit_to_devices(read(**changes), devices, nodes, "cpu")
+    assert (found.placement.num_ranks, found.num_replicas) == sizes
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,9 @@
 
 from lightning_pipeline.forecast.machine.assumptions import (
     BANDWIDTH_SHARE,
+    DEFAULT_COPIES,
     EFFICIENCY,
+    SPLIT_SURPLUS,
     Assumptions,
     Handling,
 )
@@ -11,8 +13,10 @@ from lightning_pipeline.forecast.machine.link import Link, measure_link
 
 __all__ = [
     "BANDWIDTH_SHARE",
+    "DEFAULT_COPIES",
     "DEVICES",
     "EFFICIENCY",
+    "SPLIT_SURPLUS",
     "Assumptions",
     "Device",
     "Handling",

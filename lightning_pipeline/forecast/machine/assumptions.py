@@ -11,6 +11,10 @@ EFFICIENCY = 0.6
 """Share of a data sheet's peak that large matrix products reach."""
 BANDWIDTH_SHARE = 0.8
 """Share of a data sheet's memory bandwidth that elementwise operations reach."""
+DEFAULT_COPIES = 2.0
+"""Numbers that an optimizer keeps per trained parameter where nothing is known of it: those of Adam."""
+SPLIT_SURPLUS = 1.1
+"""Time of I and W together over that of a fused backward; 1.06 to 1.14 were measured (docs/benchmarks.md)."""
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lightning_pipeline.errors import ConfigurationError, ScheduleError
+from lightning_pipeline.forecast.machine import SPLIT_SURPLUS
 from lightning_pipeline.schedules import (
     Auto,
     ForwardOnly,
@@ -19,9 +20,6 @@ _NOT_TRIED = (
     FromTable,
     FromTorch,
 )  # a search, no training, and a file, another's class
-
-SPLIT_SURPLUS = 1.1
-"""Time of I and W together over that of a fused backward; 1.06 to 1.14 were measured (docs/benchmarks.md)."""
 
 
 def named_schedules(stages_per_rank: int) -> Iterator[tuple[str, Schedule]]:

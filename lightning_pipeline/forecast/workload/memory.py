@@ -3,13 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
-from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.machine import DEFAULT_COPIES, Assumptions
 from lightning_pipeline.forecast.workload.profile import StageProfile, State
 from lightning_pipeline.model.cut import StageActivations, peak_activations
 from lightning_pipeline.schedules import Plan
-
-DEFAULT_COPIES = 2.0
-"""Numbers that an optimizer keeps per trained parameter where nothing is known of it: those of Adam."""
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, fields
 from typing import Any
 
-from lightning_pipeline.forecast.machine import BANDWIDTH_SHARE, EFFICIENCY, Assumptions
-from lightning_pipeline.forecast.workload.memory import DEFAULT_COPIES
+from lightning_pipeline.forecast.machine import BANDWIDTH_SHARE, DEFAULT_COPIES, EFFICIENCY, Assumptions
 from lightning_pipeline.model.cut import size_text
 
 

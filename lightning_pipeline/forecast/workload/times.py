@@ -4,8 +4,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.workload.candidates import SPLIT_SURPLUS
+from lightning_pipeline.forecast.machine import SPLIT_SURPLUS, Assumptions
 from lightning_pipeline.forecast.workload.profile import StageProfile
 from lightning_pipeline.model.trace import Work
 from lightning_pipeline.schedules import Action, Costs, Plan

@@ -21,13 +21,19 @@ from lightning_pipeline.model.cut.table import (
     text_table,
     units_text,
 )
+from lightning_pipeline.model.cut.ways import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 
 __all__ = [
     "Liveness",
+    "Microbatch",
     "Partition",
+    "Route",
     "StageActivations",
+    "StageDone",
     "StageRow",
     "StageTable",
+    "StepRoutes",
+    "TracedOutput",
     "ValueKey",
     "backward_edges",
     "common_prefix",

@@ -1,6 +1,7 @@
 """A stage's part of the module, driven through the user's own step."""
 
 from lightning_pipeline.model.replay.model import SplitModel, StepResult
+from lightning_pipeline.model.replay.outside_steps import OutsideSteps
 from lightning_pipeline.model.replay.view import WholeBatch
 
-__all__ = ["SplitModel", "StepResult", "WholeBatch"]
+__all__ = ["OutsideSteps", "SplitModel", "StepResult", "WholeBatch"]

@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.data import merge_outputs, signature_of
-from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, stages_of_states
+from lightning_pipeline.data import merge_outputs
+from lightning_pipeline.model.cut import Microbatch, Partition, TracedOutput, stages_of_states
 from lightning_pipeline.model.loss import check_no_class_weights
-from lightning_pipeline.model.random import MicrobatchSeeds, StepSeeds
+from lightning_pipeline.model.random import StepSeeds
+from lightning_pipeline.model.replay.known_steps import KnownSteps
 from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
 from lightning_pipeline.model.replay.over_batch import OverBatch
 from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns
-from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder, TracedOutput
+from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.told import Sink, Told
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
@@ -30,7 +30,6 @@ from lightning_pipeline.model.state import (
     Merge,
     Residence,
     SetByUnit,
-    SharedParameter,
     StepState,
 )
 from lightning_pipeline.model.tensors import (
@@ -38,11 +37,8 @@ from lightning_pipeline.model.tensors import (
     Peaks,
     PlaceholderMode,
     SavedCount,
-    TensorSpec,
-    tensors_in,
 )
 from lightning_pipeline.model.trace import (
-    Call,
     Owner,
     Place,
     Replayed,
@@ -50,7 +46,6 @@ from lightning_pipeline.model.trace import (
     Trace,
     UnitPatches,
     step_function,
-    trace_step,
 )
 
 
@@ -91,6 +86,7 @@ class SplitModel(OutsideSteps):
         looks_again: Whether steps use what is there from the first batch on only, such as optimizers.
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
+        known: What is known of each step.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
@@ -116,6 +112,7 @@ class SplitModel(OutsideSteps):
         self.told = Told(root, sinks or {}, self.mode, self._device, has_last_stage=last)
         self._end = self.num_stages if loss_over_batch else self.num_stages - 1  # who runs the end of steps
         self._programs = {stage: self._program(stage) for stage in stages}
+        self._here = set(stages)
         self._over_batch: OverBatch | None = None
         if loss_over_batch and last:
             self._over_batch = OverBatch(self._programs[self.num_stages - 1], self._program(self.num_stages))
@@ -124,11 +121,10 @@ class SplitModel(OutsideSteps):
         self._guards = AttributeGuards()
         self._others = others
         self._module_guards = ModuleGuards(root, self._patches.units, self._stage_of)
-        self._known: dict[str, tuple[Trace, Liveness]] = {}
-        if not cut.trace.is_made_up:
-            self._known[cut.trace.step] = cut.trace, cut.liveness()
-        for trace in later:
-            self._know(trace)
+        self.known = KnownSteps(
+            root, cut, later, patches=self._patches, mode=self.mode, context=forward_context,
+            sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
+        )  # fmt: skip
         self._modules = list(root.modules())
         self.scaled: Callable[[Tensor], Tensor] = lambda seed: seed
         self.beside: Callable[[], Iterable[Any]] = list
@@ -140,17 +136,16 @@ class SplitModel(OutsideSteps):
         self._state: StepState | None = None
         self._left_behind = LeftBehind(
             root, cut, self._patches, stages,
-            traced=self._traced, guards=self._guards, others=others, quiet=self._quiet,
+            traced=self.known.traced, guards=self._guards, others=others, quiet=self._quiet,
         )  # fmt: skip
         self._finder = RouteFinder(
             root, cut, self._residence.needed,
-            walk=DryRuns(self._first_view, self._patches).walk, traced=self._traced,
+            walk=DryRuns(self._first_view, self._patches).walk, traced=self.known.traced,
             apart=self._apart_in_silence, in_silence=self._in_silence, forget=self._left_behind.forget,
             others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
         self._divisors = Divisors(root, runs, self._finder, self._apart, self._in_silence)
-        self._seen_again: set[str] = set()
         self.signatures: list[Hashable] = []
         self.counts_next = False
         self.count: SavedCount | None = None
@@ -186,7 +181,7 @@ class SplitModel(OutsideSteps):
         self.failed()
         self._patches.remove()
         self._guards.remove()
-        for trace, _ in self._known.values():
+        for trace in self.known.traces:
             for effect in trace.effects:
                 if isinstance(value := effect.place.get(), Replayed):
                     effect.place.put(value.rest())
@@ -209,6 +204,10 @@ class SplitModel(OutsideSteps):
         """A stage of this rank."""
         return self._programs[index]
 
+    def waiting(self, stage: int) -> tuple[int, int]:
+        """Micro-batches of a stage of this rank that wait for a backward, and for its W."""
+        return self._programs[stage].num_saved, self._programs[stage].num_waiting
+
     def executed(self, index: int) -> StageProgram | OverBatch:
         """A stage of this rank, for the executor."""
         last = index == self.num_stages - 1
@@ -219,61 +218,22 @@ class SplitModel(OutsideSteps):
         """Whether losses, logs and outputs arrive here."""
         return self.num_stages - 1 in self._programs
 
-    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters by their first names, tied ones once."""
-        return self._residence.parameters()
-
-    @property
-    def stand_ins(self) -> dict[Tensor, nn.Parameter]:
-        """The placeholder of each parameter of other stages, by what it stands for."""
-        return self._residence.stand_ins
-
-    def stand_in(self, name: str, spec: TensorSpec) -> Tensor:
-        """What stands for a tensor that belongs to a parameter of another stage.
-
-        Args:
-            name: Of the parameter.
-            spec: Of the tensor.
-        """
-        return self._residence.absent.make(name, spec)
-
-    def parameter_names(self) -> list[str]:
-        """Names of all parameters of the whole module, tied ones once, in its order."""
-        return self._residence.parameter_names
-
-    def owned_states(self, *, transient: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage.
-
-        Args:
-            transient: Whether non-persistent buffers are among them, which no checkpoint holds.
-        """
-        return self._residence.owned_states(set(self._programs), transient=transient)
-
-    @property
-    def shared(self) -> list[SharedParameter]:
-        """Parameters that several stages keep a copy of; their gradients must be summed."""
-        return self._residence.shared
-
-    def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that keep a copy of a parameter or buffer."""
-        return self._residence.needed[name]
-
     def has_late_attributes(self, step: str) -> bool:
         """Whether a step that has been traced leaves attributes that depend on what units return."""
-        return step in self._known and any(
-            effect.from_units and not effect.deep for effect in self._known[step][0].effects
+        return step in self.known and any(
+            effect.from_units and not effect.deep for effect in self.known[step].effects
         )
 
     def extras_elsewhere(self, step: str) -> dict[Any, Any]:
         """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
-        keys = [key for key in self._known[step][0].returned if key != "loss"]
+        keys = [key for key in self.known[step].returned if key != "loss"]
         return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
 
     def late_states(self, step: str) -> list[str]:
         """Names of tensors that the end of a step writes on the last stage, and other stages have too."""
         if self.num_stages == 1:
             return []
-        trace = self._known[step][0]
+        trace = self.known[step]
         late = [effect.place.label for effect in trace.effects if effect.deep and effect.from_units]
         last = (self.num_stages - 1,)
         return trace.late_states + [n for n in late if n in trace.state_units and self.stages_of(n) != last]
@@ -319,9 +279,7 @@ class SplitModel(OutsideSteps):
         """
         assert self._open is None, "the batch before was not finished"
         self._module_guards.check()
-        trace, liveness = self._known.get(step) or self._trace(step, microbatches[0])
-        if (trace.ended_early or self.looks_again) and step not in self._seen_again:
-            self._look_again(trace, microbatches[0])
+        trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
@@ -336,7 +294,7 @@ class SplitModel(OutsideSteps):
             self._at,
             split_backward,
             scaled=self.scaled,
-            count=self._new_count(microbatches) if weights is not None and self.counts_next else None,
+            count=self._new_count(microbatches) if weights is not None else None,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
@@ -362,17 +320,13 @@ class SplitModel(OutsideSteps):
 
     def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:
         """Which units each micro-batch calls, and what a rank is to know of them."""
-        context = self._finder.context(step.name)
         begun = partial(self._left_behind.begun, sizes=sizes)
         step.routes = self._finder.routes(step.ways, step.microbatches, step.seeds.microbatch, begun)
-        self.signatures = [
-            (*context, signature_of(args, kwargs), *((route.number,) if route.number else ()))
-            for route, (args, kwargs) in zip(step.routes, step.microbatches, strict=True)
-        ]
+        self.signatures = self._finder.signatures(step.name, step.routes, step.microbatches)
         step.later_outputs = []
         for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):
             outputs: dict[tuple[int, int], TracedOutput] = {}
-            if any(route.liveness.meets_later_calls[s] or route.goes_on[s] for s in self._programs):
+            if route.looks_ahead(self._programs):
                 with begun(number):
                     outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
             step.later_outputs.append(outputs)
@@ -423,7 +377,7 @@ class SplitModel(OutsideSteps):
 
     def settled(self, step: str) -> None:
         """After all ranks have been told: what is carried on by rows has those of this batch."""
-        self._left_behind.left(self._known[step][0], self._total)
+        self._left_behind.left(self.known[step], self._total)
 
     def fits(self, step: str, samples: int) -> bool:
         """Whether what a step carries on from batch to batch has a row for each sample of the next one.
@@ -432,7 +386,7 @@ class SplitModel(OutsideSteps):
             step: Name of the user's method.
             samples: Of the batch.
         """
-        return step not in self._known or self._left_behind.fits(self._known[step][0], samples)
+        return step not in self.known or self._left_behind.fits(self.known[step], samples)
 
     def left_on_last(self, step: str, batch: Microbatch) -> FromLast | None:
         """After `settle`, on the last stage: what every rank is to have.
@@ -443,7 +397,7 @@ class SplitModel(OutsideSteps):
         """
         if self._state is None:
             return None
-        return self._state.to_share(self._left_behind.read_early(self._known[step][0], self._state, batch))
+        return self._state.to_share(self._left_behind.read_early(self.known[step], self._state, batch))
 
     def take_from_last(self, shared: FromLast | None) -> None:
         """On the other ranks: have that too; what was not sent raises when it is read."""
@@ -452,13 +406,11 @@ class SplitModel(OutsideSteps):
             self._guards.forget(effect.place for effect in taken)
             self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
 
-    def _new_count(self, microbatches: Sequence[Microbatch]) -> SavedCount:
-        """Counts what the stages hold beside parameters, buffers, plain tensors of modules and the batch."""
-        held = [vars(m).values() for m in self._modules]
-        states = [(*m._parameters.values(), *m._buffers.values()) for m in self._modules]
-        tensors = [t for values in (*held, *states) for t in values if isinstance(t, Tensor)]
-        self.count = SavedCount([*tensors, *tensors_in(microbatches)])
-        self.counts_next = False
+    def _new_count(self, microbatches: Sequence[Microbatch]) -> SavedCount | None:
+        """Counts what the stages hold in this step, where that was asked for."""
+        if not self.counts_next:
+            return None
+        self.count, self.counts_next = SavedCount.beside(self._modules, microbatches), False
         return self.count
 
     def counted_now(self) -> dict[int, Held] | None:
@@ -467,53 +419,6 @@ class SplitModel(OutsideSteps):
             return None
         self._step.count.settle()
         return self._step.count.held()
-
-    def _traced(
-        self, step: str, microbatch: Microbatch, seeds: MicrobatchSeeds | None = None,
-        seen: Sequence[Call] = (),
-    ) -> Trace:  # fmt: skip
-        with self._guards.lifted():
-            return trace_step(
-                self.root, step, *microbatch, units=self.cut.trace.units, patches=self._patches,
-                mode=self.mode, forward_context=self._context,
-                sinks=self.told.names, others=self._others(),
-                seen=[*seen, *(call for trace, _ in self._known.values() for call in trace.calls)],
-                device=self._device, seeds=seeds,
-            )  # fmt: skip
-
-    def _trace(self, step: str, microbatch: Microbatch) -> tuple[Trace, Liveness]:
-        return self._know(self._traced(step, microbatch))
-
-    def refusal(self, step: str, microbatch: Microbatch) -> SplitError | None:
-        """Why a step cannot be cut; None where it can.
-
-        Args:
-            step: Name of the user's method.
-            microbatch: Arguments and keyword arguments of the first one.
-        """
-        try:
-            if step not in self._known:
-                self._trace(step, microbatch)
-        except SplitError as error:
-            return error
-        return None
-
-    def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
-        wrong = backward_edges(trace, self._stage_of)
-        if wrong:
-            source, reader = wrong[0]
-            raise SplitError(
-                f"in {trace.step} the output of {source!r} flows into {reader!r}, which is on an earlier "
-                "stage: choose a partition that keeps them together, or in this order"
-            )
-        self._known[trace.step] = (trace, self.cut.liveness(trace))
-        return self._known[trace.step]
-
-    def _look_again(self, trace: Trace, microbatch: Microbatch) -> None:
-        """What a trace could not see of the step it may see now: the Trainer has its optimizers."""
-        self._seen_again.add(trace.step)
-        again = self._traced(trace.step, microbatch)
-        trace.effects, trace.unit_attributes = again.effects, again.unit_attributes
 
     def _at(self, microbatch: int) -> None:
         self.told.microbatch = microbatch

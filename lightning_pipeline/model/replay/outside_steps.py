@@ -8,21 +8,67 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay.view import StageView
-from lightning_pipeline.model.state import Meeting, Residence, Sources
-from lightning_pipeline.model.tensors import tensors_in, user_line
+from lightning_pipeline.model.state import Meeting, Residence, SharedParameter, Sources
+from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 
 R = TypeVar("R", bound=Runner)
 
 
 class OutsideSteps:
-    """Between the steps of a split model. `SplitModel` inherits this."""
+    """This rank's part of the module, between the steps. `SplitModel` inherits this."""
 
     root: nn.Module
+    cut: Partition
     _residence: Residence
     _patches: UnitPatches
     _stage_of: list[int]
+    _here: set[int]
+
+    # ---- what this rank holds
+
+    def owned_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by their first names, tied ones once."""
+        return self._residence.parameters()
+
+    @property
+    def stand_ins(self) -> dict[Tensor, nn.Parameter]:
+        """The placeholder of each parameter of other stages, by what it stands for."""
+        return self._residence.stand_ins
+
+    def stand_in(self, name: str, spec: TensorSpec) -> Tensor:
+        """What stands for a tensor that belongs to a parameter of another stage.
+
+        Args:
+            name: Of the parameter.
+            spec: Of the tensor.
+        """
+        return self._residence.absent.make(name, spec)
+
+    def parameter_names(self) -> list[str]:
+        """Names of all parameters of the whole module, tied ones once, in its order."""
+        return self._residence.parameter_names
+
+    def owned_states(self, *, transient: bool = False) -> dict[str, Tensor]:
+        """Parameters and buffers that this rank writes into a checkpoint; each is owned by one stage.
+
+        Args:
+            transient: Whether non-persistent buffers are among them, which no checkpoint holds.
+        """
+        return self._residence.owned_states(self._here, transient=transient)
+
+    @property
+    def shared(self) -> list[SharedParameter]:
+        """Parameters that several stages keep a copy of; their gradients must be summed."""
+        return self._residence.shared
+
+    def stages_of(self, name: str) -> tuple[int, ...]:
+        """The stages that keep a copy of a parameter or buffer."""
+        return self._residence.needed[name]
+
+    # ---- what hooks see
 
     def meeting(
         self, rank_of: Callable[[int], int], num_ranks: int, gather: Callable[[str, Any], list[Any]],

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
-from lightning_pipeline.model.cut import ValueKey, liveness_of
+from lightning_pipeline.model.cut import Microbatch, StepRoutes, TracedOutput, ValueKey, liveness_of
 from lightning_pipeline.model.replay.replay import Replay
-from lightning_pipeline.model.replay.routes import Microbatch, RouteFinder, StepRoutes, TracedOutput
+from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.view import Step, Table
 from lightning_pipeline.model.state import AsOne, StepState

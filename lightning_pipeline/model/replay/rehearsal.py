@@ -9,20 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
+from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Observer, Whole
 from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
-from lightning_pipeline.model.replay.routes import (
-    Microbatch,
-    Reads,
-    Route,
-    RouteFinder,
-    StageDone,
-    StepRoutes,
-    TracedOutput,
-    fitted,
-    sizes_between,
-)
+from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.state import Apart, CannotRepeatError
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in, unflatten
@@ -42,6 +33,8 @@ class Rehearsal(Replay):
         observer: Sees the functions between the units.
         draws: Sees the random ones.
     """
+
+    rehearses = True  # what it logs is of the whole batch
 
     def __init__(
         self,

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.cut import StageDone, ValueKey
 from lightning_pipeline.model.random import MicrobatchSeeds, States
-from lightning_pipeline.model.replay.between_units import Around, GlueRun
-from lightning_pipeline.model.replay.recomputation import Recomputation
-from lightning_pipeline.model.replay.routes import StageDone
+from lightning_pipeline.model.replay.between_units import Around, GlueRun, Recomputation
 from lightning_pipeline.model.replay.view import Entry, StageView
 from lightning_pipeline.model.tensors import (
     alias,

@@ -6,7 +6,6 @@ and the random numbers of the micro-batch. A way that was not seen before is tra
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,22 +15,30 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Partition, backward_edges, goes_on, states_by_stage, torn
+from lightning_pipeline.model.cut import (
+    Liveness,
+    Microbatch,
+    Partition,
+    Route,
+    StageDone,
+    StepRoutes,
+    TracedOutput,
+    backward_edges,
+    goes_on,
+    states_by_stage,
+    torn,
+)
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import Structure, TensorSpec, result_dtypes
+from lightning_pipeline.model.tensors import TensorSpec, result_dtypes
 from lightning_pipeline.model.trace import (
     Call,
     Owner,
-    PortSpec,
     Surroundings,
     Trace,
-    plain_leaves,
     plain_state,
 )
 
-Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
-TracedOutput = tuple[Structure, list[TensorSpec]]
 _MOST_DECIDED = 1024
 _NUMBERS = (bool, int, float, complex)
 _GIVEN_TO_PYTHON = (*_NUMBERS, list, numpy.ndarray)
@@ -45,106 +52,6 @@ _OF_FORM = frozenset(
     getattr(owner, name) for owner in (Tensor, torch) for name in _FORM.split() if hasattr(owner, name)
 )
 """Functions that tell of a tensor what follows from its form, and not from its values."""
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """One way through the model.
-
-    Attributes:
-        number: In the order in which they were seen, the same on all ranks.
-        trace: Of the step on this way.
-        liveness: What crosses the cuts.
-        goes_on: By stage, whether it has to run the step to its end.
-    """
-
-    number: int
-    trace: Trace
-    liveness: Liveness
-    goes_on: tuple[bool, ...]
-
-
-@dataclass(slots=True)
-class Node:
-    """All ways that begin with the same calls.
-
-    Attributes:
-        through: One of them.
-        ends: The one that has no further call.
-        following: By the unit that is called next.
-    """
-
-    through: Route
-    ends: Route | None = None
-    following: dict[int, "Node"] = field(default_factory=dict)
-
-
-class StepRoutes:
-    """The ways of one kind of step.
-
-    Args:
-        base: The first.
-        modules: Whose attributes code between units may read.
-    """
-
-    def __init__(self, base: Route, modules: Sequence[nn.Module]) -> None:
-        self.base = base
-        self.known = {base.trace.path: base}
-        self.ports: dict[tuple[int, int], PortSpec] = {}
-        self.decided: dict[Hashable, Route] = {}
-        self.by_reads: dict[Hashable, Route | None] = {}
-        self._modules = modules
-        self.start = Node(base)
-        self.add(base)
-
-    @property
-    def varies(self) -> bool:
-        """Whether there are several ways, or may be from one micro-batch to the next."""
-        return self.base.trace.steered or len(self.known) > 1
-
-    @property
-    def calls(self) -> list[Call]:
-        """Those of all ways."""
-        return [call for route in self.known.values() for call in route.trace.calls]
-
-    def add(self, route: Route) -> bool:
-        """One more. Whether the step leaves something else behind on it."""
-        self.known[route.trace.path] = route
-        self.ports.update(route.trace.ports)
-        node = self.start
-        for unit in route.trace.path:
-            node = node.following.setdefault(unit, Node(route))
-        node.ends = route
-        return self._join(self.base.trace, route.trace)
-
-    @staticmethod
-    def _join(base: Trace, other: Trace) -> bool:
-        """What a step does on one way or another, it may do."""
-        known = {effect.place.identity for effect in base.effects}
-        new = [effect for effect in other.effects if effect.place.identity not in known]
-        base.effects = [*base.effects, *new]
-        base.writes_batch |= other.writes_batch
-        base.late_states = sorted({*base.late_states, *other.late_states})
-        base.losses_inside |= other.losses_inside
-        base.weighted_inside.update(other.weighted_inside)
-        return bool(new)
-
-    def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
-        """What the way depends on, beside the numbers that code between units reads from tensors."""
-        trace = self.base.trace
-        index = microbatch[0][1] if trace.steered_by_index else None
-        if trace.steered:
-            return plain_leaves(*microbatch), state, index, signature_of(*microbatch)
-        return plain_leaves(*microbatch), state, index
-
-    def state(self, root: nn.Module) -> Hashable:
-        """Flags and numbers of the module that a way may be chosen by."""
-        changed = {
-            (effect.place.owner.identity, effect.place.key)
-            for route in self.known.values()
-            for effect in route.trace.effects
-        }
-        return plain_state(root, self._modules, changed)
 
 
 class RouteFinder:
@@ -310,6 +217,16 @@ class RouteFinder:
         """What units return depends on this beside their arguments."""
         return step, torch.is_grad_enabled(), result_dtypes(), self._root.training
 
+    def signatures(
+        self, step: str, routes: Sequence[Route], microbatches: Sequence[Microbatch]
+    ) -> list[Hashable]:
+        """What determines the metadata between stages, for each micro-batch on its way."""
+        context = self.context(step)
+        return [
+            (*context, signature_of(args, kwargs), *((route.number,) if route.number else ()))
+            for route, (args, kwargs) in zip(routes, microbatches, strict=True)
+        ]
+
     def outputs(
         self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
     ) -> dict[tuple[int, int], TracedOutput]:
@@ -370,10 +287,6 @@ class RouteFinder:
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
     return getattr(func, "__name__", "") == "__get__"
-
-
-class StageDone(BaseException):
-    """The stage's last unit has run and one of a later stage was called, or no more of the step is wanted."""
 
 
 class Reads:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.random import Generators, random_state_kept
-from lightning_pipeline.model.replay.rehearsal import Rehearsal
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec
 from lightning_pipeline.model.trace import around_metrics, metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.patching import patched
@@ -92,7 +91,7 @@ class Told:
         def log(*args: Any, **kwargs: Any) -> None:
             watcher: Any = self._mode.watcher
             if watcher is not None and not getattr(watcher, "is_last", True):
-                if isinstance(watcher, Rehearsal):
+                if getattr(watcher, "rehearses", False):
                     self.of_whole(name, *args, **kwargs)
                 return
             if watcher is not None:

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.cut import Microbatch, Route, StepRoutes, TracedOutput, ValueKey
 from lightning_pipeline.model.loss import Follower
 from lightning_pipeline.model.random import States, StepSeeds
-from lightning_pipeline.model.replay.routes import Microbatch, Route, StepRoutes, TracedOutput
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderMode,

@@ -11,15 +11,13 @@ from lightning_pipeline.model.tensors.containers import (
     refill,
 )
 from lightning_pipeline.model.tensors.given import Given, takes_containers
-from lightning_pipeline.model.tensors.placeholder import (
-    PlaceholderMode,
-    alias,
+from lightning_pipeline.model.tensors.operations import (
     is_placeholder,
     operands_of,
     storage_key,
-    user_line,
     written_tensors,
 )
+from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, alias
 from lightning_pipeline.model.tensors.restore import (
     ModuleState,
     ObjectState,
@@ -49,6 +47,7 @@ from lightning_pipeline.model.tensors.structure import (
 )
 from lightning_pipeline.model.tensors.tags import Tag, TagStore
 from lightning_pipeline.model.tensors.taint import Poison
+from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
     "NOTHING",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors.placeholder import is_placeholder
+from lightning_pipeline.model.tensors.operations import is_placeholder
 
 _MOST = 4096
 _CHANGING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.backward})

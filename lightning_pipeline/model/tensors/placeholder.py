@@ -4,28 +4,16 @@ They are PyTorch's fake tensors in a mode of our own. Glue may do anything with 
 value; everything else is told to a watcher, which raises our error or, while tracing, records it.
 """
 
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
-from types import FrameType, MappingProxyType
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_pipeline._torch import FakeTensor, FakeTensorMode
+from lightning_pipeline._torch import FakeTensorMode
+from lightning_pipeline.model.tensors.operations import Operation
 from lightning_pipeline.model.tensors.shape_rules import real_masks_counted, shapes_by_rule
 from lightning_pipeline.model.tensors.structure import TensorSpec
-
-_LIBRARIES = (
-    "torch",
-    "lightning",
-    "lightning_pipeline",
-    "lightning_fabric",
-    "pytorch_lightning",
-    "torchmetrics",
-)
-Operation = Any
 
 
 class Watcher(Protocol):
@@ -113,80 +101,3 @@ def alias(leaf: Tensor) -> Tensor:
     """
     result: Tensor = _Alias.apply(leaf)  # type: ignore[no-untyped-call]
     return result
-
-
-def is_placeholder(tensor: Any) -> bool:
-    """Whether this is a tensor without values."""
-    return isinstance(tensor, FakeTensor)
-
-
-def storage_key(tensor: Tensor) -> int:
-    """The identity of a tensor's memory, shared by all of its views."""
-    return int(tensor.untyped_storage()._cdata)
-
-
-_WRITES: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
-
-
-def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The operands that an operator writes in place, from its schema."""
-    found = _WRITES.get(func)
-    if found is None:
-        arguments = getattr(func, "_schema", None)
-        written = [
-            (index, argument)
-            for index, argument in enumerate(arguments.arguments if arguments is not None else ())
-            if argument.alias_info is not None and argument.alias_info.is_write
-        ]
-        positions = tuple(index for index, argument in written if not argument.kwarg_only)
-        found = _WRITES[func] = (positions, tuple(argument.name for _, argument in written))
-    for index in found[0]:
-        if index < len(args):
-            yield from operands_of((args[index],))
-    for name in found[1]:
-        if name in kwargs:
-            yield from operands_of((kwargs[name],))
-
-
-def operands_of(args: Iterable[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Tensor]:
-    """The tensors among the arguments of an operation, or its results: such a value is one, or has a list."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            yield value
-        elif isinstance(value, list | tuple):
-            yield from (item for item in value if isinstance(item, Tensor))
-
-
-def user_line(root: nn.Module | None = None) -> str:
-    """Where in the user's code we are: `file:line in function`, and the module whose method that is."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _LIBRARIES:
-            function = named_function(frame)
-            first = function.f_code.co_varnames[:1] if function.f_code.co_argcount else ()
-            owner = _module_name(root, function.f_locals.get(*first) if first else None)
-            place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno} in {function.f_code.co_name}"
-            return f"{place} ({owner})" if owner else place
-        frame = frame.f_back
-    return "code outside the module"
-
-
-def named_function(frame: FrameType) -> FrameType:
-    """Of a comprehension or generator the function around it, where that is what runs it."""
-    outer: FrameType | None = frame
-    while outer is not None and outer.f_code.co_filename == frame.f_code.co_filename:
-        if not outer.f_code.co_name.startswith("<"):
-            return outer
-        outer = outer.f_back
-    return frame
-
-
-def _module_name(root: nn.Module | None, owner: Any) -> str:
-    if not isinstance(owner, nn.Module):
-        return ""
-    if root is not None:
-        for name, module in root.named_modules():
-            if module is owner:
-                return f"module '{name}'" if name else type(owner).__name__
-    return type(owner).__name__

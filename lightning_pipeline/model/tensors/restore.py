@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
-from lightning_pipeline.model.tensors.placeholder import is_placeholder, storage_key
+from lightning_pipeline.model.tensors.operations import is_placeholder, storage_key
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOLDS_NOTHING = frozenset(

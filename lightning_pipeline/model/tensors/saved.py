@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.utils.checkpoint
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline._torch import is_traceable_wrapper_subclass, refuses_saved_hooks, top_saved_hooks
-from lightning_pipeline.model.tensors.placeholder import is_placeholder
+from lightning_pipeline.model.tensors.operations import is_placeholder
+from lightning_pipeline.model.tensors.structure import tensors_in
 from lightning_pipeline.patching import patched
 
 Place = tuple[int, int]  # stage and micro-batch
@@ -107,6 +108,14 @@ class SavedCount:
         self._now: dict[int, Held] = defaultdict(Held)
         self._open: set[Place] = set()
         self._touched: set[Place] = set()
+
+    @classmethod
+    def beside(cls, modules: Sequence[nn.Module], batch: Any) -> "SavedCount":
+        """Counts what is saved beside parameters, buffers, plain tensors of modules and a batch."""
+        held = [vars(module).values() for module in modules]
+        states = [(*module._parameters.values(), *module._buffers.values()) for module in modules]
+        tensors = [t for values in (*held, *states) for t in values if isinstance(t, Tensor)]
+        return cls([*tensors, *tensors_in(batch)])
 
     # ---- what the stages tell
 

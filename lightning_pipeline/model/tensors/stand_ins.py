@@ -8,9 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, is_placeholder, user_line
+from lightning_pipeline.model.tensors.operations import is_placeholder
+from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.structure import TensorSpec
 from lightning_pipeline.model.tensors.tags import Tag
+from lightning_pipeline.model.tensors.user_code import user_line
 
 _SHARE_OF_FREE_MEMORY = 4  # a module that takes more than this part of what is free is traced without copies
 

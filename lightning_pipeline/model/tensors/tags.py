@@ -6,7 +6,7 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeline.model.tensors.placeholder import storage_key
+from lightning_pipeline.model.tensors.operations import storage_key
 
 
 class Tag(NamedTuple):

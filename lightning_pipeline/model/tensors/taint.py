@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_pipeline._torch import TorchDispatchMode, current_dispatch_mode
-from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, is_placeholder, storage_key
+from lightning_pipeline.model.tensors.operations import is_placeholder, storage_key
+from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
 
 

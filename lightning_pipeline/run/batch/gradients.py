@@ -14,11 +14,11 @@ from lightning_pipeline.hooks import (
     GradientHooks,
     ReportChannel,
     SetAside,
-    clip_by_norm,
     zeroed_unseen,
 )
-from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.ranks import Failure, Groups, average_gradients, sum_shared
+from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.ranks import Failure, Groups, average_gradients, clip_by_norm, sum_shared
 from lightning_pipeline.schedules import Plan
 
 
@@ -36,7 +36,7 @@ class Gradients:
         counted_elsewhere: Shared parameters, by `id`, that another rank counts.
     """
 
-    def __init__(self, split: SplitModel, groups: Groups, failure: Failure, placement: Plan) -> None:
+    def __init__(self, split: OutsideSteps, groups: Groups, failure: Failure, placement: Plan) -> None:
         self._split, self._groups, self._failure, self._placement = split, groups, failure, placement
         self._parameters = [parameter for _, parameter in split.owned_parameters()]
         self._hooks = GradientHooks(self._parameters)
@@ -118,7 +118,8 @@ class Gradients:
     ) -> Tensor:
         """Clip gradients by their norm over all stages; tied parameters count once."""
         with self._failure.watch("clipping gradients", self._groups.pipeline):
+            here = [parameter for parameter in parameters if not is_placeholder(parameter)]
             return clip_by_norm(
-                parameters, max_norm, elsewhere=self.counted_elsewhere, groups=[self._groups.pipeline],
+                here, max_norm, elsewhere=self.counted_elsewhere, groups=[self._groups.pipeline],
                 device=device, error_if_nonfinite=error_if_nonfinite,
             )  # fmt: skip

@@ -4,12 +4,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
-from lightning.pytorch import Trainer
 
 from lightning_pipeline.errors import PipelineError, ScheduleError
-from lightning_pipeline.executor import Executor
-from lightning_pipeline.hooks import SetAside
-from lightning_pipeline.measure import MemoryMeter, PipelineRun, RankMemory
+from lightning_pipeline.measure import PipelineRun, RankMemory
 from lightning_pipeline.model.cut import (
     Partition,
     StageActivations,
@@ -18,31 +15,30 @@ from lightning_pipeline.model.cut import (
     stage_activations,
     text_table,
 )
-from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.ranks import Where
-from lightning_pipeline.schedules import Auto, Plan, Schedule, get_schedule
+from lightning_pipeline.ranks import Failure, Where
+from lightning_pipeline.run.batch.meter import StagesMeter
+from lightning_pipeline.schedules import Auto, Plan, get_schedule
 
 _WORTH_IT = 0.9  # what an advice must leave of what is held now
 # From what costs the least time to what holds the least.
 _SPARING = ("1F1B", "Interleaved1F1B", "VHalf", "VMin")
 
 
-def watch_memory(
-    trainer: Trainer, split: SplitModel, executor: Executor, run: PipelineRun, aside: SetAside
-) -> MemoryMeter:
-    """A meter of this rank, which also explains errors for want of memory to all ranks."""
-    device = trainer.strategy.root_device
-    meter = MemoryMeter(
-        split, executor, lambda: run.last_plan, lambda: trainer.optimizers, aside.held, device
-    )
+def watch_memory(meter: StagesMeter, run: PipelineRun, failure: Failure) -> None:
+    """From now on explain errors for want of memory to all ranks.
+
+    Args:
+        meter: Of this rank.
+        run: What is known of it.
+        failure: Tells the others.
+    """
 
     def explain(error: BaseException, where: Where) -> str:
         if not is_out_of_memory(error):
             return ""
-        return explanation(meter, where, run.schedule, run.batch_size)
+        return explanation(meter, where, run)
 
-    executor.failure.explain = explain
-    return meter
+    failure.explain = explain
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -56,21 +52,20 @@ def is_out_of_memory(error: BaseException | None) -> bool:
     return any(part in text for part in known) or is_out_of_memory(error.__cause__)
 
 
-def explanation(meter: MemoryMeter, where: Where, schedule: Schedule, batch_size: int | None) -> str:
+def explanation(meter: StagesMeter, where: Where, run: PipelineRun) -> str:
     """The memory table of a rank, and what to change.
 
     Args:
         meter: Of the rank.
         where: What it was doing.
-        schedule: The rule that the run follows.
-        batch_size: Samples of the batch, if that is known.
+        run: What is known of it.
     """
     memory = meter.now()
     stages = " and ".join(str(stage.stage) for stage in memory.stages)
     device = ", ".join(f"{name} {size_text(size)}" for name, size in meter.device_sizes().items())
-    advice = "".join(f"\n  - {line}" for line in Advice(meter, memory, where, schedule).lines(batch_size))
+    advice = "".join(f"\n  - {line}" for line in Advice(meter, memory, where, run).lines())
     return (
-        f"\nOut of memory on rank {meter.executor.rank} (stage {stages}, {meter.device}) in {where}. It held:"
+        f"\nOut of memory on rank {run.pipeline_rank} (stage {stages}, {meter.device}) in {where}. It held:"
         f"\n{_table(memory)}\nmessage buffers {size_text(memory.buffers)}, {device}"
         f"\nWhat to change:{advice}\n"
     )
@@ -96,20 +91,20 @@ class Advice:
         meter: Of the rank.
         memory: What it held.
         where: What it was doing.
-        schedule: The rule that the run follows.
+        run: What is known of it.
     """
 
-    def __init__(self, meter: MemoryMeter, memory: RankMemory, where: Where, schedule: Schedule) -> None:
-        self._meter, self._memory, self._schedule = meter, memory, schedule
-        self._cut, self._rank = meter.split.cut, meter.executor.rank
+    def __init__(self, meter: StagesMeter, memory: RankMemory, where: Where, run: PipelineRun) -> None:
+        self._meter, self._memory, self._schedule = meter, memory, run.schedule
+        self._cut, self._rank, self._batch_size = run.partition, run.pipeline_rank, run.batch_size
         self._stage = memory.stages[0].stage if where.stage is None else where.stage
 
-    def lines(self, batch_size: int | None) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         """One line for each change that pays."""
         plan = self._meter.plan()
         if plan is not None and self._memory.planned.num_bytes:
             yield from self._other_schedule(plan)
-            yield from self._more_microbatches(plan, batch_size)
+            yield from self._more_microbatches(plan)
             yield from self._recompute(plan)
         if plan is not None:
             yield from self._other_cut(plan)
@@ -138,8 +133,8 @@ class Advice:
                     yield f"schedule={name!r}: {self._instead(held)}"
                     return
 
-    def _more_microbatches(self, plan: Plan, batch_size: int | None) -> Iterator[str]:
-        number = 2 * plan.num_microbatches
+    def _more_microbatches(self, plan: Plan) -> Iterator[str]:
+        number, batch_size = 2 * plan.num_microbatches, self._batch_size
         if batch_size is None or batch_size < number or isinstance(self._schedule, Auto):
             return  # `Auto` would search for long
         halves = [

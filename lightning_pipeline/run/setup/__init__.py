@@ -1,7 +1,7 @@
 """From a whole LightningModule to this rank's stages, and back to the whole one."""
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
-from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize, split_module
+from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
 from lightning_pipeline.run.setup.headline import BY_HAND, headline, too_small
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
@@ -31,7 +31,6 @@ __all__ = [
     "materialize",
     "move",
     "seed_of_run",
-    "split_module",
     "start_equal",
     "summarize_before_split",
     "too_small",

@@ -10,10 +10,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
-from lightning_pipeline.hooks import LogRecorder, owners_beside
+from lightning_pipeline.hooks import owners_beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states, too_large
-from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.trace import Trace, find_units, trace_step, untraced
 from lightning_pipeline.ranks import Company, Outlet
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
@@ -164,36 +163,3 @@ def materialize(
         if built is not None:
             built.make(own)
         fetch_absent(module, own, replica)
-
-
-def split_module(
-    module: LightningModule,
-    cut: Cut,
-    stages: tuple[int, ...],
-    recorder: LogRecorder,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    seed: int,
-    trainer: Trainer,
-    *,
-    loss_over_batch: bool = False,
-) -> SplitModel:
-    """Keep this rank's stages of a module.
-
-    Args:
-        module: Whole.
-        cut: The same on every rank.
-        stages: This rank's.
-        recorder: Where `self.log` goes during a step.
-        forward_context: The precision plugin's.
-        device: Of this rank.
-        seed: Of the random numbers in steps; the same on every rank.
-        trainer: Whose data module, callbacks and so on a step may change.
-        loss_over_batch: Of the strategy.
-    """
-    sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
-    return SplitModel(
-        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
-        later=cut.later, device=device,
-        others=lambda: owners_beside(trainer), loss_over_batch=loss_over_batch,
-    )  # fmt: skip

@@ -13,7 +13,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline._torch import may_take_data_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
 from lightning_pipeline.hooks import fill_copies
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.model.state import SharedParameter
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import Company, Groups
@@ -84,10 +84,10 @@ def start_equal(
 
 
 def make_whole(
-    module: LightningModule, callbacks: Sequence[Callback], split: SplitModel, owns: Owns, replica: Company,
+    module: LightningModule, callbacks: Sequence[Callback], split: OutsideSteps, owns: Owns, replica: Company,
     how: str, *, staged: bool,
-) -> None:  # fmt: skip
-    """The end of a run: the module is one again, on the CPU; all ranks of a replica call.
+) -> dict[str, Tensor]:  # fmt: skip
+    """The end of a run: gather what makes the module one again, on the CPU; all ranks of a replica call.
 
     Args:
         module: Of the run.
@@ -98,6 +98,9 @@ def make_whole(
         how: Who gets what the others hold; elsewhere that is left on the meta device. See
             `PipelineStrategy(gather_weights=...)`.
         staged: Whether ranks built their own stages only.
+
+    Returns:
+        What other stages hold, by name, where it is wanted.
     """
     move(module, torch.device("cpu"))
     told = replica.gather("gathering extra states", extra_states(module, owns))
@@ -112,4 +115,4 @@ def make_whole(
 
     fill_copies(callbacks, module, gather, keep=everything)
     own, held = split.owned_states(transient=True), held_states(module, transient=True)
-    split.restore(gather_weights(replica, own, held, everything=everything), on_meta=True)
+    return gather_weights(replica, own, held, everything=everything)

@@ -2,26 +2,24 @@
 
 import pytest
 
-from lightning_pipeline.ranks.groups import Numbering, neighbours
+from lightning_pipeline.ranks.groups import neighbours
+from lightning_pipeline.ranks.mesh import Numbering
 from lightning_pipeline.schedules import Plan, get_schedule
 
 V_SHAPED = Plan.parse("0F0 5F0\n1F0 4F0\n2F0 3F0")
 LOOPED = Plan.parse("0F0 3F0\n1F0 4F0\n2F0 5F0")
 
 
-@pytest.mark.parametrize(("num_ranks", "replicas", "tensor"), [(1, 1, 1), (3, 2, 1), (2, 2, 2)])
-def test_with_one_stage_per_rank_the_design_s_formula_holds(
-    num_ranks: int, replicas: int, tensor: int
-) -> None:
+@pytest.mark.parametrize(("num_ranks", "replicas"), [(1, 1), (3, 2), (2, 2)])
+def test_with_one_stage_per_rank_the_design_s_formula_holds(num_ranks: int, replicas: int) -> None:
     plan = get_schedule("1F1B").plan(num_ranks, 4)
-    numbering = Numbering.of(plan, replicas=replicas, tensor=tensor)
+    numbering = Numbering.of(plan, replicas=replicas)
     for stage in range(num_ranks):
         for replica in range(replicas):
-            for t in range(tensor):
-                number = ((num_ranks - 1 - stage) * replicas + replica) * tensor + t
-                assert numbering.global_rank(stage, replica, t) == number
-                assert numbering.coordinates(number) == (stage, replica, t)
-    assert numbering.world_size == num_ranks * replicas * tensor
+            number = (num_ranks - 1 - stage) * replicas + replica
+            assert numbering.global_rank(stage, replica) == number
+            assert numbering.coordinates(number) == (stage, replica)
+    assert numbering.world_size == num_ranks * replicas
 
 
 @pytest.mark.parametrize("plan", [V_SHAPED, LOOPED])

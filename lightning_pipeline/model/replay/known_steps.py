@@ -1,0 +1,119 @@
+"""The kinds of steps that have been traced; one that was not seen yet is traced when it comes."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges
+from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.tensors import PlaceholderMode
+from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches, trace_step
+
+
+class KnownSteps:
+    """What is known of each step of a module that is cut.
+
+    Args:
+        root: The LightningModule.
+        cut: Its partition.
+        later: Traces that were made when the module was whole.
+        patches: The patched units.
+        mode: Of placeholders.
+        context: Makes the precision's context for one forward.
+        sinks: Gives the methods that take values away, such as `log`.
+        others: Gives what a step may change beside the module.
+        lifted: Makes a context in which attributes of other stages may be read.
+        device: Where the steps run.
+    """
+
+    def __init__(
+        self, root: nn.Module, cut: Partition, later: Sequence[Trace], *, patches: UnitPatches,
+        mode: PlaceholderMode, context: Callable[[], AbstractContextManager[Any]],
+        sinks: Callable[[], Sequence[str]], others: Callable[[], Sequence[Owner]],
+        lifted: Callable[[], AbstractContextManager[None]], device: torch.device,
+    ) -> None:  # fmt: skip
+        self._root, self._cut, self._patches, self._mode = root, cut, patches, mode
+        self._context, self._sinks, self._others, self._lifted = context, sinks, others, lifted
+        self._device = device
+        self._known: dict[str, tuple[Trace, Liveness]] = {}
+        self._seen_again: set[str] = set()
+        if not cut.trace.is_made_up:
+            self._known[cut.trace.step] = cut.trace, cut.liveness()
+        for trace in later:
+            self._know(trace)
+
+    def __contains__(self, step: str) -> bool:
+        return step in self._known
+
+    def __getitem__(self, step: str) -> Trace:
+        return self._known[step][0]
+
+    @property
+    def traces(self) -> list[Trace]:
+        """Those of all steps."""
+        return [trace for trace, _ in self._known.values()]
+
+    def of(self, step: str, microbatch: Microbatch, *, again: bool) -> tuple[Trace, Liveness]:
+        """What is known of a step, which is traced if need be.
+
+        Args:
+            step: Name of the user's method.
+            microbatch: Arguments and keyword arguments of the first one.
+            again: Whether a trace could not see all of the step that it may see now: what it leaves behind is
+                looked at again, once.
+        """
+        trace, liveness = self._known.get(step) or self._know(self.traced(step, microbatch))
+        if (trace.ended_early or again) and step not in self._seen_again:
+            self._seen_again.add(step)
+            anew = self.traced(step, microbatch)
+            trace.effects, trace.unit_attributes = anew.effects, anew.unit_attributes
+        return trace, liveness
+
+    def traced(
+        self, step: str, microbatch: Microbatch, seeds: MicrobatchSeeds | None = None,
+        seen: Sequence[Call] = (),
+    ) -> Trace:  # fmt: skip
+        """Trace a step, whether it is known or not.
+
+        Args:
+            step: Name of the user's method.
+            microbatch: Arguments and keyword arguments.
+            seeds: Its random numbers.
+            seen: Calls that are known beside those of the known steps.
+        """
+        with self._lifted():
+            return trace_step(
+                self._root, step, *microbatch, units=self._cut.trace.units, patches=self._patches,
+                mode=self._mode, forward_context=self._context, sinks=self._sinks(), others=self._others(),
+                seen=[*seen, *(call for trace in self.traces for call in trace.calls)],
+                device=self._device, seeds=seeds,
+            )  # fmt: skip
+
+    def refusal(self, step: str, microbatch: Microbatch) -> SplitError | None:
+        """Why a step cannot be cut; None where it can.
+
+        Args:
+            step: Name of the user's method.
+            microbatch: Arguments and keyword arguments of the first one.
+        """
+        try:
+            if step not in self._known:
+                self._know(self.traced(step, microbatch))
+        except SplitError as error:
+            return error
+        return None
+
+    def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
+        wrong = backward_edges(trace, self._cut.stage_of)
+        if wrong:
+            source, reader = wrong[0]
+            raise SplitError(
+                f"in {trace.step} the output of {source!r} flows into {reader!r}, which is on an earlier "
+                "stage: choose a partition that keeps them together, or in this order"
+            )
+        self._known[trace.step] = (trace, self._cut.liveness(trace))
+        return self._known[trace.step]
