@@ -25,9 +25,9 @@ import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 
 from lightning_pipeline.checkpoint.background import Background
+from lightning_pipeline.checkpoint.contents import as_bytes
 from lightning_pipeline.checkpoint.load import Target, load_folder
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.checkpoint.contents import as_bytes
 from lightning_pipeline.checkpoint.save import Part, write
 
 TENSOR = 16 << 20  # bytes
