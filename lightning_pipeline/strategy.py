@@ -265,7 +265,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
         if alone:
             return
         started = self.cluster_environment.creates_processes_externally
-        if self._numbering.world_size == 1 and self._settings.start_method == "popen":
+        if ranks.numbering.world_size == 1 and self._settings.start_method == "popen":
             started = True  # by hand; Lightning's launcher would start none, but choose the number of threads
         method = None if started else self._settings.start_method
         self._launcher = _lightning.make_launcher(self, method, self.num_processes, self.num_nodes)
