@@ -154,7 +154,7 @@ class FakeRun:
 
     def _on_made_up_input(self, call: Call, given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
         unit = self._observed.patches.units[call.unit]
-        args, kwargs = map_tensors(_made_up, (args, kwargs))
+        args, kwargs = map_tensors(self._new, (args, kwargs))
         copies = Given(args, kwargs)
         call.saved.clear()
         call.recomputed.clear()
@@ -174,6 +174,12 @@ class FakeRun:
         call.flops = call.cost = float(counter.get_total_flops())
         call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
         return given.carry_over(copies, output, self._observed.mode.like)
+
+    def _new(self, tensor: Tensor) -> Tensor:
+        made_up = _made_up(tensor)
+        if made_up is not tensor:
+            self._observed.note_made([made_up])
+        return made_up
 
     def _as_before(self, call: Call, given: Given, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes, or of others, in a trace of the whole module."""

@@ -212,9 +212,15 @@ class GlueOperations(TorchDispatchMode):
         if self._observed.inside is not None or self._keeping.is_packing:
             result = func(*args, **(kwargs or {}))
             if self._observed.runs_really:
-                self._observed.note_made(operands_of((result,)))
+                self._note_made(func, args, kwargs or {}, result)
             return result
         return self._glue.operation(func, args, kwargs or {})
+
+    def _note_made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Of a unit that runs on made-up input: what it computes or writes; a view is neither."""
+        old = {storage_key(tensor) for tensor in operands_of(args, kwargs)}
+        new = (tensor for tensor in operands_of((result,)) if storage_key(tensor) not in old)
+        self._observed.note_made((*new, *written_tensors(func, args, kwargs)))
 
 
 class GlueFunctions(TorchFunctionMode):

@@ -79,3 +79,31 @@ class Moved(Net):
 
 def test_a_weight_that_is_moved_in_each_forward_is_traced():
     assert_works(Moved, cuts=MORE_CUTS)
+
+
+class Graph(Net):
+    """As layers of torch_geometric: each chooses among the edges, which are the batch's, by their values."""
+
+    class Layer(nn.Linear):
+        def forward(self, x, edges):
+            source, target = edges[:, :, 0].flatten(), edges[:, :, 1].flatten()
+            kept = source != target
+            rows = super().forward(x).flatten(0, 1)
+            rows = rows.index_add(0, target[kept], rows[source[kept]])
+            return torch.tanh(rows.view_as(x))
+
+    def __init__(self) -> None:
+        super().__init__(lambda: Graph.Layer(WIDTH, WIDTH))
+        self.double()
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        for layer in self.layers:
+            h = layer(h, batch["edges"])
+        return self.loss(h, batch)
+
+
+def test_layers_that_look_at_values_of_the_batch_may_be_parted():
+    batch = masked_batch()
+    batch["edges"] = torch.randint(0, 6, (4, 6, 2), generator=torch.Generator().manual_seed(4))
+    assert_works(Graph, batch=batch, cuts=MORE_CUTS)
