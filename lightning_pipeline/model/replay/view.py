@@ -109,6 +109,7 @@ class StageView:
         host_random: Whether a unit draws from numpy's or Python's random state.
         checkpointed: Whether there is activation checkpointing around units.
         ports: What calls give away beside their output.
+        constants: Whether what depends on the shapes of placeholders alone has its values.
     """
 
     incoming: Sequence[ValueKey]
@@ -157,7 +158,7 @@ class StageView:
         self.goes_on = route.goes_on[self.index]
         self.read_before = self._read_before(route.trace)
         self.checkpointed = route.trace.checkpointed
-        self.ports = route.trace.ports
+        self.ports, self.constants = route.trace.ports, route.trace.constants
         self.no_unit_follows = not (self.is_last or live.leaves[self.index])
 
     def _read_before(self, trace: Trace) -> set[ValueKey]:

@@ -32,6 +32,7 @@ from lightning_pipeline.model.tensors.saved import (
     storage_bytes,
     top_hooks,
 )
+from lightning_pipeline.model.tensors.shape_rules import by_shape_alone
 from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
     NOTHING,
@@ -68,6 +69,7 @@ __all__ = [
     "alias",
     "are_the_users",
     "attributes_of",
+    "by_shape_alone",
     "contents_of",
     "describe",
     "filled_by",

@@ -15,6 +15,10 @@ from lightning_pipeline.model.tensors.structure import TensorSpec
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
+_OF_SHAPE = (
+    _aten.full_like.default, _aten.zeros_like.default, _aten.ones_like.default,
+    _aten.new_full.default, _aten.new_zeros.default, _aten.new_ones.default,
+)  # fmt: skip
 _BY_INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
 
 
@@ -31,6 +35,20 @@ def real_masks_counted(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     for index in args[1]:
         places.extend(index.nonzero(as_tuple=True) if _is_real_mask(index) else [index])
     return args[0], places, *args[2:]
+
+
+def by_shape_alone(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments of an operation whose result depends on the shape of a placeholder alone: a real one.
+
+    Args:
+        func: The operator.
+        args: `zeros_like(h)` has (h,).
+    """
+    if func not in _OF_SHAPE or not isinstance(args[0], FakeTensor):
+        return args
+    like = args[0]
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made, *args[1:]
 
 
 def shapes_by_rule(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...] | None:

@@ -13,6 +13,7 @@ from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
     Tag,
     TensorSpec,
+    by_shape_alone,
     is_placeholder,
     map_tensors,
     operands_of,
@@ -62,6 +63,8 @@ class Glue:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation of glue; its results, and what it writes, come from all of its operands."""
+        if self._observed.trace.constants:
+            args = by_shape_alone(func, args)
         operands = list(operands_of(args, kwargs))
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise refuse(

@@ -120,6 +120,7 @@ class Trace:
         steered_by_index: Whether it compares the index of the batch, or computes with it.
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
+        constants: Whether what depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
     """
 
     root: nn.Module
@@ -156,6 +157,7 @@ class Trace:
     steered_by_index: bool = False
     leaves: Hashable = None
     is_made_up: bool = False
+    constants: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -189,6 +191,7 @@ class Look(NamedTuple):
         device: Where the step runs.
         seeds: The random numbers of a micro-batch, where the trace is to draw those; `seen` then stands for
             calls that are the same.
+        constants: Whether what depends on shapes alone is to have its values.
     """
 
     sinks: Sequence[str]
@@ -196,6 +199,7 @@ class Look(NamedTuple):
     seen: Sequence[Call]
     device: torch.device
     seeds: MicrobatchSeeds | None = None
+    constants: bool = False
 
 
 class Observation:
@@ -236,6 +240,7 @@ class Observation:
         self.root, self.patches, self.mode = root, patches, mode
         self.stand_ins, self.device = stand_ins, look.device
         self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
+        self.trace.constants = look.constants
         self.tags, self.handed, self.shared, self.batch = TagStore(), TagStore(), TagStore(), TagStore()
         self.inside: Call | None = None
         self.runs_really = self.ended_early = False

@@ -4,6 +4,7 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -400,7 +401,7 @@ def trace_step(
     batch = tuple(args), dict(kwargs or {})
     look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
 
-    def once(porting: Porting | None = None) -> Trace:
+    def once(porting: Porting | None = None, look: Look = look) -> Trace:
         if patches is None:
             patched.install()
         try:
@@ -409,7 +410,10 @@ def trace_step(
             if patches is None:
                 patched.remove()
 
-    return _with_ports(once(), once)
+    try:
+        return _with_ports(once(), once)
+    except SplitError as error:
+        return _with_constants(error, partial(once, look=look._replace(constants=True)))
 
 
 def _traced(
@@ -443,6 +447,17 @@ def _traced(
     del tracer, clone
     forget_placeholders(made)
     return trace
+
+
+def _with_constants(error: SplitError, again: Callable[..., Trace]) -> Trace:
+    """Trace once more, with the values of what depends on shapes alone, such as a mask made like a value.
+
+    That takes memory on every stage, and the time of what is done with it, so that it is not the first way.
+    """
+    try:
+        return _with_ports(again(), again)
+    except SplitError:
+        raise error from error.__cause__
 
 
 def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:

@@ -107,3 +107,23 @@ def test_layers_that_look_at_values_of_the_batch_may_be_parted():
     batch = masked_batch()
     batch["edges"] = torch.randint(0, 6, (4, 6, 2), generator=torch.Generator().manual_seed(4))
     assert_works(Graph, batch=batch, cuts=MORE_CUTS)
+
+
+class Marked(Net):
+    """As UDOP: a mask is made like a value of a unit, and then set by what the batch says."""
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        marks = torch.full_like(h[..., 0], 1.0).bool()
+        marks[:, batch["lengths"].min() - 1] = False
+        total = h.new_zeros(())
+        for layer in self.layers:
+            picked = layer(h[marks])
+            h = torch.zeros_like(h)
+            h[marks] = picked
+            total = total + picked.pow(2).mean()
+        return self.loss(h, batch) + total
+
+
+def test_a_mask_made_like_a_value_has_values_on_every_stage():
+    assert_works(Marked, batch=masked_batch(), cuts=MORE_CUTS)
