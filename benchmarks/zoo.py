@@ -27,6 +27,7 @@ import torch
 from jsonargparse import auto_cli
 from torch import Tensor, nn
 
+from benchmarks import torchvision_operators  # noqa: F401  # before Lightning, which imports torchvision
 from benchmarks.zoo_compare import Arguments, Trained, alone, compared, has_drawn, short
 from benchmarks.zoo_page import page_text, read, table, variants_text, write_page
 from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
