@@ -63,8 +63,6 @@ class Glue:
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation of glue; its results, and what it writes, come from all of its operands."""
-        if self._observed.trace.constants:
-            args = by_shape_alone(func, args)
         operands = list(operands_of(args, kwargs))
         if func.namespace in ("c10d", "_c10d_functional", "c10d_functional"):
             raise refuse(
@@ -217,7 +215,8 @@ class GlueOperations(TorchDispatchMode):
             if self._observed.runs_really:
                 self._note_made(func, args, kwargs or {}, result)
             return result
-        return self._glue.operation(func, args, kwargs or {})
+        known = by_shape_alone(func, args) if self._observed.trace.constants else args
+        return self._glue.operation(func, known, kwargs or {})
 
     def _note_made(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
         """Of a unit that runs on made-up input: what it computes or writes; a view is neither."""

@@ -269,7 +269,7 @@ class Observation:
         return any(value is own for module in self.glue_modules for own in vars(module).values())
 
     def note_made(self, results: Iterable[Tensor]) -> None:
-        """These were made for a unit that runs on made-up input, or by it; what stays of them is an effect."""
+        """Made for a unit that runs on made-up input, or by it: what stays of these is an effect."""
         assert self.inside is not None, "a unit runs"
         for tensor in results:
             if not self.tags.of(tensor):
