@@ -114,7 +114,7 @@ def describe(value: Any, tensors: list[Tensor], given: Mapping[int, int] | None 
         return Structure("sequence", type(value), children)
     if dataclasses.is_dataclass(value):
         names = tuple(field.name for field in dataclasses.fields(value))
-        children = tuple(describe(getattr(value, name), tensors, given) for name in names)
+        children = tuple(describe(_held(value, name), tensors, given) for name in names)
         return Structure("dataclass", (type(value), names), children)
     return Structure("constant", Opaque(f"{type(value).__module__}.{type(value).__qualname__}"))
 
@@ -188,7 +188,15 @@ def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
             yield from leaves_in(item, kind)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
-            yield from leaves_in(getattr(value, field.name, None), kind)
+            yield from leaves_in(_held(value, field.name, None), kind)
+
+
+def _held(value: Any, name: str, *default: Any) -> Any:
+    """A field of a dataclass, also where its class refuses to say it, as some configurations do."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return getattr(value, name, *default)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -207,7 +215,7 @@ def map_leaves(function: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) ->
         return _rebuild_sequence(type(value), [map_leaves(function, item, kind) for item in value])
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = tuple(field.name for field in dataclasses.fields(value))
-        children = [map_leaves(function, getattr(value, name), kind) for name in names]
+        children = [map_leaves(function, _held(value, name), kind) for name in names]
         return _rebuild_dataclass((type(value), names), children)
     return value
 

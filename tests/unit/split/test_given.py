@@ -1,6 +1,7 @@
 """Lists and dictionaries that a unit is given and changes: further outputs of the call."""
 
 from collections import OrderedDict
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -162,3 +163,36 @@ class Dla(Net):
 
 def test_a_model_with_a_base_layer_is_cut():
     assert_works(Dla, cuts=[["model.layers.1"]])
+
+
+@dataclass
+class ByLayer:
+    """As a configuration of Gemma 4: a value that varies by layer is refused where it is asked of the whole."""
+
+    width: int
+    scale: float
+
+    def __getattribute__(self, name):
+        if name == "width":
+            raise ValueError("varies by layer")
+        return super().__getattribute__(name)
+
+
+class Scales(nn.Linear):
+    def forward(self, x, config):
+        return super().forward(torch.tanh(x)) * config.scale
+
+
+class RefusesFields(Net):
+    def __init__(self) -> None:
+        super().__init__(lambda: Scales(WIDTH, WIDTH))
+        self.config = ByLayer(WIDTH, 1.5)
+
+    def body(self, h):
+        for layer in self.layers:
+            h = layer(h, self.config)
+        return h
+
+
+def test_a_configuration_that_refuses_a_field_is_left_alone():
+    assert_works(RefusesFields, cuts=MORE_CUTS)
