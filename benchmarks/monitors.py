@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import warnings
+from functools import wraps
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -43,6 +44,7 @@ class Watched:
                 setattr(callback, name, self._timed(getattr(callback, name), at_end=name == "on_train_end"))
 
     def _timed(self, hook: Any, *, at_end: bool) -> Any:
+        @wraps(hook)  # in whose module it is says whose hook it is: the user's are watched by the strategy
         def timed(*args: Any, **kwargs: Any) -> Any:
             begin, cpu = time.perf_counter(), time.thread_time()
             try:

@@ -74,8 +74,8 @@ class StageMemoryMonitor(Callback):
         run, publisher = run_of(trainer, self), self._publisher
         run.exchange.send()
         if self._batches == 0 or (
-            publisher.is_due(run, trainer, self._batches + 1)
-            and (publisher.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
+            (publisher.every_n_steps is not None or self._batches - self._counted >= _UNCOUNTED)
+            and publisher.is_due(run, trainer, self._batches + 1)
         ):
             self._counted = self._batches
             run.memory.count_next()
