@@ -180,29 +180,16 @@ def _for_number(situation: Situation, number: int, size: float) -> Plan | None:
 
 
 def _moves(situation: Situation, now: Simulation) -> Iterator[_Change]:
-    bounds = situation.partition.bounds
-    for boundary in range(1, len(bounds) - 1):
-        for shift in (-1, 1):
-            moved = [*bounds]
-            moved[boundary] += shift
-            if bounds[boundary - 1] < moved[boundary] < bounds[boundary + 1]:
-                yield _move(situation, now, boundary, tuple(moved))
-
-
-def _move(situation: Situation, now: Simulation, boundary: int, bounds: tuple[int, ...]) -> _Change:
-    partition = situation.partition
-    atom = min(partition.bounds[boundary], bounds[boundary])
-    to, source = (boundary, boundary - 1) if bounds[boundary] == atom else (boundary - 1, boundary)
-    then = simulate(situation.plan, _costs(_with_moved(situation, atom, source, to)))
-    saved = _saved(situation, now, then)
-    units = partition.trace.units
-    names = [repr(units[unit].name) for unit in partition.atoms[atom].units]
-    firsts = [units[partition.atoms[bound].units[0]].name for bound in bounds[1:-1]]
-    return _Change(
-        saved,
-        f"moving {' and '.join(names)} from stage {source} to stage {to} would save {saved:.0%}: "
-        f"partition={firsts}",
-    )
+    units, atoms = situation.partition.trace.units, situation.partition.atoms
+    for move in situation.partition.moves():
+        then = simulate(situation.plan, _costs(_with_moved(situation, move.atom, move.source, move.to)))
+        saved = _saved(situation, now, then)
+        names = [repr(units[unit].name) for unit in atoms[move.atom].units]
+        yield _Change(
+            saved,
+            f"moving {' and '.join(names)} from stage {move.source} to stage {move.to} would save "
+            f"{saved:.0%}: partition={move.cut.first_units()}",
+        )
 
 
 def _with_moved(situation: Situation, atom: int, source: int, to: int) -> Situation:

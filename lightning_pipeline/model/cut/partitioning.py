@@ -1,8 +1,9 @@
 """Choose where the model is cut."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.model.cut.graph import Atom, atoms_of
@@ -91,9 +92,37 @@ class Partition:
         starts = self.bounds[1:-1]
         return [self.trace.units[self.atoms[start].units[0]].name for start in starts]
 
+    def moves(self) -> Iterator["Move"]:
+        """The cuts beside this one: with one atom over one boundary, where a stage keeps another."""
+        for boundary in range(1, self.num_stages):
+            for atom, source, to in (
+                (self.bounds[boundary] - 1, boundary - 1, boundary),
+                (self.bounds[boundary], boundary, boundary - 1),
+            ):
+                if self.bounds[source + 1] - self.bounds[source] > 1:
+                    yield Move(self._moved(boundary, atom, source, to), atom, source, to)
+
+    def _moved(self, boundary: int, atom: int, source: int, to: int) -> "Partition":
+        bounds, parameters = list(self.bounds), list(self.num_parameters)
+        bounds[boundary] += source - to
+        if parameters:
+            count = _distinct_parameters(self.trace, list(self.atoms[atom].units))
+            parameters[source] -= count
+            parameters[to] += count
+        return replace(self, bounds=tuple(bounds), num_parameters=tuple(parameters))
+
     def _reason(self, stage: int) -> str:
         atom = self.atoms[self.bounds[stage]]
         return f"{self.how}; kept whole: {atom.reason}" if atom.reason else self.how
+
+
+class Move(NamedTuple):
+    """One atom, the stage that it leaves, the one that it goes to, and the cut that this makes."""
+
+    cut: Partition
+    atom: int
+    source: int
+    to: int
 
 
 def partition(trace: Trace, num_stages: int, *, how: str | Sequence[str] = "auto") -> Partition:

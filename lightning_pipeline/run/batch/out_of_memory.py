@@ -1,7 +1,6 @@
 """When a rank runs out of memory: what it held, and what to change, for every rank to read."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 
@@ -157,11 +156,13 @@ class Advice:
         """Move the boundary before or after the stage by one atom, if that lowers the worse of both."""
         best = None
         now = self._needed(self._cut, plan)[self._stage]
-        for moved, other in _moved(self._cut, self._stage):
-            after = self._needed(moved, plan)
-            worst = max(after[self._stage], after[other])
+        for move in self._cut.moves():
+            if move.source != self._stage:
+                continue
+            after = self._needed(move.cut, plan)
+            worst = max(after[self._stage], after[move.to])
             if worst < 0.95 * now and (best is None or worst < best[0]):
-                best = worst, moved
+                best = worst, move.cut
         if best is not None:
             worst, moved = best
             yield (
@@ -211,19 +212,3 @@ def _inputs_of_units(cut: Partition, stage: int) -> int:
     calls = [call for call in cut.trace.calls if call.unit in units]
     values = {(tag.call, tag.leaf) for call in calls for tag in call.reads if tag.kind == "value"}
     return sum(cut.trace.calls[index].specs[leaf].num_bytes for index, leaf in values)
-
-
-def _moved(cut: Partition, stage: int) -> Iterator[tuple[Partition, int]]:
-    """The cuts with one atom less for a stage of this rank, and the stage that gets it."""
-    if cut.bounds[stage + 1] - cut.bounds[stage] < 2:
-        return
-    for position, step, other in ((stage, 1, stage - 1), (stage + 1, -1, stage + 1)):
-        if 0 <= other < cut.num_stages:
-            atom = cut.atoms[cut.bounds[position] - (step < 0)]
-            modules = [cut.trace.units[unit].module for unit in atom.units]
-            count = sum({id(p): p.numel() for module in modules for p in module.parameters()}.values())
-            bounds, parameters = list(cut.bounds), list(cut.num_parameters)
-            bounds[position] += step
-            parameters[stage] -= count
-            parameters[other] += count
-            yield replace(cut, bounds=tuple(bounds), num_parameters=tuple(parameters)), other

@@ -53,6 +53,13 @@ def situation(schedule: Schedule, names: list[str], layers: int, number: int, **
     return Situation(**(values | changes))
 
 
+def test_the_cuts_beside_one_move_a_layer_and_leave_no_stage_empty() -> None:
+    moves = list(cut(["layers.1", "layers.3"], 4).moves())
+    assert [(move.atom, move.source, move.to) for move in moves] == [(1, 1, 0), (2, 1, 2)]
+    assert [move.cut.first_units() for move in moves] == [["layers.2", "layers.3"], ["layers.1", "layers.2"]]
+    assert [move.cut.num_parameters for move in moves] == [(144, 72, 72), (72, 72, 144)]
+
+
 def test_a_layer_is_moved_off_the_slow_stage() -> None:
     found = advise(situation(OneFOneB(), ["layers.2"], 6, 32))
     # before 32 * 4 + 2 layers' times of 3 s each, after 33 * 3: 1 - 99 / 130
