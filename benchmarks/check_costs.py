@@ -24,7 +24,7 @@ from lightning_pipeline import PipelineStrategy, strategy
 from lightning_pipeline.data import Feed
 from lightning_pipeline.hooks import AgreedGradients, RemoteUnits
 from lightning_pipeline.ranks import Failure, Lookout, Notes
-from lightning_pipeline.run.in_step import KeepTogether
+from lightning_pipeline.run.in_step import RanksInStep
 from lightning_pipeline.wire import Waits
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
@@ -35,7 +35,7 @@ IN_STEP = {
     "waits are written down": [(Waits, "enter"), (Waits, "leave")],
     "a failed run is asked for": [(Failure, "go_on")],
     "batches are compared": [(Feed, "check")],
-    "all ranks are asked": [(KeepTogether, "end_batch")],
+    "all ranks are asked": [(RanksInStep, "end_batch")],
     "hooks of the user's end together": [(RemoteUnits, "end")],
     "gradients are looked at": [(AgreedGradients, "own"), (AgreedGradients, "found")],
 }  # fmt: skip

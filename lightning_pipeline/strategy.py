@@ -27,9 +27,9 @@ from lightning_pipeline.hooks import called_once, of_stages
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
     CheckpointHooks,
+    ForecastInput,
     OptimizersOnDemand,
     Pipeline,
-    Prospect,
     begin,
     check_run,
     compare_modules,
@@ -221,7 +221,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             ConfigurationError: `stages="auto"`, or something the module lacks.
             SplitError: The step cannot be cut.
         """
-        prospect = Prospect(module, batch, precision=precision, measure=measure)
+        prospect = ForecastInput(module, batch, precision=precision, measure=measure)
         settings = self._settings
         return prospect.forecast(settings, assumptions, own=settings.schedule)
 

@@ -11,7 +11,7 @@ from lightning_pipeline.callbacks.publishing import Publisher, check_counts
 from lightning_pipeline.measure import (
     Exchange,
     Gathered,
-    RankMemory,
+    MeasuredMemory,
     StageMemory,
     numbers_in,
     run_of,
@@ -55,7 +55,7 @@ class StageMemoryMonitor(Callback):
         check_counts(self, every_n_steps=every_n_steps)
         self._publisher = Publisher(every_n_steps)
         self._names: list[str] = []
-        self._ranks: list[RankMemory] = []
+        self._ranks: list[MeasuredMemory] = []
         self._exchange: Exchange | None = None
         self._batches = self._counted = 0
 
@@ -92,7 +92,7 @@ class StageMemoryMonitor(Callback):
         elif self._batches == 1:
             run.memory.measure()  # for the table, whatever is logged
 
-    def _publish(self, trainer: Trainer, memory: RankMemory, *, at_once: bool) -> None:
+    def _publish(self, trainer: Trainer, memory: MeasuredMemory, *, at_once: bool) -> None:
         run, step = run_of(trainer, self), self._publisher.step
 
         def publish(gathered: Gathered) -> None:
@@ -106,12 +106,12 @@ class StageMemoryMonitor(Callback):
             run.exchange.tell(self._numbers(memory), publish)
             self._publisher.owes = False
 
-    def _numbers(self, memory: RankMemory) -> list[float]:
+    def _numbers(self, memory: MeasuredMemory) -> list[float]:
         """Of this rank, filled up to as many as any rank has."""
         found = [float(number) for number in numbers_in(memory)]
         return found + [0.0] * (max(len(list(numbers_in(rank))) for rank in self._ranks) - len(found))
 
-    def _most(self, gathered: Gathered) -> list[RankMemory]:
+    def _most(self, gathered: Gathered) -> list[MeasuredMemory]:
         """By pipeline rank, of each number the largest in any replica."""
         by_rank = zip(self._ranks, *gathered, strict=True)
         return [
@@ -154,7 +154,7 @@ class StageMemoryMonitor(Callback):
         rank_zero_info(summary(self._most(gathered), self._names))
 
 
-def _logged(ranks: Sequence[RankMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _logged(ranks: Sequence[MeasuredMemory], names: Sequence[str]) -> Iterator[tuple[str, float]]:
     for rank, name in zip(ranks, names, strict=True):
         for stage in rank.stages:
             yield from _logged_of_stage(stage)
@@ -176,7 +176,7 @@ def _logged_of_stage(stage: StageMemory) -> Iterator[tuple[str, float]]:
     yield f"{name}/activations_planned_gib", stage.planned.num_bytes / _GIB
 
 
-def summary(ranks: Sequence[RankMemory], names: Sequence[str]) -> str:
+def summary(ranks: Sequence[MeasuredMemory], names: Sequence[str]) -> str:
     """The table that closes `fit`.
 
     Args:

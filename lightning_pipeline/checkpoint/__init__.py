@@ -5,7 +5,7 @@ from lightning_pipeline.checkpoint.consolidate import read_whole, to_file, to_sa
 from lightning_pipeline.checkpoint.newest import newest_verified
 from lightning_pipeline.checkpoint.one_file import Put, load_from_checkpoint, tell_of_folders
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, options_of, writes_one_file
+from lightning_pipeline.checkpoint.run import Checkpoints, Holdings, checkpoint_options, writes_one_file
 from lightning_pipeline.checkpoint.save import Part, write
 
 __all__ = [
@@ -14,10 +14,10 @@ __all__ = [
     "Part",
     "Put",
     "Ranks",
+    "checkpoint_options",
     "first_holders",
     "load_from_checkpoint",
     "newest_verified",
-    "options_of",
     "outside_a_run",
     "read_whole",
     "save_whole",

@@ -15,11 +15,11 @@ from lightning_pipeline.checkpoint.contents import (
     bare,
     compare,
     from_numbered,
+    group_options,
     groups_of,
     groups_of_file,
     misplaced,
     names_of,
-    options_of,
     shapes_of,
 )
 from lightning_pipeline.checkpoint.folder import load_object
@@ -109,7 +109,7 @@ def _stage(
         )
     states = states or []
     stored: list[Sequence[Any]] = [
-        [{"options": options_of(group)} for group in state["param_groups"]] for state in states
+        [{"options": group_options(group)} for group in state["param_groups"]] for state in states
     ]
     for index, optimizer in enumerate(target.optimizers):
         try:

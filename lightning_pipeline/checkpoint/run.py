@@ -63,7 +63,7 @@ def writes_one_file(settings: Settings, num_stages: int) -> bool:
     return num_stages == 1 if asked is None else not asked
 
 
-def options_of(settings: Settings, num_stages: int) -> Options:
+def checkpoint_options(settings: Settings, num_stages: int) -> Options:
     """The settings that checkpoints need.
 
     Args:

@@ -20,7 +20,7 @@ from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.commands.refusals import BriefParser
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
-from lightning_pipeline.run import PRECISIONS, Prospect
+from lightning_pipeline.run import PRECISIONS, ForecastInput
 from lightning_pipeline.schedules import Schedule, get_schedule
 from lightning_pipeline.settings import Settings, read_settings
 
@@ -164,7 +164,7 @@ def _add_output(parser: ArgumentParser) -> None:
     group.add_argument("--csv", help="File for the whole table of --sweep or --devices.")
 
 
-def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
+def _prospect(parser: ArgumentParser, given: Namespace) -> ForecastInput:
     if given.model is None:
         raise ConfigurationError(
             "no model: name its class with --model my_package.MyModule, or --config FILE"
@@ -172,7 +172,7 @@ def _prospect(parser: ArgumentParser, given: Namespace) -> Prospect:
     name = _class_name(given.model)
     module = made_module(lambda: _made(parser, given, "model"), name, weights=given.measure)
     batch = _batch(parser, given, module)
-    return Prospect(module, batch, precision=given.precision, measure=given.measure)
+    return ForecastInput(module, batch, precision=given.precision, measure=given.measure)
 
 
 def _class_name(named: Any) -> str:
@@ -218,7 +218,7 @@ def _schedule(given: Namespace) -> str | Schedule | None:
     return None if named is None else str(named)
 
 
-def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
+def _assumptions(given: Namespace, prospect: ForecastInput) -> Assumptions:
     scales = (
         ("link", "link_bytes", 1e9), ("latency", "latency", 1e-6), ("tflops", "flops", 1e12),
         ("bandwidth", "bandwidth", 1e9), ("memory", "memory", _GIB), ("node", "node_size", 1),
@@ -231,13 +231,13 @@ def _assumptions(given: Namespace, prospect: Prospect) -> Assumptions:
     return replace(known, **said, link_measured=known.link_measured and given.link is None)
 
 
-def _answer(given: Namespace, prospect: Prospect) -> str:
+def _answer(given: Namespace, prospect: ForecastInput) -> str:
     if given.devices is not None:
         return _search(given, prospect)
     return _sweep(given, prospect) if given.sweep else _forecast(given, prospect)
 
 
-def _search(given: Namespace, prospect: Prospect) -> str:
+def _search(given: Namespace, prospect: ForecastInput) -> str:
     settings = read_settings(
         stages=1, num_microbatches="auto", schedule="1F1B", stages_per_rank=1, partition=given.partition,
         units=given.units, data_parallel_size=1, title="these options cannot work",
@@ -251,7 +251,7 @@ def _search(given: Namespace, prospect: Prospect) -> str:
     return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
 
 
-def _forecast(given: Namespace, prospect: Prospect) -> str:
+def _forecast(given: Namespace, prospect: ForecastInput) -> str:
     settings = _settings(given)
     own = settings.schedule if given.schedule is not None else None
     found = prospect.forecast(settings, _assumptions(given, prospect), own=own)
@@ -261,7 +261,7 @@ def _forecast(given: Namespace, prospect: Prospect) -> str:
     return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
 
 
-def _sweep(given: Namespace, prospect: Prospect) -> str:
+def _sweep(given: Namespace, prospect: ForecastInput) -> str:
     settings = _settings(given)
     stages = int(settings.stages)
     samples = prospect.parts(1).batch_size

@@ -7,7 +7,7 @@ from random import Random
 from lightning_pipeline.errors import PartitionError, ScheduleError
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.workload import (
-    RankMemory,
+    PredictedMemory,
     StageTimes,
     Workload,
     memory_of,
@@ -41,7 +41,7 @@ class Prediction:
     name: str
     schedule: Schedule
     simulation: Simulation
-    memory: tuple[RankMemory, ...]
+    memory: tuple[PredictedMemory, ...]
     fits: bool
     replicas: int = 1
     reduction: float = 0.0

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_pipeline.forecast.machine import Assumptions
-from lightning_pipeline.forecast.workload import RankMemory, Workload, alone
+from lightning_pipeline.forecast.workload import PredictedMemory, Workload, alone
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Rivals:
         self._times = workload.times(1, assumptions)
 
     @cached_property
-    def alone(self) -> RankMemory:
+    def alone(self) -> PredictedMemory:
         """What one device would hold."""
         return alone(self._workload.stages(1)[0], self._assumptions, self._workload.optimizer_states)
 

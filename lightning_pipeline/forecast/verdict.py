@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import Prediction
 from lightning_pipeline.forecast.rivals import Rivals
-from lightning_pipeline.forecast.workload import RankMemory, Workload, seconds_text
+from lightning_pipeline.forecast.workload import PredictedMemory, Workload, seconds_text
 from lightning_pipeline.model.cut import size_text
 
 
@@ -90,7 +90,9 @@ def _nothing_fits(best: Prediction, rivals: Rivals, assumptions: Assumptions) ->
     )
 
 
-def _one_device_holds_it(best: Prediction, need: RankMemory, one_device: float, ddp: float | None) -> str:
+def _one_device_holds_it(
+    best: Prediction, need: PredictedMemory, one_device: float, ddp: float | None
+) -> str:
     ranks = best.plan.num_ranks
     holds = f"One device holds the model ({size_text(need.total)})"
     if ranks > 1 and best.step >= one_device:

@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.hooks.step_logs import SIGNATURE, options_of
+from lightning_pipeline.hooks.step_logs import SIGNATURE, log_options
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.patching import all_undone, patch
 
@@ -131,7 +131,7 @@ class HookLogs:
         held = None if elsewhere else value.detach().clone() if isinstance(value, Tensor) else value
         nth = self._seen[place.hook, name]
         self._seen[place.hook, name] += 1
-        options = {**dict(options_of(given)), "batch_size": given.get("batch_size") or place.batch_size}
+        options = {**dict(log_options(given)), "batch_size": given.get("batch_size") or place.batch_size}
         self._calls[place.hook, name, nth] = _Call(held, dtype, options, place, line)
 
     def settle(self) -> None:

@@ -120,7 +120,7 @@ class LogRecorder:
         name, value = given["name"], given["value"]
         occurrence = self._seen.get((microbatch, name), 0)
         self._seen[microbatch, name] = occurrence + 1
-        options = options_of(given)
+        options = log_options(given)
         metric = self._path_of(value, given.get("metric_attribute")) if isinstance(value, Metric) else None
         call = self._calls.setdefault((name, occurrence), _Call(options, metric))
         if call.options != options:
@@ -205,7 +205,7 @@ class LogRecorder:
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
 
-def options_of(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
+def log_options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
     """The arguments of `self.log` that are the same on every rank, ready to travel."""
     if given.get("sync_dist_group") is not None:
         raise ConfigurationError(

@@ -5,8 +5,8 @@ from lightning_pipeline.measure.exchange import Exchange, Gathered
 from lightning_pipeline.measure.measurement import Measurement
 from lightning_pipeline.measure.memory import (
     HeldStages,
+    MeasuredMemory,
     MemoryMeter,
-    RankMemory,
     StageMemory,
     numbers_in,
     with_numbers,
@@ -25,11 +25,11 @@ __all__ = [
     "Exchange",
     "Gathered",
     "HeldStages",
+    "MeasuredMemory",
     "Measurement",
     "MemoryMeter",
     "Meter",
     "PipelineRun",
-    "RankMemory",
     "RankStep",
     "Report",
     "StageMemory",

@@ -14,7 +14,7 @@ _GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Situation:
+class MeasuredRun:
     """A pipeline as it was measured.
 
     Attributes:
@@ -53,7 +53,7 @@ class _Change(NamedTuple):
     text: str
 
 
-def advise(situation: Situation) -> str | None:
+def advise(situation: MeasuredRun) -> str | None:
     """The single change that would save most, when it saves more than 5 % of the step.
 
     Tried are: one unit over one boundary; other numbers of micro-batches that divide the batch, at most
@@ -73,7 +73,7 @@ def advise(situation: Situation) -> str | None:
     return best.text if best.saved > WORTH else None
 
 
-def _changes(situation: Situation) -> Iterator[_Change]:
+def _changes(situation: MeasuredRun) -> Iterator[_Change]:
     now = simulate(situation.plan, _costs(situation))
     if now.makespan > 0:
         yield from _other_schedules(situation, now)
@@ -81,7 +81,7 @@ def _changes(situation: Situation) -> Iterator[_Change]:
         yield from _other_numbers(situation, now)
 
 
-def _costs(situation: Situation, time: float = 1.0, memory: float = 1.0, backward: float = 1.0) -> Costs:
+def _costs(situation: MeasuredRun, time: float = 1.0, memory: float = 1.0, backward: float = 1.0) -> Costs:
     """The measured costs, times, memory and backwards multiplied by factors."""
     return Costs(
         [time * seconds for seconds in situation.forward],
@@ -92,7 +92,7 @@ def _costs(situation: Situation, time: float = 1.0, memory: float = 1.0, backwar
     )
 
 
-def _saved(situation: Situation, now: Simulation, then: Simulation) -> float:
+def _saved(situation: MeasuredRun, now: Simulation, then: Simulation) -> float:
     """The share of the step that goes from one schedule to the other."""
     return situation.schedule_share * (1 - then.makespan / now.makespan)
 
@@ -100,7 +100,7 @@ def _saved(situation: Situation, now: Simulation, then: Simulation) -> float:
 # ---- another schedule
 
 
-def _other_schedules(situation: Situation, now: Simulation) -> Iterator[_Change]:
+def _other_schedules(situation: MeasuredRun, now: Simulation) -> Iterator[_Change]:
     plan = situation.plan
     stages_per_rank, rest = divmod(plan.num_stages, plan.num_ranks)
     if rest:
@@ -129,7 +129,7 @@ def _planned(schedule: Schedule, num_ranks: int, num_microbatches: int) -> Plan 
 # ---- another number of micro-batches
 
 
-def _other_numbers(situation: Situation, now: Simulation) -> Iterator[_Change]:
+def _other_numbers(situation: MeasuredRun, now: Simulation) -> Iterator[_Change]:
     before = situation.plan.num_microbatches
     for number in _numbers(situation.batch_size, before):
         size = before / number
@@ -161,7 +161,7 @@ def _numbers(batch_size: int | None, before: int) -> Iterator[int]:
             yield number
 
 
-def _for_number(situation: Situation, number: int, size: float) -> Plan | None:
+def _for_number(situation: MeasuredRun, number: int, size: float) -> Plan | None:
     """The plan for another number of micro-batches; `None` unless the stages stay on their ranks."""
     now, schedule = situation.plan, situation.schedule
     placement = [now.rank_of(stage) for stage in range(now.num_stages)]
@@ -179,7 +179,7 @@ def _for_number(situation: Situation, number: int, size: float) -> Plan | None:
 # ---- another cut
 
 
-def _moves(situation: Situation, now: Simulation) -> Iterator[_Change]:
+def _moves(situation: MeasuredRun, now: Simulation) -> Iterator[_Change]:
     units, atoms = situation.partition.trace.units, situation.partition.atoms
     for move in situation.partition.moves():
         then = simulate(situation.plan, _costs(_with_moved(situation, move.atom, move.source, move.to)))
@@ -192,7 +192,7 @@ def _moves(situation: Situation, now: Simulation) -> Iterator[_Change]:
         )
 
 
-def _with_moved(situation: Situation, atom: int, source: int, to: int) -> Situation:
+def _with_moved(situation: MeasuredRun, atom: int, source: int, to: int) -> MeasuredRun:
     """The situation with an atom's share of each measured time taken from one stage to another."""
     partition = situation.partition
     costs = unit_costs(partition.trace)

@@ -79,7 +79,7 @@ class Measurement:
             names: Of the ranks' stages.
             per_stage: Whether to give the figures of each rank, too.
         """
-        free = Prediction.of(self.plan, self.costs)
+        free = IdealBubble.of(self.plan, self.costs)
         found = {
             "bubble_fraction": self.bubble,
             "bubble_fraction_simulated": free.bubble,
@@ -100,7 +100,7 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class IdealBubble:
     """The same plan with the measured actions and messages that cost nothing.
 
     Args:
@@ -118,7 +118,7 @@ class Prediction:
     makespan_equal_stages: float
 
     @classmethod
-    def of(cls, plan: Plan, costs: Seconds) -> "Prediction":
+    def of(cls, plan: Plan, costs: Seconds) -> "IdealBubble":
         """Simulate a plan.
 
         Args:

@@ -45,7 +45,7 @@ class StageMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class RankMemory:
+class MeasuredMemory:
     """One rank. Sizes are bytes.
 
     Attributes:
@@ -64,7 +64,7 @@ class RankMemory:
 
 
 def numbers_in(measured: Any) -> Iterator[int]:
-    """The numbers of dataclasses such as `RankMemory` within lists and tuples, one after another."""
+    """The numbers of dataclasses such as `MeasuredMemory` within lists and tuples, one after another."""
     if is_dataclass(measured):
         measured = [getattr(measured, field.name) for field in fields(measured)]
     if isinstance(measured, list | tuple):
@@ -134,7 +134,7 @@ class MemoryMeter(ABC):
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def measure(self) -> RankMemory:
+    def measure(self) -> MeasuredMemory:
         """This rank, with the worst moment of the last step in which activations were counted."""
         count = self._stages.count
         report = self._report(Peaks() if count is None else count.peaks)
@@ -143,7 +143,7 @@ class MemoryMeter(ABC):
             self._gradients_seen[stage.stage] = most
         return report
 
-    def worst(self) -> RankMemory:
+    def worst(self) -> MeasuredMemory:
         """This rank, with the worst moment of all steps in which activations were counted.
 
         Gradients are the most that `measure` saw: a validation at the end of `fit` has zeroed them.
@@ -155,7 +155,7 @@ class MemoryMeter(ABC):
         )
         return replace(report, stages=stages)
 
-    def now(self) -> RankMemory:
+    def now(self) -> MeasuredMemory:
         """This rank at this moment; activations that are not being counted are estimated by the plan."""
         held = self._held_now()
         return self._report(Peaks(held, Held.together(held.values())))
@@ -180,7 +180,7 @@ class MemoryMeter(ABC):
         """The most that buffers of messages have taken."""
         return 0
 
-    def _report(self, held: Peaks) -> RankMemory:
+    def _report(self, held: Peaks) -> MeasuredMemory:
         planned, planned_together = self._planned()
         parameters = self._parameters_by_stage()
         gradients, states = self._gradients(), self._optimizer_states()
@@ -197,7 +197,7 @@ class MemoryMeter(ABC):
                     planned=planned.get(stage, Held()),
                 )
             )
-        return RankMemory(
+        return MeasuredMemory(
             tuple(rows), held.rank, planned_together, self._buffer_bytes(), peak_bytes(self.device)
         )
 

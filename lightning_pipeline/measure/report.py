@@ -9,8 +9,8 @@ from statistics import median
 import torch
 
 from lightning_pipeline.forecast import known_device, operations_text
-from lightning_pipeline.measure.advice import Situation, advise
-from lightning_pipeline.measure.measurement import Measurement, Prediction, stage_costs
+from lightning_pipeline.measure.advice import MeasuredRun, advise
+from lightning_pipeline.measure.measurement import IdealBubble, Measurement, stage_costs
 from lightning_pipeline.measure.memory import peak_bytes
 from lightning_pipeline.measure.meter import Meter
 from lightning_pipeline.measure.pipeline_run import PipelineRun
@@ -99,7 +99,7 @@ class Report:
         rank_of = [total.plan.rank_of(stage) for stage in range(cut.num_stages)]
         held = tuple(float(stage.until_backward) for stage in stage_activations(cut, rank_of))
         return advise(
-            Situation(
+            MeasuredRun(
                 total.plan, self._run.schedule, cut,
                 tuple(forward), tuple(backward_input), tuple(backward_weight),
                 send=hop_seconds(total.plan, self._last),
@@ -129,7 +129,7 @@ def headline(total: Measurement) -> str:
 
 def bubble_line(total: Measurement) -> str:
     """What the bubble comes from."""
-    free = Prediction.of(total.plan, total.costs)
+    free = IdealBubble.of(total.plan, total.costs)
     imbalance, rest = free.bubble - free.bubble_equal_stages, total.bubble - free.bubble
     text = (
         f"Bubble {total.bubble:.1%}: schedule {free.bubble_equal_stages:.1%}, imbalance {imbalance:+.1%}, "
@@ -149,7 +149,7 @@ def expected_line(total: Measurement) -> str | None:
     """The schedule as measured beside what the simulator expects; nothing where there is one rank."""
     if total.plan.num_ranks == 1:
         return None
-    free = Prediction.of(total.plan, total.costs)
+    free = IdealBubble.of(total.plan, total.costs)
     return (
         f"Schedule {1e3 * total.makespan / total.steps:.2f} ms; expected {1e3 * free.makespan:.2f} ms of "
         f"these stages with free messages, {1e3 * free.makespan_equal_stages:.2f} ms of equal ones"

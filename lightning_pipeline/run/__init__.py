@@ -1,7 +1,7 @@
 """One run of a Trainer: from setup to teardown, and one batch in it."""
 
 from lightning_pipeline.run.checkpoints import CheckpointHooks
-from lightning_pipeline.run.forecasting import PRECISIONS, Prospect
+from lightning_pipeline.run.forecasting import PRECISIONS, ForecastInput
 from lightning_pipeline.run.members import join
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
@@ -18,9 +18,9 @@ from lightning_pipeline.run.start import begin
 __all__ = [
     "PRECISIONS",
     "CheckpointHooks",
+    "ForecastInput",
     "OptimizersOnDemand",
     "Pipeline",
-    "Prospect",
     "begin",
     "check_run",
     "compare_modules",

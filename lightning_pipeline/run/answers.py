@@ -15,7 +15,7 @@ from lightning_pipeline.measure import MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
-from lightning_pipeline.run.forecasting import Prospect
+from lightning_pipeline.run.forecasting import ForecastInput
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.run.setup import held_states
@@ -70,7 +70,7 @@ class Answers:
             ConfigurationError: There is no run with data, or it is not split yet, and no module was given.
         """
         if module is not None:
-            return Prospect(module, batch).table(self._settings)
+            return ForecastInput(module, batch).table(self._settings)
         return self._split.table
 
     @property

@@ -22,8 +22,8 @@ from lightning_pipeline.checkpoint import (
     Holdings,
     Put,
     Ranks,
+    checkpoint_options,
     first_holders,
-    options_of,
     outside_a_run,
     save_whole,
     writes_one_file,
@@ -226,7 +226,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             self._pipeline.checkpoints.save(path, dumped, held)
         else:
             placement, numbering = self._ranks.placement, self._ranks.numbering
-            options = options_of(self._settings, placement.num_stages)
+            options = checkpoint_options(self._settings, placement.num_stages)
             save_whole(
                 path, dumped, options, numbering, self.optimizers, self._written, self._scheduled(),
                 self._order(), self._stood, objects, put,
@@ -269,7 +269,9 @@ class CheckpointHooks(Answers, PlainStrategy):
             write(own, self._pipeline.checkpoints.ranks)
             return
         placement, numbering = self._ranks.placement, self._ranks.numbering
-        with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
+        with outside_a_run(
+            told, checkpoint_options(self._settings, placement.num_stages), numbering
+        ) as checkpoints:
             held = first_holders(module.state_dict())
             own = {name: value for name, value in held.items() if isinstance(value, Tensor)}
             write(own, checkpoints.ranks)
@@ -299,7 +301,9 @@ class CheckpointHooks(Answers, PlainStrategy):
             self._fill_from(told, self._pipeline.checkpoints.ranks, prefix, strict)
             return
         placement, numbering = self._ranks.placement, self._ranks.numbering
-        with outside_a_run(told, options_of(self._settings, placement.num_stages), numbering) as checkpoints:
+        with outside_a_run(
+            told, checkpoint_options(self._settings, placement.num_stages), numbering
+        ) as checkpoints:
             self._fill_from(told, checkpoints.ranks, prefix, strict)
 
     def _fill_from(self, path: Path, ranks: Ranks, prefix: str | None, strict: bool) -> None:

@@ -84,7 +84,7 @@ class Unstarted(Trainer):
         return self.STEPS
 
 
-class Prospect:
+class ForecastInput:
     """A module and a batch that a run is planned for; nothing of either is changed.
 
     Args:

@@ -28,7 +28,7 @@ def quits(exception: BaseException) -> TypeGuard[SystemExit]:
     )
 
 
-class KeepTogether:
+class RanksInStep:
     """What the strategy does at hooks and ends of batches.
 
     `trainer.should_stop` is read per rank: one that stops alone leaves the others waiting, so that any

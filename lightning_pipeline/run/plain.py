@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint import options_of, read_whole, save_whole
+from lightning_pipeline.checkpoint import checkpoint_options, read_whole, save_whole
 from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_identity
 from lightning_pipeline.checkpoint.folder import MODEL, OURS, local_path
 from lightning_pipeline.errors import ConfigurationError
@@ -409,7 +409,7 @@ class PlainStrategy(ParallelStrategy):
     def _save_folder(self, dumped: Mapping[str, Any], path: Any, stood: Mapping[str, Any] | None) -> None:
         numbers = {id(bare(optimizer)): index for index, optimizer in enumerate(self.optimizers)}
         scheduled = [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
-        names, options = self._by_identity(), options_of(self._settings, 1)
+        names, options = self._by_identity(), checkpoint_options(self._settings, 1)
         save_whole(
             local_path(path), dumped, options, self._ranks.numbering, self.optimizers, names, scheduled,
             list(names.values()), stood,

@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint import Checkpoints, options_of
+from lightning_pipeline.checkpoint import Checkpoints, checkpoint_options
 from lightning_pipeline.data import EarlyLoaders, Feed, Position
 from lightning_pipeline.errors import ConfigurationError, NonFiniteError, SplitError, StageFailedError
 from lightning_pipeline.hooks import LogRecorder, UncutBatch
@@ -28,7 +28,7 @@ from lightning_pipeline.run.batch import (
     split_arguments,
     trains_batch_norm,
 )
-from lightning_pipeline.run.in_step import KeepTogether
+from lightning_pipeline.run.in_step import RanksInStep
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.setup import (
     BY_HAND,
@@ -81,7 +81,7 @@ class Pipeline:
             groups.replica, members.ranks, members.gather_for("comparing batches"), members.from_last,
             settings.data,
         )  # fmt: skip
-        options = options_of(settings, placement.num_stages)
+        options = checkpoint_options(settings, placement.num_stages)
         checkpoints = partial(Checkpoints, options, groups.numbering, groups.store, groups.lookout)
         self.checkpoints: Checkpoints = within("making groups", checkpoints)
         self.stages: Stages | Whole = Whole(self._module)
@@ -89,7 +89,7 @@ class Pipeline:
         self._undo: list[Callable[[], Any]] = []
         self._at_last: list[Callable[[], Any]] = []
         self._failed = self._built_in_parts = False
-        self._together: KeepTogether | None = None
+        self._together: RanksInStep | None = None
 
     # Setting up
 
@@ -150,9 +150,9 @@ class Pipeline:
         self.stages = stages
         stages.connect(recorder, self._plans, plugin, partial(together.end_batch, trainer), number, at_least)
 
-    def _keep_together(self) -> KeepTogether:
+    def _keep_together(self) -> RanksInStep:
         members, trainer = self.members, self._trainer
-        together = KeepTogether(members, self.position.epoch_starts, self.checkpoints)
+        together = RanksInStep(members, self.position.epoch_starts, self.checkpoints)
         together.equal_random_states()
         self._undo.append(together.watch_signals(trainer))
         self._together = together

@@ -15,7 +15,7 @@ from lightning_pipeline.checkpoint import Part, Ranks, to_file, to_safetensors, 
 from lightning_pipeline.checkpoint.contents import (
     as_bytes,
     from_numbered,
-    options_of,
+    group_options,
     set_apart,
     with_objects,
 )
@@ -296,7 +296,7 @@ def _named_groups(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> list[d
             if like and all(v.shape != own[name].shape for v in like):
                 raise ValueError(f"what it keeps of number {number} is not of the shape of {name}")
     return [
-        {"names": of, "options": options_of(group),
+        {"names": of, "options": group_options(group),
          **({"called": dict(zip(of, group["param_names"], strict=True))} if "param_names" in group else {})}
         for group, of in zip(saved, names, strict=True)
     ]  # fmt: skip

@@ -77,16 +77,16 @@ def _entry(value: Any) -> Added:
 
 def digest(value: Any) -> str:
     """A checksum of a value that may hold tensors; the same on every device."""
-    return hashlib.sha256(as_bytes({"value": on_host(value)})).hexdigest()
+    return hashlib.sha256(as_bytes({"value": copied_to_host(value)})).hexdigest()
 
 
-def on_host(value: Any) -> Any:
+def copied_to_host(value: Any) -> Any:
     """A value with copies of its tensors in host memory, in dicts, lists and tuples."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, Mapping):
-        return {key: on_host(item) for key, item in value.items()}
-    return type(value)(map(on_host, value)) if type(value) in (list, tuple) else value
+        return {key: copied_to_host(item) for key, item in value.items()}
+    return type(value)(map(copied_to_host, value)) if type(value) in (list, tuple) else value
 
 
 def held_here(value: Any) -> Any:

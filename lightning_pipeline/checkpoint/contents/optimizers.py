@@ -81,7 +81,7 @@ def flat_state(optimizer: Optimizer, names: Mapping[int, str]) -> dict[str, Any]
     _refuse_common_state(optimizer)
     flat: dict[str, Any] = {}
     for group in optimizer.param_groups:
-        options = options_of(group)
+        options = group_options(group)
         for parameter in group["params"]:
             name = names.get(id(parameter))
             if name is None:
@@ -107,14 +107,14 @@ def _refuse_common_state(optimizer: Optimizer) -> None:
         )
 
 
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+def group_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """What a parameter group says beside its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def groups_of(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
     """The parameter groups with names in the place of parameters."""
-    return [{**_named(group, names), "options": options_of(group)} for group in optimizer.param_groups]
+    return [{**_named(group, names), "options": group_options(group)} for group in optimizer.param_groups]
 
 
 def _named(group: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def from_numbered(state: Mapping[str, Any], groups: Sequence[Mapping[str, Any]])
     """
     flat: dict[str, Any] = {}
     for group, stored in zip(groups, state["param_groups"], strict=True):
-        options = options_of(stored)
+        options = group_options(stored)
         for name, number in zip(group["names"], stored["params"], strict=True):
             own = flattened(state["state"].get(number, {}))
             flat.update({f"param_groups.{name}.{k}": v for k, v in flattened(options).items()})

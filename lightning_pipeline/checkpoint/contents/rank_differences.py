@@ -6,7 +6,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pipeline.checkpoint.contents.added import digest, on_host
+from lightning_pipeline.checkpoint.contents.added import copied_to_host, digest
 
 Path = tuple[str, ...]
 _CALLBACKS = "callbacks"
@@ -53,7 +53,7 @@ def different(by_rank: Sequence[Mapping[Path, str]]) -> list[Path]:
 def at(dumped: Mapping[str, Any], places: Sequence[Path]) -> dict[Path, Any]:
     """What a rank has at some places, in host memory."""
     found = _places(dumped)
-    return {path: on_host(found[path]) for path in places if path in found}
+    return {path: copied_to_host(found[path]) for path in places if path in found}
 
 
 def joined(

@@ -7,7 +7,7 @@ from lightning_pipeline.forecast.workload.candidates import (
     strategy_text,
     tried_schedules,
 )
-from lightning_pipeline.forecast.workload.memory import RankMemory, alone, memory_of
+from lightning_pipeline.forecast.workload.memory import PredictedMemory, alone, memory_of
 from lightning_pipeline.forecast.workload.profile import StageProfile
 from lightning_pipeline.forecast.workload.rates import Rates, rates, tokens_of
 from lightning_pipeline.forecast.workload.scaled import ScaledWorkload
@@ -24,7 +24,7 @@ from lightning_pipeline.forecast.workload.workload import Workload
 
 __all__ = [
     "MeasuredWorkload",
-    "RankMemory",
+    "PredictedMemory",
     "Rates",
     "ScaledWorkload",
     "StageProfile",

@@ -10,7 +10,7 @@ from lightning_pipeline.schedules import Plan
 
 
 @dataclass(frozen=True)
-class RankMemory:
+class PredictedMemory:
     """Bytes of one rank.
 
     Attributes:
@@ -43,7 +43,7 @@ def memory_of(
     stages: Sequence[StageProfile],
     assumptions: Assumptions,
     optimizer_states: Mapping[str, float] | None = None,
-) -> tuple[RankMemory, ...]:
+) -> tuple[PredictedMemory, ...]:
     """By rank, with activations at their peak.
 
     Args:
@@ -69,7 +69,7 @@ def memory_of(
 
 def alone(
     whole: StageProfile, assumptions: Assumptions, optimizer_states: Mapping[str, float] | None = None
-) -> RankMemory:
+) -> PredictedMemory:
     """On one device that runs the micro-batches one after another.
 
     Args:
@@ -86,7 +86,7 @@ def _rank(
     messages: float,
     assumptions: Assumptions,
     optimizer_states: Mapping[str, float] | None,
-) -> RankMemory:
+) -> PredictedMemory:
     states: dict[str, State] = {state.name: state for stage in stages for state in stage.states}
     trained = {
         name: state.num_bytes for name, state in states.items() if state.is_parameter and state.trained
@@ -96,7 +96,7 @@ def _rank(
         kept = sum(optimizer_states.get(name, 0.0) for name in trained)
     else:
         kept = (DEFAULT_COPIES if copies is None else copies) * sum(trained.values())
-    return RankMemory(
+    return PredictedMemory(
         parameters=sum(state.num_bytes for state in states.values() if state.is_parameter),
         gradients=sum(trained.values()),
         optimizer=kept,

@@ -25,8 +25,8 @@ from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, S
 from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
     Given,
-    Poison,
     Structure,
+    Taint,
     TensorSpec,
     by_shape_alone,
     flatten,
@@ -77,7 +77,7 @@ class GlueRun:
         self._error: SplitError | None = None
         self._handed_ids: set[int] = set()
         self._partial_ids: set[int] = set()
-        self._poison = Poison(view.mode, self._poisoned_read)
+        self._taint = Taint(view.mode, self._poisoned_read)
         self._outer_hooks = top_hooks()
         self.remembered = view.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
@@ -217,7 +217,7 @@ class GlueRun:
         for tensor in written_tensors(func, args, kwargs):
             self.remembered.writes(tensor)
             if not is_placeholder(tensor):
-                self._poison.add(tensor)
+                self._taint.add(tensor)
         if self._in_operation:
             return run()
         if self._view.constants and (known := by_shape_alone(func, args)) is not args:
@@ -249,7 +249,7 @@ class GlueRun:
 
     def guard(self) -> None:
         """After a placeholder was written into a real tensor: look at every operation from now on."""
-        if self._poison.unguarded and not self._poison.enter():
+        if self._taint.unguarded and not self._taint.enter():
             raise self._refuse("a value of another stage is written into a tensor of this one, under a mode")
 
     def _poisoned_read(self) -> Exception | None:
@@ -259,7 +259,7 @@ class GlueRun:
 
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
-        if any(is_placeholder(t) for t in tensors_in(value)) or self._poison.holds(value):
+        if any(is_placeholder(t) for t in tensors_in(value)) or self._taint.holds(value):
             raise self._refuse(f"{what} holds a value of another stage that was not sent here")
 
     def _refuse(self, reason: str) -> PlaceholderError:
@@ -392,7 +392,7 @@ class Recomputation(GlueRun):
         stack = ExitStack()
         if self._watches:
             stack.enter_context(self.functions)
-            stack.enter_context(self._poison)
+            stack.enter_context(self._taint)
         return stack
 
     def close(self) -> None:

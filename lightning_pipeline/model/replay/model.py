@@ -28,8 +28,8 @@ from lightning_pipeline.model.state import (
     Elsewhere,
     FromLast,
     Merge,
-    Residence,
     SetByUnit,
+    StageParameters,
     StepState,
 )
 from lightning_pipeline.model.tensors import (
@@ -117,7 +117,7 @@ class SplitModel(OutsideSteps):
         if loss_over_batch and last:
             self._over_batch = OverBatch(self._programs[self.num_stages - 1], self._program(self.num_stages))
         needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
-        self._residence = Residence(root, needed, set(stages), self.mode, self._device)
+        self._residence = StageParameters(root, needed, set(stages), self.mode, self._device)
         self._guards = AttributeGuards()
         self._others = others
         self._module_guards = ModuleGuards(root, self._patches.units, self._stage_of)

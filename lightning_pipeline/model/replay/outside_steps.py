@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.replay.view import StageView
-from lightning_pipeline.model.state import Meeting, Residence, SharedParameter, Sources
+from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 
@@ -22,7 +22,7 @@ class OutsideSteps:
 
     root: nn.Module
     cut: Partition
-    _residence: Residence
+    _residence: StageParameters
     _patches: UnitPatches
     _stage_of: list[int]
     _here: set[int]

@@ -53,7 +53,7 @@ class Rehearsal(Replay):
     def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call the step; it ends where a placeholder stops it."""
         try:
-            with self.functions, self._poison:
+            with self.functions, self._taint:
                 function(*args, **kwargs)
         except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
             return
@@ -121,7 +121,7 @@ class Walk(Replay):
         stood = self._host_draws()
         try:
             self._reads.begin()
-            with self.functions, self._poison:
+            with self.functions, self._taint:
                 function(*args, **kwargs)
         except StageDone:
             pass

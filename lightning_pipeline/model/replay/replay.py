@@ -75,7 +75,7 @@ class Replay(GlueRun):
         """Around the call of the step, which ends when this stage's part is done; then `replayed` is full."""
         grad_mode = torch.is_grad_enabled()
         try:
-            with self.functions, self._poison:
+            with self.functions, self._taint:
                 yield
         except StageDone:
             pass

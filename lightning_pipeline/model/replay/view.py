@@ -12,8 +12,8 @@ from lightning_pipeline.model.loss import Follower
 from lightning_pipeline.model.random import States, StepSeeds
 from lightning_pipeline.model.tensors import (
     Given,
+    PlaceholderCache,
     PlaceholderMode,
-    Remembered,
     SavedCount,
     Structure,
     TensorSpec,
@@ -125,7 +125,7 @@ class StageView:
         self.originals = patches.originals
         self.idle: Runner | None = patches.idle
         self.lost_states = False
-        self.remembered = Remembered()
+        self.remembered = PlaceholderCache()
         self._patches = patches
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
         self._returned: dict[ValueKey, TensorSpec] = {}

@@ -4,7 +4,7 @@ from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere,
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
-from lightning_pipeline.model.state.parameters import Residence, SharedParameter
+from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
 from lightning_pipeline.model.state.rules import (
     Merge,
     Rows,
@@ -32,12 +32,12 @@ __all__ = [
     "Meeting",
     "Merge",
     "Pieces",
-    "Residence",
     "Rows",
     "Rule",
     "SetByUnit",
     "SharedParameter",
     "Sources",
+    "StageParameters",
     "StartRows",
     "StepState",
     "Trial",

@@ -40,7 +40,7 @@ class _Dropped:
     is_parameter: bool
 
 
-class Residence:
+class StageParameters:
     """Takes the tensors of other stages out of the module, and puts them back.
 
     Names never change. A parameter's place is taken by a placeholder that is an `nn.Parameter`, that of a

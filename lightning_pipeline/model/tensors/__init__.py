@@ -1,6 +1,6 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
-from lightning_pipeline.model.tensors.cache import Remembered, result_dtypes
+from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtypes
 from lightning_pipeline.model.tensors.containers import (
     are_the_users,
     attributes_of,
@@ -47,7 +47,7 @@ from lightning_pipeline.model.tensors.structure import (
     unflatten,
 )
 from lightning_pipeline.model.tensors.tags import Tag, TagStore
-from lightning_pipeline.model.tensors.taint import Poison
+from lightning_pipeline.model.tensors.taint import Taint
 from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
@@ -57,14 +57,14 @@ __all__ = [
     "ModuleState",
     "ObjectState",
     "Peaks",
+    "PlaceholderCache",
     "PlaceholderMode",
-    "Poison",
-    "Remembered",
     "SavedCount",
     "StandIns",
     "Structure",
     "Tag",
     "TagStore",
+    "Taint",
     "TensorSpec",
     "alias",
     "are_the_users",

@@ -14,7 +14,7 @@ _CHANGING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.backward
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, type(None), type(...))
 
 
-class Remembered:
+class PlaceholderCache:
     """Placeholders that stay the same from one micro-batch to the next, and what glue makes of them.
 
     A function of such placeholders and of constants alone gives a placeholder that has no values either, so

@@ -11,7 +11,7 @@ from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
 
 
-class Poison:
+class Taint:
     """Remembers such tensors for one replay.
 
     A write of a placeholder into real memory does nothing, without an error. What reads that memory later
@@ -79,10 +79,10 @@ class Poison:
 class _Guard(TorchDispatchMode):
     """Sees every operation once there is marked memory."""
 
-    def __init__(self, poison: Poison) -> None:
+    def __init__(self, poison: Taint) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._poison = poison
+        self._taint = poison
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        args, kwargs = self._poison.swapped(args, kwargs or {})
+        args, kwargs = self._taint.swapped(args, kwargs or {})
         return func(*args, **kwargs)

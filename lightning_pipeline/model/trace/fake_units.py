@@ -29,7 +29,7 @@ from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regio
 from lightning_pipeline.model.trace.costs import Work, has_class_weights, left_out_by
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.record import Call, Observation
-from lightning_pipeline.model.trace.saved_activations import Keeping
+from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
 _log = logging.getLogger(__name__)
 
@@ -37,7 +37,9 @@ _log = logging.getLogger(__name__)
 class FakeRun:
     """Runs units without values, for a trace."""
 
-    def __init__(self, observed: Observation, glue: Glue, keeping: Keeping, regions: Regions) -> None:
+    def __init__(
+        self, observed: Observation, glue: Glue, keeping: SavedActivations, regions: Regions
+    ) -> None:
         self._observed, self._glue, self._keeping, self._regions = observed, glue, keeping, regions
         self._generators = Generators(observed.root.modules())
         self._stands = host_draws(self._generators)  # after the unit that was called last

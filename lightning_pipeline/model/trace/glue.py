@@ -26,7 +26,7 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace.choices import is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Observation, refuse
-from lightning_pipeline.model.trace.saved_activations import Keeping
+from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
@@ -41,7 +41,7 @@ class Glue:
         draws: Whether a function runs that is known to draw random numbers.
     """
 
-    def __init__(self, observed: Observation, keeping: Keeping) -> None:
+    def __init__(self, observed: Observation, keeping: SavedActivations) -> None:
         self._observed, self._keeping = observed, keeping
         self.unknown_line, self.draws = "", False
         self.written_states: dict[str, Tensor] = {}
@@ -205,7 +205,7 @@ class Glue:
 class GlueOperations(TorchDispatchMode):
     """Sees every operation that is not inside a unit."""
 
-    def __init__(self, observed: Observation, keeping: Keeping, glue: Glue) -> None:
+    def __init__(self, observed: Observation, keeping: SavedActivations, glue: Glue) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._observed, self._keeping, self._glue = observed, keeping, glue
 

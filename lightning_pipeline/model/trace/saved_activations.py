@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 _DEFERRED = (_aten.addmm, _aten.mm, _aten.convolution, _aten.embedding)
 
 
-class Keeping:
+class SavedActivations:
     """Gives each piece of memory a number, and notes who keeps it.
 
     What code between units keeps is kept by every stage on which its result is used. So the result is

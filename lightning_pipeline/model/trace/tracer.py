@@ -51,7 +51,7 @@ from lightning_pipeline.model.trace.record import (
     refuse,
     step_function,
 )
-from lightning_pipeline.model.trace.saved_activations import Keeping
+from lightning_pipeline.model.trace.saved_activations import SavedActivations
 from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 
@@ -79,7 +79,7 @@ class Tracer:
         self._sinks = look.sinks
         self.regions = Regions()
         self.functions = AutogradFunctions(lambda: observed.inside)
-        self.keeping = Keeping(observed, self.regions)
+        self.keeping = SavedActivations(observed, self.regions)
         self.glue = Glue(observed, self.keeping)
         self.effects = EffectsSeen(observed, self.glue, look.others)
         observed.values_read = self.effects.values_read

@@ -20,7 +20,7 @@ from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
-from lightning_pipeline.run.batch.replan import Reordering
+from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.schedules import Plan
 
 _SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
@@ -62,7 +62,7 @@ class Steps:
     loss_over_batch: bool
     num_microbatches: int
     at_least: int
-    reordering: Reordering | None = None
+    reordering: Replanner | None = None
     warned: set[Hashable] = field(default_factory=set)
 
     def merge(self, outputs: list[Any], sizes: list[int]) -> Any:
@@ -252,7 +252,7 @@ class Batch:
                 put_late_values(module, names, values)
                 split.take_from_last(left)
 
-    def _reorder(self, reordering: Reordering) -> None:
+    def _reorder(self, reordering: Replanner) -> None:
         steps = self._steps
         if len(self.parts.args) != steps.num_microbatches:
             return

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 
 from lightning_pipeline.errors import PipelineError, ScheduleError
-from lightning_pipeline.measure import PipelineRun, RankMemory
+from lightning_pipeline.measure import MeasuredMemory, PipelineRun
 from lightning_pipeline.model.cut import (
     Partition,
     StageActivations,
@@ -70,7 +70,7 @@ def explanation(meter: StagesMeter, where: Where, run: PipelineRun) -> str:
     )
 
 
-def _table(memory: RankMemory) -> str:
+def _table(memory: MeasuredMemory) -> str:
     head = ["stage", "parameters", "gradients", "optimizer", "activations", "micro-batches", "at the peak"]
     rows = [
         [
@@ -93,7 +93,7 @@ class Advice:
         run: What is known of it.
     """
 
-    def __init__(self, meter: StagesMeter, memory: RankMemory, where: Where, run: PipelineRun) -> None:
+    def __init__(self, meter: StagesMeter, memory: MeasuredMemory, where: Where, run: PipelineRun) -> None:
         self._meter, self._memory, self._schedule = meter, memory, run.schedule
         self._cut, self._rank, self._batch_size = run.partition, run.pipeline_rank, run.batch_size
         self._stage = memory.stages[0].stage if where.stage is None else where.stage

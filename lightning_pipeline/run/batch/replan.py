@@ -15,7 +15,7 @@ MEASURED_STEPS = 5
 Seconds = dict[tuple[int, str], float]  # of one action of a stage, by stage and kind
 
 
-class Reordering:
+class Replanner:
     """Gives the planner what the stages really cost; placement and cut stay as they are.
 
     Args:
@@ -84,9 +84,9 @@ class Reordering:
 def reordering_by(
     schedule: Schedule, partition: Partition, gather: Callable[[Seconds], list[Seconds]],
     share: Callable[[Callable[[], str]], str],
-) -> Reordering | None:  # fmt: skip
-    """What plans a run anew, where its schedule does so. See `Reordering`."""
-    return Reordering(schedule, partition, gather, share) if isinstance(schedule, Auto) else None
+) -> Replanner | None:  # fmt: skip
+    """What plans a run anew, where its schedule does so. See `Replanner`."""
+    return Replanner(schedule, partition, gather, share) if isinstance(schedule, Auto) else None
 
 
 def _halves(seconds: Seconds, stage: int) -> tuple[float, float]:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_pipeline.measure.measurement import Measurement, Prediction, mean_of
+from lightning_pipeline.measure.measurement import IdealBubble, Measurement, mean_of
 from lightning_pipeline.measure.shares import CATEGORIES, Around, Shares, row, share_out
 from lightning_pipeline.recording.timeline import Recording
 from lightning_pipeline.schedules import Action, Costs, Plan, get_schedule, simulate
@@ -138,9 +138,9 @@ def measurement(plan: Plan = PLAN, steps: int = 1, **costs: float) -> Measuremen
 
 
 def test_equal_stages_have_the_schedule_s_bubble_and_uneven_ones_more() -> None:
-    even = Prediction.of(PLAN, {(0, "F"): 1, (1, "F"): 1, (0, "B"): 2, (1, "B"): 2})
+    even = IdealBubble.of(PLAN, {(0, "F"): 1, (1, "F"): 1, (0, "B"): 2, (1, "B"): 2})
     assert (even.bubble, even.bubble_equal_stages) == pytest.approx((0.2, 0.2))
-    uneven = Prediction.of(PLAN, {(0, "F"): 1, (1, "F"): 3, (0, "B"): 2, (1, "B"): 6})
+    uneven = IdealBubble.of(PLAN, {(0, "F"): 1, (1, "F"): 3, (0, "B"): 2, (1, "B"): 6})
     assert uneven.bubble == pytest.approx(simulate(PLAN, Costs([1, 3], [1, 3], [1, 3])).bubble)
     assert uneven.bubble > 0.3
     assert uneven.bubble_equal_stages == pytest.approx(0.2)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_pipeline.errors import ScheduleError
-from lightning_pipeline.measure.advice import Situation, advise
+from lightning_pipeline.measure.advice import MeasuredRun, advise
 from lightning_pipeline.model.cut.partitioning import Partition, partition
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
@@ -41,7 +41,7 @@ def cut(names: list[str], layers: int) -> Partition:
     return partition(trace, len(names) + 1, how=names)
 
 
-def situation(schedule: Schedule, names: list[str], layers: int, number: int, **changes: Any) -> Situation:
+def situation(schedule: Schedule, names: list[str], layers: int, number: int, **changes: Any) -> MeasuredRun:
     """Stages whose times are those of their layers: 1 s forward, 1 s each half of the backward, 1 GiB."""
     chosen = cut(names, layers)
     counts = tuple(float(len(chosen.units_of(stage))) for stage in range(chosen.num_stages))
@@ -50,7 +50,7 @@ def situation(schedule: Schedule, names: list[str], layers: int, number: int, **
         backward_input=counts, backward_weight=counts, send=0.0,
         activation_bytes=tuple(GIB * count for count in counts), batch_size=None,
     )  # fmt: skip
-    return Situation(**(values | changes))
+    return MeasuredRun(**(values | changes))
 
 
 def test_the_cuts_beside_one_move_a_layer_and_leave_no_stage_empty() -> None:

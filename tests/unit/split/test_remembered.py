@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors.cache import Remembered
+from lightning_pipeline.model.tensors.cache import PlaceholderCache
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.structure import TensorSpec
 from tests.unit.split.nets import Net, assert_works, batch_of
@@ -18,8 +18,8 @@ def placeholder() -> Tensor:
     return PlaceholderMode().make(TensorSpec((2, 3), (3, 1), torch.float32, "cpu", True))
 
 
-def remembering(*placeholders: Tensor) -> Remembered:
-    remembered = Remembered()
+def remembering(*placeholders: Tensor) -> PlaceholderCache:
+    remembered = PlaceholderCache()
     for tensor in placeholders:
         remembered.keep(tensor)
     return remembered
