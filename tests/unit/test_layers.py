@@ -197,6 +197,17 @@ def test_contributing_shows_the_rooms_in_this_order() -> None:
     assert [name.replace("/", ".") for name in shown] == ROOMS
 
 
+def test_the_table_of_moved_files_names_files_that_are_there() -> None:
+    rows = re.findall(r"^\| .+ \| (\w\S+\.py(?:, \S+)*) \|$", (ROOT / "MOVED.md").read_text(), re.MULTILINE)
+    assert len(rows) > 100
+    for first, *others in (row.split(", ") for row in rows):
+        folder = (PACKAGE / first).parent
+        missing = [
+            name for name in (folder / Path(first).name, *(folder / o for o in others)) if not name.exists()
+        ]
+        assert missing == [], first
+
+
 def test_the_root_and_the_rooms_stay_small() -> None:
     files = {door: len(list((PACKAGE / door.replace(".", "/")).glob("*.py"))) for door in DOORS}
     assert files.pop("") <= FILES_IN_ROOT
