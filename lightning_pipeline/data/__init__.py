@@ -1,8 +1,8 @@
 """Loaders, batches, and the micro-batches that a batch is split into."""
 
+from lightning_pipeline.data.draws import random_states, seeded, set_random_states
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
-from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import (
     batch_size_of,

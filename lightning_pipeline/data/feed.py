@@ -10,20 +10,22 @@ from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._lightning import loaders_in, moves_batches_itself
-from lightning_pipeline._torch import tree_unflatten
-from lightning_pipeline.data.loaders import (
+from lightning_pipeline._torch import tree_leaves, tree_unflatten
+from lightning_pipeline.data.draws import seeded
+from lightning_pipeline.data.fingerprint import (
     CHECKED_BATCHES,
     Gather,
-    Peekable,
-    SharedLoader,
     check_same_batch,
     check_same_length,
     fingerprint,
+)
+from lightning_pipeline.data.loaders import (
+    SharedLoader,
     first_of,
     needs_peeking,
     seed_workers_by_replica,
-    seeded,
 )
+from lightning_pipeline.data.peekable import Peekable
 from lightning_pipeline.ranks import Outlet
 
 
@@ -78,7 +80,11 @@ class Feed:
     def _first(self, loaders: Any) -> tuple[Any] | None:
         if not self._shares:
             return first_of(loaders)
-        found: tuple[Any] | None = self._outlet.share(lambda: first_of(loaders))
+        looked_at = [one for one in tree_leaves(loaders) if type(one) is Peekable]
+        found: tuple[Any] | None
+        found, keep = self._outlet.share(lambda: (first_of(loaders), [one.keeps for one in looked_at]))
+        for one, keeps in zip(looked_at, keep, strict=True):
+            one.keeps = keeps
         return found
 
     def _peekable(self, loader: Any) -> Any:
@@ -100,7 +106,8 @@ class Feed:
 
     def holds(self, loaders: Any) -> bool:
         """Whether an item of these was taken that another loader might not give again."""
-        return any(self._known(loader) is not None for loader in loaders_in(loaders)[0])
+        known = map(self._known, loaders_in(loaders)[0])
+        return any(one is not None and one.keeps for one in known)
 
     def prepare(self, loader: Any) -> Any:
         """What `Strategy.process_dataloader` returns. All ranks call with their loaders in the same order."""
@@ -109,7 +116,11 @@ class Feed:
                 return prepared  # evaluation loops set their data up again for each run of theirs
         seed_workers_by_replica(loader, self._replica)
         known = self._known(loader)
-        prepared = loader if known is None else known
+        prepared = loader
+        if known is not None and known.keeps:
+            prepared = known
+        elif known is not None:
+            known.forget()
         if self._shares:
             prepared = SharedLoader(prepared, self._outlet)
         else:

@@ -9,8 +9,8 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.data.draws import random_states, random_states_kept, seeded, set_random_states
 from lightning_pipeline.data.feed import Feed
-from lightning_pipeline.data.loaders import random_states, seeded, set_random_states
 from lightning_pipeline.patching import Undo, all_undone, patch
 
 
@@ -117,12 +117,13 @@ class EarlyLoaders:
     def _first(self, loaders: Any, *, sequential: bool) -> tuple[Any] | None:
         combined = _lightning.as_combined(loaders, sequential=sequential)
         one_by_one = _lightning.is_sequential(combined)
+        with random_states_kept(), torch.no_grad():  # from the states that the loops will find
+            wanted = combined.flattened if one_by_one else [combined.iterables]
+            found = next((one for one in map(self._feed.first, wanted) if one is not None), None)
+        if found is None:
+            return None
         with seeded(0), torch.no_grad():
-            for wanted in combined.flattened if one_by_one else [combined.iterables]:
-                found = self._feed.first(wanted)
-                if found is not None:
-                    return (self._moved(found[0]),)
-        return None
+            return (self._moved(found[0]),)
 
     def _moved(self, batch: Any) -> Any:
         """Through the user's transfer hooks, which note nothing of it."""

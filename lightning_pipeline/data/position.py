@@ -5,9 +5,12 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from torch.utils.data import DataLoader
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.data.loaders import Peekable, needs_peeking, random_states, set_random_states
+from lightning_pipeline.data.draws import generators_of, random_states, set_random_states
+from lightning_pipeline.data.loaders import inner
+from lightning_pipeline.data.peekable import Peekable
 from lightning_pipeline.patching import all_undone
 
 
@@ -73,14 +76,12 @@ class Position:
 
     def _generators(self) -> list[torch.Generator]:
         """The loaders' own, in a fixed order."""
-        found: dict[int, torch.Generator] = {}
-        combined = _lightning.combined_loader_of(self._trainer.fit_loop)
-        for loader in combined.flattened if combined is not None else ():
-            batches = getattr(loader, "batch_sampler", None)
-            for holder in (loader, getattr(loader, "sampler", None), getattr(batches, "sampler", None)):
-                generator = getattr(holder, "generator", None)
-                if isinstance(generator, torch.Generator):
-                    found.setdefault(id(generator), generator)
+        found = {
+            id(one): one
+            for loader in self._loaders()
+            for one in generators_of(_of_the_user(loader))
+            if isinstance(one, torch.Generator)
+        }
         return list(found.values())
 
     # Resuming
@@ -154,17 +155,17 @@ class Position:
         states = own or _lightning.loader_states_to_load(loop) or self._loader_states
         if not states:
             return False
-        combined = _lightning.combined_loader_of(loop)
-        for loader in combined.flattened if combined is not None else ():
-            if type(loader) is Peekable:
-                loader.forget()
+        for stream in self._streams():
+            stream.forget()
         _lightning.load_loader_states(loop, states)
         return True
 
     def _go_to(self, fetcher: Any, seen: int) -> None:
+        stands_at_start = any(map(_is_its_own_iterator, self._streams()))
         self._set("created")
         self._created = self._now()
-        self._iterate_from_start(fetcher)
+        if not stands_at_start:
+            iter(fetcher)  # draws the order of the begun epoch again
         self._set("started")
         self._started = self._now()
         for _ in range(seen):
@@ -174,15 +175,22 @@ class Position:
 
     def _iterate(self, fetcher: Any) -> None:
         """Draw the order anew. A stream goes on where it stands: its items may come once only."""
-        if not any(map(needs_peeking, self._loaders())):
-            iter(fetcher)
-
-    def _iterate_from_start(self, fetcher: Any) -> None:
-        """Draw the order of a begun epoch again. A loader that is its own iterator stands at its start."""
-        loaders = [getattr(one, "loader", one) for one in self._loaders() if needs_peeking(one)]
-        if not any(iter(one) is one for one in loaders):
+        if not self._streams():
             iter(fetcher)
 
     def _loaders(self) -> list[Any]:
         combined = _lightning.combined_loader_of(self._trainer.fit_loop)
         return list(combined.flattened) if combined is not None else []
+
+    def _streams(self) -> list[Peekable]:
+        """Loaders that may give an item once only."""
+        return [one for one in map(inner, self._loaders()) if type(one) is Peekable]
+
+
+def _of_the_user(loader: Any) -> Any:
+    loader = inner(loader)
+    return loader.loader if type(loader) is Peekable else loader
+
+
+def _is_its_own_iterator(stream: Peekable) -> bool:
+    return not isinstance(stream.loader, DataLoader) and iter(stream.loader) is stream.loader
