@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, TypeGuard
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import Checkpoints
 from lightning_pipeline.data import random_states, set_random_states
-from lightning_pipeline.errors import BatchMismatchError, CheckpointError
+from lightning_pipeline.errors import BatchMismatchError, CheckpointError, SplitError
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import all_end_alike
 from lightning_pipeline.run.members import Members
@@ -26,6 +26,17 @@ def quits(exception: BaseException) -> TypeGuard[SystemExit]:
         and not isinstance(exception, SIGTERMException)
         and not exception.code
     )
+
+
+def is_refusal(exception: BaseException) -> bool:
+    """Whether it says that stages cannot do what the user's code asks for."""
+    return isinstance(exception, SplitError)
+
+
+def saver_of(trainer: Trainer) -> ModelCheckpoint | None:
+    """The callback in whose folder a run is saved before a refusal; `None` where none would be."""
+    savers = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+    return next((one for one in savers if one.dirpath is not None), None) if trainer.training else None
 
 
 class RanksInStep:
@@ -50,7 +61,7 @@ class RanksInStep:
         self._members, self._epoch_starts, self._saves = members, epoch_starts, saves
         self._told_to_end = self._told_to_requeue = False
         self._requeue: Callable[[], None] | None = None
-        self.ending = self._saves_on_exception = False
+        self.ending = self._saves_on_exception = self._saves_refusals = False
 
     def watch_signals(self, trainer: Trainer) -> Callable[[], None]:
         """From now on end the run, or save it for a new job, at one batch of all ranks.
@@ -64,6 +75,7 @@ class RanksInStep:
             getattr(one, "save_on_exception", isinstance(one, OnExceptionCheckpoint))
             for one in trainer.checkpoint_callbacks
         )
+        self._saves_refusals = saver_of(trainer) is not None
         return all_undone(
             [
                 self._watch_sigterm(trainer),
@@ -96,16 +108,19 @@ class RanksInStep:
     def all_raise(self, exception: BaseException) -> bool:
         """Whether all ranks raise this between the same two exchanges: they all answer, and end together.
 
-        Nobody is asked where nothing depends on it: where no callback would save that moment, and the
-        exception does not say that all went well.
+        Nobody is asked where nothing depends on it: where that moment would not be saved, and the exception
+        does not say that all went well.
         """
         groups, failure = self._members.groups, self._members.failure
         fails = isinstance(exception, Exception) and not isinstance(exception, CheckpointError)
-        matters = quits(exception) or (self._saves_on_exception and fails)
+        in_hook = groups.lookout.doing() not in _lightning.STEPS.values()
+        saved = self._saves_on_exception or (self._saves_refusals and in_hook and is_refusal(exception))
+        matters = quits(exception) or (saved and fails)
         if not matters or groups.aborted or failure.cause is not None:
             return False
         counts = (self._members.world.exchanges, self._members.replica.exchanges)
-        place = f"{type(exception).__name__} after {counts} exchanges in {groups.lookout.doing()}"
+        kind = "a refusal" if is_refusal(exception) else type(exception).__name__
+        place = f"{kind} after {counts} exchanges in {groups.lookout.doing()}"
         size = groups.numbering.world_size
         self.ending = all_end_alike(groups.notes, groups.global_rank, size, place)
         if self.ending and fails:

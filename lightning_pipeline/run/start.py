@@ -9,10 +9,31 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
+from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.ranks import write_crash
-from lightning_pipeline.run.in_step import quits
+from lightning_pipeline.run.in_step import is_refusal, quits, saver_of
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.settings import Settings
+
+
+def save_before(refusal: BaseException, trainer: Trainer) -> None:
+    """Save a run that a hook of all ranks ends by asking for what stages cannot do.
+
+    Args:
+        refusal: Gets a note of where.
+        trainer: Of the run. One that saves nothing saves nothing here.
+    """
+    saver = saver_of(trainer)
+    if saver is None or saver.save_on_exception or trainer.global_step == 0:
+        return
+    name = f"refused-epoch={trainer.current_epoch}-step={trainer.global_step}{saver.FILE_EXTENSION}"
+    path = Path(saver.dirpath or "") / name
+    try:
+        trainer.save_checkpoint(path)
+    except CheckpointError as error:
+        refusal.add_note(f"the run could not be saved before: {error}")
+    else:
+        refusal.add_note(f"the run was saved before, and goes on from there with ckpt_path={str(path)!r}")
 
 
 def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
@@ -28,7 +49,10 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
     def tell() -> None:
         raised = sys.exc_info()[1]
         assert raised is not None, "Lightning calls this hook while it handles an exception"
+        first = not pipeline.ends_together  # it is called once more before each callback
         pipeline.fail(raised)
+        if first and pipeline.ends_together and is_refusal(raised):
+            save_before(raised, trainer)
         if quits(raised) and not pipeline.ends_together:
             raised.code = 1  # others fail, for this rank has left them
 

@@ -1,15 +1,18 @@
 """The whole model in a hook: called by all ranks or by one, equal to one device."""
 
 import os
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import SplitError
 from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
 
@@ -130,6 +133,51 @@ def changed() -> None:
 def test_changes_of_copies_are_refused(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match=r"were changed inside whole_model\(\)"):
         ranks(2)(changed, group=False)
+
+
+class RefusedAfterTwo(Callback):
+    """Asks for what cannot be served, and changes nothing of this rank."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == 2:
+            self.ask(trainer, module)
+
+    def ask(self, trainer: Any, module: Any) -> None:
+        with trainer.strategy.whole_model("all") as whole, torch.no_grad():
+            whole.net[0 if trainer.is_global_zero else -1].weight.zero_()
+
+
+class ReadsAloneAfterTwo(RefusedAfterTwo):
+    @rank_zero_only
+    def ask(self, trainer: Any, module: Any) -> None:
+        float(module.net[0].weight.norm())
+
+
+REFUSED = {RefusedAfterTwo: "were changed", ReadsAloneAfterTwo: "not at the same place"}
+
+
+def refused_and_resumed(folder: str, kind: type[RefusedAfterTwo]) -> Any:
+    def fitted(callbacks: list[Callback], start: str | None = None) -> Any:
+        saver = ModelCheckpoint(folder, every_n_epochs=100)
+        run = trainer({"stages": 2}, max_epochs=2, enable_checkpointing=True, callbacks=[saver, *callbacks])
+        module = Drops()
+        run.fit(module, loader(), ckpt_path=start)
+        return {name: value.clone() for name, value in module.state_dict().items()}
+
+    expected = fitted([])
+    with pytest.raises(SplitError, match=REFUSED[kind]) as refused:
+        fitted([kind()])
+    (path,) = re.findall("ckpt_path='(.*)'", "".join(refused.value.__notes__))
+    return expected, fitted([], path)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_run_is_saved_before_a_hook_is_refused(
+    ranks: Ranks, tmp_path: Any, kind: type[RefusedAfterTwo]
+) -> None:
+    for expected, resumed in ranks(2)(refused_and_resumed, str(tmp_path), kind, group=False):
+        torch.testing.assert_close(resumed, expected, rtol=1e-10, atol=1e-10)
+    assert "refused-epoch=0-step=2.ckpt" in os.listdir(tmp_path)
 
 
 class Counts(Callback):
