@@ -40,7 +40,7 @@ from lightning_pipeline.settings import Problems, Settings
 
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
     (BatchSizeFinder, "tries sizes until one rank is out of memory, and the others wait for it"),
-    (ModelPruning, "ranks the parameters of the whole model, and a rank holds one stage"),
+    (ModelPruning, "gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 )
 
 
