@@ -81,6 +81,42 @@ def test_what_a_step_keeps_is_that_of_one_device(ranks: Ranks, stages: int, num_
         assert found == pytest.approx(expected, rel=1e-9)
 
 
+class LeavesItsLoss(Regression):
+    """With its graph, as most write it; and a list that no hook empties."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Any = float("inf")
+        self.outputs: list[Tensor] = []
+        self.wide: Tensor | None = None
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        out = self.net(batch[0])
+        self.last = nn.functional.mse_loss(out, batch[1])
+        self.outputs.append(out.detach())
+        self.wide = out.detach().unsqueeze(-1).repeat(1, 1, 2000)  # more than is told after each batch
+        return {"loss": self.last}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(self.last.item())
+
+
+def left(pipeline: dict[str, Any] | None) -> list[Any]:
+    module = LeavesItsLoss()
+    kept = module.outputs
+    trainer(pipeline).fit(module, loader(24), loader(24, seed=4))
+    assert module.outputs is kept
+    assert module.wide is not None
+    return [module.seen, module.last.item(), torch.cat(kept), module.wide]
+
+
+def test_what_steps_leave_is_there_after_the_run_on_every_rank(ranks: Ranks) -> None:
+    expected = left(None)
+    for found in ranks(2)(left, {"stages": 2, "num_microbatches": 2}):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 class Averages(Regression):
     """The average of a run of batches: neither the sum nor the count alone is that of one device."""
 

@@ -28,9 +28,12 @@ from lightning_pipeline.model.state import (
     Elsewhere,
     FromLast,
     Merge,
+    Sent,
     SetByUnit,
     StageParameters,
     StepState,
+    left_in,
+    put_in,
 )
 from lightning_pipeline.model.tensors import (
     Held,
@@ -223,6 +226,18 @@ class SplitModel(OutsideSteps):
         return step in self.known and any(
             effect.from_units and not effect.deep for effect in self.known[step].effects
         )
+
+    def left_at_end(self) -> dict[str, Sent]:
+        """On the last stage, at the end of a run: attributes that steps left from what units return."""
+        return left_in(self._late_places())
+
+    def take_at_end(self, left: Mapping[str, Sent]) -> None:
+        """On the other ranks, once restored: have the same."""
+        put_in(self._late_places(), left, self._device)
+
+    def _late_places(self) -> list[Place]:
+        effects = (effect for trace in self.known.traces for effect in trace.effects)
+        return list({e.place.label: e.place for e in effects if e.from_units and not e.deep}.values())
 
     def extras_elsewhere(self, step: str) -> dict[Any, Any]:
         """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""

@@ -16,7 +16,7 @@ from lightning_pipeline.model.state.rules import (
     unmerged,
     usual,
 )
-from lightning_pipeline.model.state.sent import FromLast
+from lightning_pipeline.model.state.sent import FromLast, Sent, left_in, put_in
 from lightning_pipeline.model.state.start_rows import Pieces, StartRows, rows_by_shape
 from lightning_pipeline.model.state.step_state import CHAINED, AsOne, StepState, is_absent, own_containers
 
@@ -34,6 +34,7 @@ __all__ = [
     "Pieces",
     "Rows",
     "Rule",
+    "Sent",
     "SetByUnit",
     "SharedParameter",
     "Sources",
@@ -44,7 +45,9 @@ __all__ = [
     "equal",
     "is_absent",
     "late_values",
+    "left_in",
     "own_containers",
+    "put_in",
     "put_late_values",
     "rows_by_shape",
     "rule_for",

@@ -1,5 +1,7 @@
 """What the last stage tells the others after a batch: values that the next step reads there."""
 
+from collections import deque
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -7,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.state.rules import Rows
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
-from lightning_pipeline.model.trace import MISSING
+from lightning_pipeline.model.trace import MISSING, Place
 
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
 _SMALL = (type(None), bool, int, float, complex, str)
@@ -61,7 +63,7 @@ class FromLast(NamedTuple):
 def is_small(value: Any) -> bool:
     """Whether every rank may be told this after each batch."""
     if isinstance(value, Tensor):
-        return value.numel() * value.element_size() <= _MOST and not value.requires_grad
+        return value.numel() * value.element_size() <= _MOST
     if type(value) is tuple:
         return len(value) < 16 and all(map(is_small, value))
     return type(value) in _SMALL or value is MISSING
@@ -76,3 +78,36 @@ def travels(value: Any) -> bool:
     if type(value) is dict:
         return all(type(key) in _SMALL and travels(item) for key, item in value.items())
     return type(value) in _SMALL
+
+
+def left_in(places: Iterable[Place]) -> dict[str, Sent]:
+    """On the last stage: what stands there at the end of a run, by label, as far as it can be sent."""
+    values = {place.label: place.get() for place in places}
+    return {label: Sent.of(value) for label, value in values.items() if travels(value)}
+
+
+def put_in(places: Iterable[Place], left: Mapping[str, Sent], device: torch.device) -> None:
+    """At the end of a run, let this rank have what the last stage had. Lists stay the lists that they are.
+
+    Args:
+        places: Where.
+        left: From `left_in`.
+        device: Of the run.
+    """
+    for place in places:
+        if place.label not in left:
+            continue
+        value, own = left[place.label].received(device), place.get()
+        if type(own) is type(value) and isinstance(own, list | dict | set | deque):
+            fill(own, value)
+        else:
+            place.put(value)
+
+
+def fill(container: Any, whole: Any) -> None:
+    """Give a container other contents."""
+    if isinstance(container, list):
+        container[:] = whole
+        return
+    container.clear()
+    (container.extend if isinstance(container, deque) else container.update)(whole)

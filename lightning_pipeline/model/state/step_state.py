@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
-from lightning_pipeline.model.state.sent import FromLast, Sent, is_small, travels
+from lightning_pipeline.model.state.sent import FromLast, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed
 
@@ -171,7 +171,7 @@ class StepState:
             return
         old = start.value
         if isinstance(old, list | dict | set | deque) and type(whole) in (type(old), list, dict, set):
-            _fill(old, whole)
+            fill(old, whole)
             whole = old
         place.put(whole)
 
@@ -301,11 +301,3 @@ def _merged(rule: Rule, before: Any, results: list[Any], sizes: list[int], merge
             return MISSING
         raise NoFit
     return rule(before, results, sizes, merge)
-
-
-def _fill(container: Any, whole: Any) -> None:
-    if isinstance(container, list):
-        container[:] = whole
-        return
-    container.clear()
-    (container.extend if isinstance(container, deque) else container.update)(whole)
