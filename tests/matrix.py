@@ -155,7 +155,7 @@ ROWS: list[Row] = [
     _callback("BatchSizeFinder", lambda folder: given.BatchSizeFinder(),
               refused="tries sizes until one rank is out of memory, and the others wait for it"),
     _callback("ModelPruning", lambda folder: given.ModelPruning("l1_unstructured", amount=0.5),
-              refused="ranks the parameters of the whole model, and a rank holds one stage"),
+              refused="gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 ]  # fmt: skip
 
 
