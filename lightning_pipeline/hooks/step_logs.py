@@ -2,7 +2,9 @@
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.loss import Bent, DifferentWaysError, Part, together
 from lightning_pipeline.model.tensors import storage_key
 from lightning_pipeline.ranks import Outlet
 
@@ -71,6 +74,9 @@ class _Call:
     sizes: list[int | None] = field(default_factory=list)
     parts: list[Tensor] = field(default_factory=list)
     followed: bool = False
+    known: int = 0
+    bent: list[Bent] = field(default_factory=list)
+    numbers: int = 0
     sources: list[Any] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
     is_constant: bool = False
@@ -81,6 +87,11 @@ class _Call:
         if not self.given:
             return None
         return self.given[0] if self.is_constant else sum(self.given)
+
+    @property
+    def reduces(self) -> str:
+        """How what is logged in an epoch becomes one value."""
+        return str(dict(self.options).get("reduce_fx", "mean")).lower()
 
     @property
     def shares(self) -> list[float]:
@@ -101,8 +112,9 @@ class LogRecorder:
         self._sizes: Sequence[int | None] = ()
         self._seen: dict[tuple[int, str], int] = {}
         self._paths: dict[int, str] = {}
-        self.part_of: Callable[[Any], tuple[Any, bool]] = lambda value: (None, False)
-        """What a value of the micro-batch that runs is of the batch's, and whether that is not by samples."""
+        self.part_of: Callable[..., Part] = lambda value, always: Part()
+        """What a value of the micro-batch that runs is of the batch's."""
+        self._warned: set[str] = set()
         self._of_whole: dict[str, int] = {}
         self._constant: set[str] = set()
 
@@ -163,11 +175,16 @@ class LogRecorder:
         call.sizes.append(size)
         call.weights.append(float(given if given is not None else (1 if size is None else size)))
         call.sources.append(value.detach() if isinstance(value, Tensor) else value)
-        plain = given is None and not isinstance(value, Metric)
-        part, followed = self.part_of(value) if plain else (None, False)
-        if part is not None:
-            call.parts.append(torch.as_tensor(part).detach().double().reshape(()).to(scalar.device))
-            call.followed = call.followed or followed
+        if given is not None or isinstance(value, Metric):
+            return
+        part = self.part_of(value, always=call.reduces in ("max", "min"))
+        if part.value is not None:
+            call.parts.append(torch.as_tensor(part.value).detach().double().reshape(()).to(scalar.device))
+            call.followed = call.followed or part.differs
+            call.known += part.is_known
+            call.numbers += not isinstance(value, Tensor) and not part.is_known
+        if part.bent is not None:
+            call.bent.append(part.bent)
 
     def _path_of(self, metric: Metric, given: str | None) -> str:
         if given is not None:
@@ -199,10 +216,36 @@ class LogRecorder:
             self._settle(name, call)
             if dtype is not None:
                 weighted = _is_of(call.sources, losses)
-                values.append(_weighted(call, weights) if weighted else _reduced(call))
+                values.append(_weighted(call, weights) if weighted else self._reduced(name, call))
             entries.append(Entry(name, call.options, call.batch_size, call.metric, dtype))
         stacked = torch.stack(values) if values else None
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
+
+    def _reduced(self, name: str, call: _Call) -> Tensor:
+        """The batch's value of those of its micro-batches."""
+        several = len(call.values) > 1
+        if not several and not call.followed:
+            return call.values[0].double()
+        values = torch.stack([value.double() for value in call.values])
+        alike = bool((values == values[0]).all())
+        if len(call.bent) == len(call.values):
+            with suppress(DifferentWaysError):
+                return together(call.bent)
+        if call.reduces in ("max", "min") and call.known < len(call.values):
+            return values.max() if call.reduces == "max" else values.min()
+        if several and not alike and (call.bent or call.numbers):
+            self._warn(name, "is a Python number" if call.numbers else "is no sum or mean over samples")
+        return _reduced(call)
+
+    def _warn(self, name: str, what: str) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            warnings.warn(
+                f"what self.log({name!r}, ...) is given {what} that differs between micro-batches, so that "
+                "the batch's is taken for their mean by samples. Where it is another number (a root, a "
+                "quotient of two sums, a median) log the tensors that it is made of, log a torchmetrics "
+                "object, or work it out in on_train_epoch_end or on_validation_epoch_end"
+            )
 
 
 def log_options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -250,17 +293,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _reduced(call: _Call) -> Tensor:
-    if len(call.values) == 1 and not call.followed:
-        return call.values[0].double()
     values = torch.stack([value.double() for value in call.values])
-    how = str(dict(call.options).get("reduce_fx", "mean")).lower()
-    if how == "max":
-        return values.max()
-    if how == "min":
-        return values.min()
     if call.followed and len(call.parts) == len(call.values):
         return torch.stack(call.parts).sum()
-    if how == "sum":
+    if call.reduces == "sum":
         return values.sum()
     weights = torch.tensor(call.shares, dtype=torch.float64, device=values.device)
     return (values * weights).sum() / weights.sum()

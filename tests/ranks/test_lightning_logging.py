@@ -14,7 +14,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.classification import BinaryAccuracy, BinaryAUROC, BinaryF1Score
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -215,3 +215,24 @@ def run_augmented() -> list[float]:
 def test_augmentation_while_batches_move_is_alike_on_all_stages(ranks: Ranks) -> None:
     first, second = ranks(2)(run_augmented)
     assert first == second
+
+
+class LogsNoMeans(Regression):
+    """Roots, exponentials and extremes, of each step, in training and validation."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = nn.functional.mse_loss(out, batch[1])
+        self.log("root", loss.sqrt(), on_step=True, on_epoch=True)
+        self.log_dict({"exp": torch.exp(loss), "worst": (out - batch[1]).abs().max()}, on_epoch=True)
+        self.log("largest_loss", loss, reduce_fx="max", on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_root", nn.functional.mse_loss(self.net(batch[0]), batch[1]) ** 0.5)
+
+
+def test_logged_numbers_that_are_no_means_are_those_of_one_device(ranks: Ranks) -> None:
+    expected = fit(None, LogsNoMeans)
+    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, LogsNoMeans):
+        assert_same(found, expected)

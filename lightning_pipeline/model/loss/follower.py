@@ -2,15 +2,17 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.loss.shares import FOLLOWED, SHAPES, VALUES, Share, Shares, Whole
+from lightning_pipeline.model.loss.bent import Bent
+from lightning_pipeline.model.loss.events import SHAPES, VALUES, Share, Whole
+from lightning_pipeline.model.loss.shares import FOLLOWED, Shares
 
-_MOST_PATHS = 256
+_MOST_PATHS, _MOST_SHAPES = 256, 16
 _WAYS_OUT = (
     "override `microbatch_weight(batch)` on the LightningModule with what it divides by (what the "
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
@@ -34,6 +36,22 @@ def check_no_class_weights(step: str, inside: Mapping[str, str]) -> None:
             "the weights of the whole batch's targets, and a micro-batch by those of its own. Compute the "
             f"loss in {step}, or let the unit be cut finer; otherwise, {_WAYS_OUT} [at {line}]"
         )
+
+
+class Part(NamedTuple):
+    """What a number of a micro-batch is of the batch's.
+
+    Attributes:
+        value: This part of the sum of all; None where nothing is followed.
+        differs: Whether it is anything else than the number weighted by samples.
+        is_known: Whether it is known to be the number of the batch, as a sum over samples.
+        bent: How it was worked out, where it is no sum.
+    """
+
+    value: Any = None
+    differs: bool = False
+    is_known: bool = False
+    bent: Bent | None = None
 
 
 class Path:
@@ -66,6 +84,7 @@ class Follower:
     def __init__(self, root: nn.Module, step: str) -> None:
         self._root, self._step = root, step
         self._fractions: Sequence[float] = ()
+        self._key: tuple[Any, ...] = ()
         self._targets: list[tuple[int, int]] | None = None  # of a step that is plain where these are complete
         self._wholes: Sequence[Whole] = ()
         self._shares: Shares | None = None
@@ -73,6 +92,8 @@ class Follower:
         self._plain_paths: set[tuple[Any, ...]] = set()
         self._paths: list[Shares] = []
         self._plain = True
+        self._bends = False  # something is logged that is no mean, so that each batch is followed
+        self._by_shapes: dict[tuple[Any, ...], Sequence[Whole]] = {}  # where shapes alone say all else
         self._given_up = False
         self._said: set[str] = set()
         self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
@@ -110,8 +131,15 @@ class Follower:
         """
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed = [], None
-        if self._given_up or (self._targets is not None and not _any_left_out(batch, self._targets)):
+        if self._given_up:
             return
+        self._key = (*fractions, *(tuple(tensor.shape) for tensor in batch))
+        if self._targets is not None and not _any_left_out(batch, self._targets):
+            if not self._bends:
+                return
+            if self._key in self._by_shapes:
+                self._wholes = self._by_shapes[self._key]
+                return
         found = rehearse()
         if isinstance(found, str):
             self._given_up = True
@@ -152,22 +180,28 @@ class Follower:
             f"at again. If such a loss is divided by anything else, {_WAYS_OUT}"
         )
 
-    def part(self, value: Any) -> tuple[Any, bool]:
+    def part(self, value: Any, *, always: bool = False) -> Part:
         """This micro-batch's part of a number that the step hands out.
 
-        Returns:
-            The part, and whether it is anything else than the number weighted by samples. The part is None
-            where nothing is followed.
+        Args:
+            value: The number.
+            always: Whether a number that is a mean over samples is to be followed in each batch.
         """
         shares = self._shares
         if shares is None:
-            return None, False
-        share = shares.of(value)
+            return Part()
+        share, bent = shares.of(value), shares.bent(value)
+        drawn = shares.whole.unclear and (shares.whole.ragged or (bent and bent.origins() != {SHAPES}))
+        if bent is not None and not drawn:
+            self._bends = True
+            self._plain = self._plain and VALUES not in bent.origins()
+            return Part(value * shares.fraction, bent=bent)
         self._note(shares, share)
         if share is None or share.lost or self._is_doubtful(shares, share):
-            return value * shares.fraction, False
+            return Part(value * shares.fraction)
+        self._bends = self._bends or always
         total = share.total()
-        return 0.0 if total is None else total, not shares.is_mean(share)
+        return Part(0.0 if total is None else total, not shares.is_mean(share), is_known=True)
 
     def loss(self, loss: Tensor) -> Share | None:
         """The share of a loss; None where it is weighted by samples.
@@ -185,6 +219,14 @@ class Follower:
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
         self._compare_computed(shares)
+        if shares.bent(loss) is not None and (share is None or not share.lost):
+            self._say(
+                f"what {self._step} returns is made of sums over samples in another way than by adding up, "
+                "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
+                "accumulation, and not those of one device, which "
+                "PipelineStrategy(loss_over_batch=True, schedule='GPipe') gives; loss_weighting='samples' "
+                "says that the mean is meant"
+            )
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
@@ -248,6 +290,8 @@ class Follower:
         if not wholes or not self._plain or any(None in whole.targets for whole in wholes):
             return
         self._targets = [target for whole in wholes for target in whole.targets if target is not None]
+        if self._bends and len(self._by_shapes) < _MOST_SHAPES:
+            self._by_shapes[self._key] = wholes
         if len(self._plain_paths) < _MOST_PATHS:
             self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
 

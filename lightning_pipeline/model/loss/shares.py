@@ -8,83 +8,16 @@ where it has the whole batch's divisor; so a term counts as its value times (div
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.loss.bent import Bent, bend, extreme
+from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Call, Event, Operand, Share, Whole
 from lightning_pipeline.model.loss.masks import as_indices, has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
 from lightning_pipeline.model.tensors import is_placeholder, storage_key, user_line
-
-SHAPES, TARGETS, VALUES = range(3)
-Call = tuple[int, int] | None
-
-
-class Operand(NamedTuple):
-    """What a function was given, as far as it matters: its shape, and where it is one number, that.
-
-    `value` is None where there are several, or where units compute it.
-    """
-
-    shape: tuple[int, ...]
-    value: Tensor | float | None = None
-    computed: bool = False
-
-    @property
-    def elements(self) -> int:
-        """How many elements."""
-        return math.prod(self.shape)
-
-
-class Event(NamedTuple):
-    """One call of a function that is followed."""
-
-    func: Any
-    operands: tuple[Operand, ...]
-    result: tuple[int, ...]
-    divisor: Any = None  # what a loss divides by, where that is no number of elements
-
-
-class Share(NamedTuple):
-    """A value of the whole batch's step, as this micro-batch's part of it: factor times tensor, term by term.
-
-    `origin` is what the factors were read from: one of `SHAPES`, `TARGETS` (of a loss over classes) and
-    `VALUES`. `lost` is the line from where on the value could not be followed,
-    `picked` marks samples that a mask picked.
-    """
-
-    terms: tuple[tuple[float, Tensor], ...]
-    origin: int = 0
-    lost: str = ""
-    picked: bool = False
-
-    def total(self) -> Tensor | None:
-        """The part as a number; None where nothing counts."""
-        parts = [tensor.detach() * factor for factor, tensor in self.terms if factor]
-        return sum(parts[1:], parts[0]) if parts else None
-
-
-@dataclass(slots=True)
-class Whole:
-    """What the whole batch's step showed.
-
-    Attributes:
-        events: Calls of functions that are followed, in order, by the call of a unit that came before; what a
-            step does with masks before it often goes by their values, and is none of a loss's business.
-        targets: For each loss over classes, which tensor of the batch its targets are and which class it
-            leaves out; None where they are made otherwise.
-        ragged: Whether a mask picks samples, so that shapes go by values.
-        reads: Whether a value of the batch was read as a number.
-        unclear: What draws random numbers that are not known to be those of the micro-batches.
-    """
-
-    events: dict[Call, list[Event]] = field(default_factory=dict)
-    targets: list[tuple[int, int] | None] = field(default_factory=list)
-    ragged: bool = False
-    reads: bool = False
-    unclear: str = ""
 
 
 class Observer:
@@ -154,6 +87,7 @@ class Shares:
         self._events: Iterator[Event] = iter(whole.events.get(None, ()))
         self.computed: list[tuple[str, Tensor]] = []
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
+        self._bent: dict[int, tuple[Any, Bent]] = {}
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
@@ -164,9 +98,15 @@ class Shares:
         found = self._known.get(id(value))
         return None if found is None else found[1]
 
+    def bent(self, value: Any) -> Bent | None:
+        """How a number is made of others, where that is no sum over samples."""
+        found = self._bent.get(id(value))
+        return None if found is None else found[1]
+
     def forget(self) -> None:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()
+        self._bent.clear()
 
     def is_mean(self, share: Share) -> bool:
         """Whether it is nothing but the value by the number of samples."""
@@ -179,7 +119,17 @@ class Shares:
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
         if func in _SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
-            return self._select(func, args, kwargs, run)
+            share = self.of(args[0])
+            if self.bent(args[0]) is None and (share is None or not share.single):
+                return self._select(func, args, kwargs, run)
+        bent = bend(self, func, args, kwargs)  # before it is run: it may write in place
+        result = self._followed(func, args, kwargs, run)
+        self._keep_bent(
+            args[0] if func is Tensor.__setitem__ else result, bent or extreme(func, args, result)
+        )
+        return result
+
+    def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         if func not in _RULES:
             return self._other(func, args, kwargs, run) if self._known else run(func, args, kwargs)
         event = self._take(func)
@@ -198,7 +148,8 @@ class Shares:
         if isinstance(result, Tensor):
             mine = Event(func, operands, _shape(result), count)
             step = _Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self.whole)
-            self._keep(result, _RULES[func](step))
+            share = _RULES[func](step)
+            self._keep(result, share if share is None else share._replace(single=not step.grows))
         return result
 
     def _take(self, func: Any) -> Event | None:
@@ -239,7 +190,7 @@ class Shares:
     def _joined(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Share | None:
         """Several numbers as one tensor: each has its place, and nothing in the others'."""
         parts = list(args[0])
-        shares = [self.of(part) or Share(((self.fraction, part),)) for part in parts]
+        shares = [self.of(part) or Share(((self.fraction, part),), single=True) for part in parts]
         if any(share.lost for share in shares) or any(part.numel() != 1 for part in parts):
             return self.lost(*shares)
         terms = [
@@ -250,7 +201,8 @@ class Shares:
         ]
         if len({factor for factor, _ in terms}) == 1 and len(terms) == len(parts):
             terms = [(terms[0][0], result)]
-        return Share(tuple(terms), max(share.origin for share in shares))
+        single = all(share.single for share in shares)
+        return Share(tuple(terms), max(share.origin for share in shares), single=single)
 
     def lost(self, *shares: Share | None) -> Share | None:
         """The share of what is made of these in a way that is not followed."""
@@ -262,6 +214,16 @@ class Shares:
             max(share.origin for share in worst),
             next((s.lost for s in worst if s.lost), "") or user_line(self.root),
         )
+
+    def _keep_bent(self, result: Any, bent: Bent | None) -> None:
+        """Note how a result is made, where no share says it."""
+        if not isinstance(result, Tensor | float):
+            return
+        share = self.of(result)
+        if bent is not None and (bent.always or share is None or share.lost):
+            self._bent[id(result)] = result, bent
+        else:
+            self._bent.pop(id(result), None)
 
     def _keep(self, value: Any, share: Share | None) -> None:
         if share is not None:

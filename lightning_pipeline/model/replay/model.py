@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.model.cut import Microbatch, Partition, TracedOutput, stages_of_states
-from lightning_pipeline.model.loss import check_no_class_weights
+from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.random import StepSeeds
 from lightning_pipeline.model.replay.known_steps import KnownSteps
 from lightning_pipeline.model.replay.left_behind import LeftBehind
@@ -459,10 +459,10 @@ class SplitModel(OutsideSteps):
             [step.parts.get(i) for i in order],
         )
 
-    def part(self, value: Any) -> tuple[Any, bool]:
+    def part(self, value: Any, *, always: bool = False) -> Part:
         """What a number of the micro-batch that runs is of the batch's. See `Follower.part`."""
         follower = None if self._step is None else self._step.follower
-        return (None, False) if follower is None else follower.part(value)
+        return Part() if follower is None else follower.part(value, always=always)
 
     def failed(self) -> None:
         """Drop the state of a batch, after an error too."""

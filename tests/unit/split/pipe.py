@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.data.microbatch import batch_size_of, split_batch
 from lightning_pipeline.model.cut.partitioning import partition
+from lightning_pipeline.model.loss import Bent, together
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.model.trace import trace_step
@@ -105,7 +106,7 @@ def piped(
     """
     logged: list[tuple[int, str, Any]] = []
     splits: list[SplitModel] = []
-    outcome = Outcome()
+    outcome, bent = Outcome(), dict[str, list[Bent]]()
     ranks = ranks or [[stage] for stage in range(stages)]
     microbatches, weights = split_arguments(batch, num_microbatches)
     for held in ranks:
@@ -117,9 +118,11 @@ def piped(
 
         def log(microbatch: int, name: str, value: Any, **options: Any) -> None:
             logged.append((microbatch, name, value.detach().clone() if isinstance(value, Tensor) else value))
-            part, _ = splits[-1].part(value)
-            if part is not None:
-                outcome.logs[name] = outcome.logs.get(name, torch.zeros(())) + part
+            part = splits[-1].part(value)
+            if part.value is not None:
+                outcome.logs[name] = outcome.logs.get(name, torch.zeros(())) + part.value
+            if part.bent is not None:
+                bent.setdefault(name, []).append(part.bent)
 
         splits.append(SplitModel(mine, cut, held, sinks={"log": log}, seed=seed, loss_over_batch=over_batch))
     splits = [
@@ -128,6 +131,7 @@ def piped(
     outcome.splits = splits
     for count in range(steps):
         outcome.logs.clear()
+        bent.clear()
         for split in dict.fromkeys(splits) if each is not None else ():
             batch = each(split.root, count)
         microbatches, weights = split_arguments(batch, num_microbatches, count if each is not None else 0)
@@ -141,6 +145,7 @@ def piped(
             _run_batch(
                 splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire
             )
+            outcome.logs.update({name: together(found) for name, found in bent.items()})
         except BaseException:
             for split in dict.fromkeys(splits):
                 split.failed()

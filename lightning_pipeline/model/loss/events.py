@@ -1,0 +1,76 @@
+"""What is noted of the functions that a step calls, and what a number is worth."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+SHAPES, TARGETS, VALUES = range(3)
+Call = tuple[int, int] | None
+
+
+class Operand(NamedTuple):
+    """What a function was given, as far as it matters: its shape, and where it is one number, that.
+
+    `value` is None where there are several, or where units compute it.
+    """
+
+    shape: tuple[int, ...]
+    value: Tensor | float | None = None
+    computed: bool = False
+
+    @property
+    def elements(self) -> int:
+        """How many elements."""
+        return math.prod(self.shape)
+
+
+class Event(NamedTuple):
+    """One call of a function that is followed."""
+
+    func: Any
+    operands: tuple[Operand, ...]
+    result: tuple[int, ...]
+    divisor: Any = None  # what a loss divides by, where that is no number of elements
+
+
+class Share(NamedTuple):
+    """A value of the whole batch's step, as this micro-batch's part of it: factor times tensor, term by term.
+
+    `origin` is what the factors were read from: one of `SHAPES`, `TARGETS` (of a loss over classes) and
+    `VALUES`. `lost` is the line from where on the value could not be followed,
+    `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean.
+    """
+
+    terms: tuple[tuple[float, Tensor], ...]
+    origin: int = 0
+    lost: str = ""
+    picked: bool = False
+    single: bool = False
+
+    def total(self) -> Tensor | None:
+        """The part as a number; None where nothing counts."""
+        parts = [tensor.detach() * factor for factor, tensor in self.terms if factor]
+        return sum(parts[1:], parts[0]) if parts else None
+
+
+@dataclass(slots=True)
+class Whole:
+    """What the whole batch's step showed.
+
+    Attributes:
+        events: Calls of functions that are followed, in order, by the call of a unit that came before; what a
+            step does with masks before it often goes by their values, and is none of a loss's business.
+        targets: For each loss over classes, which tensor of the batch its targets are and which class it
+            leaves out; None where they are made otherwise.
+        ragged: Whether a mask picks samples, so that shapes go by values.
+        reads: Whether a value of the batch was read as a number.
+        unclear: What draws random numbers that are not known to be those of the micro-batches.
+    """
+
+    events: dict[Call, list[Event]] = field(default_factory=dict)
+    targets: list[tuple[int, int] | None] = field(default_factory=list)
+    ragged: bool = False
+    reads: bool = False
+    unclear: str = ""

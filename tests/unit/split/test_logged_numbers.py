@@ -1,0 +1,117 @@
+"""Logged numbers that are no means over samples are those of the whole batch, not means of its micro-batches'."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchmetrics.functional import mean_squared_error, r2_score
+
+from lightning_pipeline.model.loss import DifferentWaysError
+from tests.unit.split.nets import Net, batch_of, seeded
+from tests.unit.split.pipe import assert_whole, piped
+
+Number = Callable[[Tensor, Tensor], Any]
+
+
+def f1(out: Tensor, y: Tensor) -> Tensor:
+    guess, truth = out > 0, y > 0
+    hits = (guess & truth).sum().double()
+    precision, recall = hits / guess.sum(), hits / truth.sum()
+    return 2 * precision * recall / (precision + recall)
+
+
+def explained(out: Tensor, y: Tensor) -> Tensor:
+    return 1 - ((out - y) ** 2).sum() / ((y - y.mean(0)) ** 2).sum()
+
+
+def weighted_mean_root(out: Tensor, y: Tensor) -> Tensor:
+    w = y.abs()
+    return torch.sqrt((w * (out - y) ** 2).sum() / w.sum())
+
+
+NUMBERS: dict[str, Number] = {
+    "root": lambda out, y: F.mse_loss(out, y).sqrt(),
+    "root as a power": lambda out, y: F.mse_loss(out, y) ** 0.5,
+    "root of a sum by hand": lambda out, y: torch.sqrt(((out - y) ** 2).mean()),
+    "perplexity": lambda out, y: torch.exp(F.cross_entropy(out, (y[:, 0] > 0).long())),
+    "signal to noise": lambda out, y: 10 * torch.log10(1 / F.mse_loss(out, y)),
+    "read as a number": lambda out, y: F.mse_loss(out, y).sqrt().item(),
+    "product of two": lambda out, y: F.mse_loss(out, y) * F.l1_loss(out, y),
+    "quotient of two": lambda out, y: F.mse_loss(out, y) / F.l1_loss(out, y),
+    "sum with a root": lambda out, y: 0.5 * F.mse_loss(out, y).sqrt() + F.l1_loss(out, y),
+    "of several at once": lambda out, y: torch.stack([F.mse_loss(out, y), F.l1_loss(out, y)]).sqrt().sum(),
+    "largest": lambda out, y: (out - y).abs().max(),
+    "smallest": lambda out, y: out.min(),
+    "f1": f1,
+    "weighted root": weighted_mean_root,
+    "over the columns": lambda out, y: ((out - y) ** 2).mean(0).sqrt().mean(),
+    "of torchmetrics": lambda out, y: mean_squared_error(out, y, squared=False),
+}
+
+
+def logging(number: Number) -> type[Net]:
+    class Logs(Net):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            out = self.head(self.body(self.emb(batch["x"])))
+            self.log("number", number(out, batch["y"]))
+            return F.mse_loss(out, batch["y"])
+
+    return Logs
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_that_is_no_mean_is_that_of_the_whole_batch(name: str) -> None:
+    module = seeded(logging(NUMBERS[name]))
+    for size, number in ((8, 4), (7, 3), (5, 5)):
+        assert_whole(module, batch_of(size), num_microbatches=number)
+
+
+@pytest.mark.parametrize("name", ["root", "f1", "largest"])
+def test_it_is_in_every_batch(name: str) -> None:
+    """The first one shows that the loss is a plain mean, so that the others need not be looked at for it."""
+    module = seeded(logging(NUMBERS[name]))
+
+    def each(mine: Any, step: int) -> Any:
+        return batch_of(8, seed=step)
+
+    found = piped(module, batch_of(8), num_microbatches=4, steps=3, follow=True, each=each)
+    alone = seeded(logging(NUMBERS[name]))
+    alone.training_step(batch_of(8, seed=2), 0)
+    torch.testing.assert_close(found.logs["number"], alone.logged[-1][1].double())
+
+
+def test_a_loss_that_is_no_mean_is_warned_of() -> None:
+    class Root(Net):
+        def loss(self, h: Tensor, batch: Any) -> Tensor:
+            return super().loss(h, batch).sqrt()
+
+    with pytest.warns(UserWarning, match="in another way than by adding up"):
+        piped(seeded(Root), batch_of(8), num_microbatches=4, follow=True)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_plain_loss_is_not(factor: float) -> None:
+    class Plain(Net):
+        def loss(self, h: Tensor, batch: Any) -> Tensor:
+            first = F.mse_loss(self.head(h), batch["y"])
+            return factor * first + 0.1 * h.abs().mean() / 2
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        piped(seeded(Plain), batch_of(8), num_microbatches=4, follow=True)
+
+
+def test_what_nothing_puts_together_says_so() -> None:
+    for number in (lambda out, y: out.std(), lambda out, y: 2 * out.median(), explained):
+        with pytest.raises(DifferentWaysError):
+            piped(seeded(logging(number)), batch_of(8), num_microbatches=4, follow=True)
+
+
+def test_quotients_of_a_library_are_those_of_the_batch() -> None:
+    assert_whole(
+        seeded(logging(lambda out, y: r2_score(out[:, 0], y[:, 0]))), batch_of(8), num_microbatches=4
+    )
