@@ -3,7 +3,7 @@
 from lightning_pipeline.hooks.beside import owners_beside
 from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
-from lightning_pipeline.hooks.gradients import GradientHooks, SetAside, zeroed_unseen
+from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
 from lightning_pipeline.hooks.loggers import complete_in_loggers
@@ -20,6 +20,7 @@ __all__ = [
     "FiniteSteps",
     "GradientHooks",
     "HookLogs",
+    "HooksElsewhere",
     "LockSteps",
     "LogRecorder",
     "OwnParts",

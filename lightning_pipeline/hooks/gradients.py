@@ -1,11 +1,13 @@
 """A batch's gradients: what hooks see of them, and how they survive Lightning's zeroing before backward."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
-from torch import Tensor
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
@@ -160,3 +162,145 @@ class GradientHooks:
         for parameter, hooks in called:
             for hook in hooks.values() if parameter.grad is not None else ():
                 hook(parameter)
+
+
+class HooksElsewhere:
+    """Hooks on gradients that some ranks have registered, and not the one that has the parameter.
+
+    One that all ranks register is called where the parameter is. One that a rank registers alone, such as
+    code for global rank 0 that watches a model, is called there, with the gradient sent to it. Which there
+    are all ranks agree on in the first batch, and anew after a batch in which one has others.
+
+    Args:
+        module: Lists the whole module's parameters.
+        originals: For what stands for a parameter of another stage, by `id`, the parameter.
+        holders: The pipeline ranks that hold a parameter, by name; the first one counts.
+        gather: Gives an object of each pipeline rank, told for what.
+        send: Gives every rank of this replica the tensor of one, a pipeline rank.
+        rank: This pipeline rank.
+        num_ranks: Of the pipeline.
+    """
+
+    def __init__(
+        self, module: nn.Module, originals: Mapping[int, Tensor], holders: Callable[[str], Sequence[int]],
+        gather: Callable[[Any, str], list[Any]], send: Callable[[str, Tensor, int], None],
+        rank: int, num_ranks: int,
+    ) -> None:  # fmt: skip
+        self._module, self._originals, self._holders = module, originals, holders
+        self._gather, self._send, self._rank, self._num_ranks = gather, send, rank, num_ranks
+        self._agreed: dict[str, tuple[int, int]] | None = None
+        self._now: dict[str, tuple[int, int]] = {}
+        self._asked: list[tuple[str, int, list[int]]] = []
+        self._served: set[str] = set()
+        self._parameters: dict[str, Tensor] = {}
+
+    def _registered(self, parameter: Tensor) -> tuple[list[Any], list[Any]]:
+        """What was given to `register_hook` and to `register_post_accumulate_grad_hook`."""
+        both: tuple[list[Any], list[Any]] = ([], [])
+        for tensor in (self._originals.get(id(parameter)), parameter):
+            if tensor is not None and (tensor._backward_hooks or tensor._post_accumulate_grad_hooks):
+                both[0].extend((tensor._backward_hooks or {}).values())
+                both[1].extend((tensor._post_accumulate_grad_hooks or {}).values())
+        return both
+
+    def look(self) -> None:
+        """After the backwards of a batch: note which hooks this rank has."""
+        if not self._parameters:
+            self._parameters = dict(self._module.named_parameters())
+        self._now = {
+            name: (len(hooks[0]), len(hooks[1]))
+            for name, parameter in self._parameters.items()
+            if any(hooks := self._registered(parameter))
+        }
+
+    def has_changed(self) -> bool:
+        """Whether this rank had other hooks in the last batch than were agreed on."""
+        return self._agreed is not None and self._now != self._agreed
+
+    def agree(self) -> None:
+        """Find out who has which; all ranks of the replica call.
+
+        Raises:
+            SplitError: What one rank has registered cannot be called there.
+        """
+        first, self._agreed = self._agreed is None, self._now
+        told: list[dict[str, tuple[int, int]]] = self._gather(self._now, "comparing hooks on gradients")
+        self._asked = []
+        for name in self._parameters if any(one != told[0] for one in told) else ():
+            holders = self._holders(name)
+            counts = [one.get(name, (0, 0)) for one in told]
+            own = [max(counts[holder][kind] for holder in holders) for kind in (0, 1)]
+            alone = [
+                [rank for rank, count in enumerate(counts) if rank not in holders and count[kind] > own[kind]]
+                for kind in (0, 1)
+            ]
+            if alone[1] or (alone[0] and own[0]):
+                raise self._refusal(name, alone[1] or alone[0], changes=bool(alone[0] and own[0]))
+            if alone[0]:
+                self._asked.append((name, holders[0], alone[0]))
+        new = {name for name, *_ in self._asked} - self._served
+        self._served |= new
+        if new:
+            ranks = sorted({rank for _, _, asking in self._asked for rank in asking})
+            missed = "" if first else ", from the next batch on"
+            rank_zero_warn(
+                f"pipeline rank {', '.join(map(str, ranks))} has registered hooks on the gradients of "
+                f"{len(new)} parameters that are on other stages, and their ranks have not: these gradients "
+                f"are sent there in each batch{missed}. Where every rank registers a hook, it is called on "
+                "the rank that has the parameter, and nothing is sent"
+            )
+
+    def _refusal(self, name: str, ranks: Sequence[int], *, changes: bool) -> SplitError:
+        how = "register_hook" if changes else "register_post_accumulate_grad_hook"
+        what = f"a hook with {how} that cannot be called there, on the gradient"
+        return SplitError(
+            f"pipeline rank {', '.join(map(str, ranks))} alone has registered {what} of {name!r}, which is "
+            f"on pipeline rank {self._holders(name)[0]}: register it on all ranks; it is called where the "
+            "parameter is"
+        )
+
+    def show(self, *, by_hand: bool = False) -> None:
+        """With the gradients of a batch in `.grad`: call those that were agreed on; all ranks call.
+
+        Args:
+            by_hand: Whether the user has called the backward, so that `.grad` may have more in it.
+
+        Raises:
+            SplitError: One of them changes the gradient, or cannot be called.
+        """
+        if self._num_ranks == 1:
+            return
+        self.look()
+        if self._agreed is None:
+            self.agree()
+        for name, _, ranks in self._asked if by_hand else ():
+            raise self._refusal(name, ranks, changes=True)
+        for holder in sorted({holder for _, holder, _ in self._asked}):
+            asked = [(name, ranks) for name, of, ranks in self._asked if of == holder]
+            tensors = [self._parameters[name] for name, _ in asked]
+            for (name, ranks), gradient in zip(asked, self._sent(tensors, holder), strict=True):
+                if gradient is not None and self._rank in ranks:
+                    for hook in self._registered(self._parameters[name])[0]:
+                        if _called(hook, gradient) is not None:
+                            raise self._refusal(name, [self._rank], changes=True)
+
+    def _sent(self, parameters: Sequence[Tensor], holder: int) -> list[Tensor | None]:
+        """The gradients of a rank's parameters, on every rank; None where there is none."""
+        what, is_here = "gradients for hooks", self._rank == holder
+        device = parameters[0].device
+        there = torch.zeros(len(parameters), device=device)
+        if is_here:
+            there += torch.tensor([float(p.grad is not None) for p in parameters], device=device)
+        self._send(what, there, holder)
+        found: list[Tensor | None] = []
+        for parameter, exists in zip(parameters, there.tolist(), strict=True):
+            if not exists:
+                found.append(None)
+                continue
+            own = parameter.grad if is_here else None
+            if own is None:
+                own = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            gradient = (own.to_dense() if own.layout is not torch.strided else own).contiguous()
+            self._send(what, gradient, holder)
+            found.append(gradient)
+        return found

@@ -171,21 +171,21 @@ class RanksInStep:
         if self.ending:
             raise SIGTERMException
 
-    def end_batch(self, trainer: Trainer, flag: bool) -> bool:
+    def end_batch(self, trainer: Trainer, *flags: bool) -> list[bool]:
         """Called at the end of each training batch: `stop_together`, and all ends of data are one.
 
         Args:
             trainer: In its training.
-            flag: Anything to ask of the ranks along with it.
+            flags: Anything to ask of the ranks along with it.
 
         Returns:
-            Whether any rank raised the flag.
+            For each flag whether any rank raised it.
 
         Raises:
             BatchMismatchError: The data of some ranks has ended, on every rank.
         """
         is_last = _lightning.is_last_batch(trainer)
-        raised, some_end, some_go_on = self._agree(trainer, flag, is_last, not is_last)
+        some_end, some_go_on, *raised = self._agree(trainer, is_last, not is_last, *flags)
         if some_end and some_go_on:
             ended = self._members.world.gather("comparing the ends of the data", is_last)
             names = ", ".join(str(rank) for rank, last in sorted(ended.items()) if last)

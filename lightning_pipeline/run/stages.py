@@ -15,6 +15,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
+    HooksElsewhere,
     LockSteps,
     LogRecorder,
     OwnParts,
@@ -71,6 +72,7 @@ class Stages:
         split: This rank's part of the module.
         executor: Runs plans on it.
         gradients: What batches make of them.
+        hooks: On gradients, where one rank alone has registered them.
         meeting: Completes values of several stages in the user's hooks.
         run: What is known of it, and what its steps did.
         steps: What its batches have in common.
@@ -92,7 +94,7 @@ class Stages:
     # Setting up
 
     def connect(
-        self, recorder: LogRecorder, plans: Plans, plugin: Precision, end_batch: Callable[[bool], bool],
+        self, recorder: LogRecorder, plans: Plans, plugin: Precision, end_batch: Callable[..., list[bool]],
         num_microbatches: int, at_least: int,
     ) -> None:  # fmt: skip
         """Make what runs the stages, and let the user's hooks see a whole module; all ranks call.
@@ -101,7 +103,7 @@ class Stages:
             recorder: Where `self.log` goes during a step.
             plans: For any number of micro-batches.
             plugin: The precision plugin.
-            end_batch: Asks all ranks at the end of a batch whether one raises the flag.
+            end_batch: Asks all ranks at the end of a batch for each flag whether one raises it.
             num_microbatches: What a batch is cut into.
             at_least: Samples that each micro-batch should have.
         """
@@ -125,6 +127,7 @@ class Stages:
         )
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, groups, members.failure, self._placement)
+        self.hooks = self._hooks_elsewhere()
         served = ServedHooks(
             self._module, split, lambda step: split.num_stages > 1 and split.has_late_attributes(step),
             split.sinks_to, members, self._placement, trainer, self._device,
@@ -132,7 +135,14 @@ class Stages:
         self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
         self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
         start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
-        metrics = served.serve(end_batch)
+
+        def ends(logged: bool) -> bool:
+            raised, others = end_batch(logged, self.hooks.has_changed())
+            if others:
+                self.hooks.agree()
+            return raised
+
+        metrics = served.serve(ends)
         self.lockstep = LockSteps(
             self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
             plugin.forward_context, keeps=split.has_last_stage,
@@ -156,6 +166,21 @@ class Stages:
             lambda: trainer.optimizers, self.gradients.aside.held, self._device,
         )  # fmt: skip
         watch_memory(run.memory, run, members.failure)
+
+    def _hooks_elsewhere(self) -> HooksElsewhere:
+        members, split = self._members, self.split
+
+        def holders(name: str) -> list[int]:
+            return [self._placement.rank_of(stage) for stage in split.stages_of(name)]
+
+        def send(what: str, tensor: Tensor, rank: int) -> None:
+            members.replica.broadcast(what, tensor, members.ranks[rank], members.groups.pipeline)
+
+        originals = {id(made): tensor for tensor, made in split.stand_ins.items()}
+        return HooksElsewhere(
+            self._module, originals, holders, members.gather, send, members.groups.rank,
+            self._placement.num_ranks,
+        )  # fmt: skip
 
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
@@ -240,6 +265,7 @@ class Stages:
         def around() -> Iterator[None]:
             with self.gradients.of_batch(trainer, stepping=stepping), self.meeting.aside():
                 yield
+                self.hooks.show()
 
         batch.around, batch.around_backwards = around, self.gradients.of_backwards
         return batch
@@ -287,6 +313,7 @@ class Stages:
     def after_backward(self) -> None:
         """One of manual optimization has given parameters their gradients: average over replicas."""
         with self.meeting.aside():
+            self.hooks.show(by_hand=True)
             self.gradients.average()
         self.meeting.changed()
 

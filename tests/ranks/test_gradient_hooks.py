@@ -125,3 +125,47 @@ class WaitsForSeveral(Regression):
 def test_a_hook_on_several_gradients_is_refused_with_the_hooks_to_use(ranks: Ranks) -> None:
     outcome = ranks(2).outcomes(fit_one_epoch, WaitsForSeveral, group=False)[1]
     assert "register_multi_grad_hook waits for several gradients" in str(outcome.error), outcome
+
+
+class WatchesOnOneRank(Watches):
+    """As `wandb.watch` on the rank that has the logger; after two batches a part of it is let go."""
+
+    def on_fit_start(self) -> None:
+        self.seen, self.handles = {}, []
+        if self.trainer.is_global_zero:
+            super().on_fit_start()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 1 and self.trainer.current_epoch == 0:
+            for handle in self.handles[::2]:
+                handle.remove()
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_hook_of_one_rank_alone_sees_every_gradient(ranks: Ranks, stages: int) -> None:
+    (weights_, expected) = fitted(WatchesOnOneRank, None)
+    found, *others = ranks(stages)(fitted, WatchesOnOneRank, stages)
+    assert found[1] == {name: pytest.approx(values) for name, values in expected.items()}
+    assert_same(found[0], weights_)
+    assert all(not seen for _, seen in others)
+
+
+class Alone(Regression):
+    """Registers a hook on rank 0 alone; `register` and `hook` are set by tests."""
+
+    register = "register_post_accumulate_grad_hook"
+
+    def on_fit_start(self) -> None:
+        if self.trainer.is_global_zero:
+            for parameter in self.parameters():
+                getattr(parameter, self.register)(lambda held: held * 2 if self.register[9] == "h" else None)
+
+
+class ChangesAlone(Alone):
+    register = "register_hook"
+
+
+@pytest.mark.parametrize("kind", [Alone, ChangesAlone])
+def test_a_hook_of_one_rank_that_cannot_be_called_there_is_refused(ranks: Ranks, kind: type[Alone]) -> None:
+    outcome = ranks(2).outcomes(fit_one_epoch, kind, group=False)[0]
+    assert f"alone has registered a hook with {kind.register}" in str(outcome.error), outcome
