@@ -9,6 +9,7 @@ from torchmetrics import MeanMetric
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks.gradients import SetAside
 from lightning_pipeline.hooks.step_logs import LogRecorder
+from lightning_pipeline.model.loss import Part
 
 
 class Module(pl.LightningModule):
@@ -64,6 +65,19 @@ def test_a_given_batch_size_is_summed_and_a_metric_is_found_by_its_path() -> Non
         None,
         (("on_epoch", True),),
     )
+
+
+def test_a_python_number_that_differs_between_microbatches_is_warned_of_once() -> None:
+    recorder = LogRecorder(Module())
+    recorder.part_of = lambda value, always: Part(value / 2)
+    with pytest.warns(UserWarning, match=r"self.log\('rate', ...\) is given is a Python number") as warned:
+        for _ in range(2):
+            recorder.begin([1, 1])
+            for microbatch, value in enumerate([1.0, 3.0]):
+                recorder.log(microbatch, "rate", value)
+                recorder.log(microbatch, "same", 2.0)
+            assert recorder.report(None).values.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+    assert len(warned) == 1
 
 
 def test_what_cannot_be_logged_is_refused() -> None:
