@@ -93,8 +93,10 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any) -> Bent | None:
     if not found or others:
         return None
     if func is Tensor.__setitem__:
-        return Bent(_with_item, *map_tensors(lambda tensor: tensor.detach().clone(), made), always=True)
-    return Bent(func, *map_tensors(lambda tensor: tensor.detach(), made), always=any(found))
+        args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), made)
+        return Bent(_with_item, args, kwargs, always=True)
+    args, kwargs = map_tensors(lambda tensor: tensor.detach(), made)
+    return Bent(func, args, kwargs, always=any(found))
 
 
 def extreme(func: Any, args: Any, result: Any) -> Bent | None:
