@@ -70,13 +70,17 @@ def test_a_given_batch_size_is_summed_and_a_metric_is_found_by_its_path() -> Non
 def test_a_python_number_that_differs_between_microbatches_is_warned_of_once() -> None:
     recorder = LogRecorder(Module())
     recorder.part_of = lambda value, always: Part(value / 2)
-    with pytest.warns(UserWarning, match=r"self.log\('rate', ...\) is given is a Python number") as warned:
+
+    def log_twice() -> None:
         for _ in range(2):
             recorder.begin([1, 1])
             for microbatch, value in enumerate([1.0, 3.0]):
                 recorder.log(microbatch, "rate", value)
                 recorder.log(microbatch, "same", 2.0)
             assert recorder.report(None).values.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+
+    with pytest.warns(UserWarning, match=r"self.log\('rate', ...\) is given is a Python number") as warned:
+        log_twice()
     assert len(warned) == 1
 
 
