@@ -199,7 +199,8 @@ class Shares:
             for i, share in enumerate(shares)
             for factor, tensor in share.terms
         ]
-        if len({factor for factor, _ in terms}) == 1 and len(terms) == len(parts):
+        own = all(map(_is_own, shares, parts))  # else the result may be nan where the terms are not
+        if own and len({factor for factor, _ in terms}) == 1:
             terms = [(terms[0][0], result)]
         single = all(share.single for share in shares)
         return Share(tuple(terms), max(share.origin for share in shares), single=single)
