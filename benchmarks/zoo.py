@@ -13,6 +13,7 @@ import gc
 import json
 import multiprocessing
 import re
+import resource
 import signal
 import time
 import traceback
@@ -32,6 +33,8 @@ from benchmarks.zoo_compare import Arguments, Trained, alone, compared, has_draw
 from benchmarks.zoo_page import page_text, read, table, variants_text, write_page
 from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
 from lightning_pipeline.model.tensors.structure import map_tensors
+
+MOST_BYTES = 6 << 30  # that a process may hold: what takes more fails alone
 
 # ---- one pair
 
@@ -116,6 +119,7 @@ def limited(seconds: int) -> Iterator[None]:
 
 def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int, variant: str) -> None:
     torch.set_num_threads(1)
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     warnings.simplefilter("ignore")
     for index, (kind, name) in enumerate(todo):
         if index % 20 == 19:

@@ -113,7 +113,8 @@ def fit(kind: str, name: str, stages: int) -> dict[str, Any]:
         metrics = {key: float(value) for key, value in trainer.callback_metrics.items()}
         trainer.validate(module, data, verbose=False)
         metrics |= {f"validate {key}": float(value) for key, value in trainer.callback_metrics.items()}
-        predicted = torch.cat(trainer.predict(module, data) or [torch.zeros(0)])
+        outputs: list[Any] = trainer.predict(module, data) or []  # of the whole batch, on rank 0
+        predicted = torch.cat([output for output in outputs if output is not None] or [torch.zeros(0)])
     return {"weights": weights, "metrics": metrics, "predicted": predicted}
 
 

@@ -159,8 +159,8 @@ class Tracer:
                 self._everything_alive()
 
     def _end_early(self, error: Exception) -> None:
-        called = {call.unit for call in self.trace.calls}
-        missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in called]
+        used = {call.unit for call in self.trace.calls} | self._units_used_by_weight()
+        missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in used]
         if missing:
             raise SplitError(
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
@@ -169,6 +169,11 @@ class Tracer:
         self.effects.values_read()
         self.trace.ended_early = self.observed.ended_early = True
         self._everything_alive()
+
+    def _units_used_by_weight(self) -> set[int]:
+        """Units that need no call: what was called reads their weights, such as learned queries."""
+        read = {tag.name for call in self.trace.calls for tag in call.reads if tag.kind == "state"}
+        return {unit for name, unit in self.trace.state_units.items() if name in read}
 
     def _everything_alive(self) -> None:
         self.trace.tail.update(tag for tag, value in self.observed.values.items() if value() is not None)

@@ -390,3 +390,24 @@ class TokenSelection(Net):
 def test_shapes_that_follow_from_values_of_the_batch_are_right():
     keep = torch.tensor([1, 1, 1, 0, 0, 1]).bool()
     assert_works(TokenSelection, batch={**batch_of(6), "keep": keep}, num_microbatches=3)
+
+
+class Queries(Net):
+    """As MaskFormer: learned queries that no code calls, and a loss that matches by numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries = nn.Embedding(1, WIDTH)
+        self.double()
+
+    def body(self, h):
+        return super().body(h + self.queries.weight)
+
+    def loss(self, h, batch):
+        out = self.head(h)
+        order = out.detach().sum(1).numpy().argsort()
+        return F.mse_loss(out[torch.from_numpy(order)], batch["y"])
+
+
+def test_the_end_may_need_values_where_a_unit_gives_its_weight_alone():
+    assert_works(Queries)
