@@ -176,7 +176,10 @@ class Tracer:
         return {unit for name, unit in self.trace.state_units.items() if name in read}
 
     def _everything_alive(self) -> None:
-        self.trace.tail.update(tag for tag, value in self.observed.values.items() if value() is not None)
+        values = self.observed.values
+        alive = (tensor for made in self.observed.made if (tensor := made()) is not None)
+        self.trace.tail.update(tag for tag, value in values.items() if value() is not None)
+        self.trace.tail.update(tag for tag in self.tags.union(alive) if tag in values)  # what is made of them
         self.trace.result |= self.trace.tail
 
     # ---- calls of units

@@ -411,3 +411,22 @@ class Queries(Net):
 
 def test_the_end_may_need_values_where_a_unit_gives_its_weight_alone():
     assert_works(Queries)
+
+
+class RanksByAnEarlyValue(Net):
+    """As EoMT: what is made of an early output, which is gone itself, is read as an array at the end."""
+
+    def body(self, h):
+        h = self.layers[0](h)
+        self.early, h = h.sum(1), self.layers[1](h)
+        return self.layers[3](self.layers[2](h))
+
+    def loss(self, h, batch):
+        out, early = self.head(h), self.early
+        self.early = None
+        order = (early.detach() + out.detach().sum(1)).numpy().argsort()
+        return F.mse_loss(out[torch.from_numpy(order)], batch["y"])
+
+
+def test_what_is_made_of_an_early_value_arrives_where_the_end_needs_it():
+    assert_works(RanksByAnEarlyValue)
