@@ -36,6 +36,7 @@ class Job:
 def serve(rank: int, connection: Connection, log_path: str) -> None:
     """The whole life of a rank: take a job, run it, report, until the pool hangs up."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background has it ignored
     _redirect(log_path)
     torch.set_num_threads(1)
     gc.freeze()

@@ -226,26 +226,24 @@ class LogRecorder:
         several = len(call.values) > 1
         if not several and not call.followed:
             return call.values[0].double()
-        values = torch.stack([value.double() for value in call.values])
-        alike = bool((values == values[0]).all())
         if len(call.bent) == len(call.values):
             with suppress(DifferentWaysError):
                 return together(call.bent)
         if call.reduces in ("max", "min") and call.known < len(call.values):
+            values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
-        if several and not alike and (call.bent or call.numbers):
+        if several and (call.bent or call.numbers) and name not in self._warned and _differ(call):
             self._warn(name, "is a Python number" if call.numbers else "is no sum or mean over samples")
         return _reduced(call)
 
     def _warn(self, name: str, what: str) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            warnings.warn(
-                f"what self.log({name!r}, ...) is given {what} that differs between micro-batches, so that "
-                "the batch's is taken for their mean by samples. Where it is another number (a root, a "
-                "quotient of two sums, a median) log the tensors that it is made of, log a torchmetrics "
-                "object, or work it out in on_train_epoch_end or on_validation_epoch_end"
-            )
+        self._warned.add(name)
+        warnings.warn(
+            f"what self.log({name!r}, ...) is given {what} that differs between micro-batches, so that "
+            "the batch's is taken for their mean by samples. Where it is another number (a root, a "
+            "quotient of two sums, a median) log the tensors that it is made of, log a torchmetrics "
+            "object, or work it out in on_train_epoch_end or on_validation_epoch_end"
+        )
 
 
 def log_options(given: Mapping[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -290,6 +288,14 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor | None:
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float32, torch.float64) else torch.float32
+
+
+def _differ(call: _Call) -> bool:
+    """Whether micro-batches have logged different values; tensors, unlike numbers, are read for it."""
+    plain = [value for value in call.sources if not isinstance(value, Tensor)]
+    if call.numbers and len(plain) == len(call.sources):
+        return any(value != plain[0] for value in plain)
+    return any(bool(value != call.values[0]) for value in call.values[1:])
 
 
 def _reduced(call: _Call) -> Tensor:
