@@ -114,7 +114,7 @@ def test_a_metric_that_one_rank_asks_for_alone_is_named(ranks: Ranks, tmp_path: 
 
 @pytest.mark.parametrize(
     ("point", "rank"),
-    [("setup", 1), whole("on_fit_start", 0), ("on_train_batch_end", 1), whole("on_train_end", 0)],
+    [("setup", 1), whole("on_fit_start", 0), whole("on_train_batch_end", 1), whole("on_train_end", 0)],
 )
 def test_a_killed_rank_is_named(ranks: Ranks, tmp_path: Path, point: str, rank: int) -> None:
     outcomes = outcomes_of(ranks, faulty, "kill", point, rank, str(tmp_path), 3, size=3)

@@ -36,7 +36,7 @@ def ended(outcomes: list[Outcome], rank: int, bound: float, *told: str) -> None:
     ("fault", "point", "rank"),
     [
         ("kill", "forward", MIDDLE),  # F01
-        ("kill", "backward", LAST),  # F02, F03
+        whole("kill", "backward", LAST),  # F02, F03
         whole("abort", "forward", FIRST),  # F11
         whole("leave", "forward", MIDDLE),  # F08
     ],
