@@ -409,14 +409,14 @@ def _times(
 ) -> Share | None:
     """An argument times a number, which the whole batch has otherwise."""
     origin = step.origin_of(1 - position)
-    if here == there:
-        share = step.known[position]
+    share = step.known[position]
+    if here == there and (share is not None or step.known[1 - position] is None):
         return (
             None
             if share is None
             else step.mapped(share._replace(origin=max(origin, share.origin)), position, change)
         )
-    share = step.share(position)
+    share = step.share(position)  # a number of the batch may by chance be this micro-batch's own
     if share.lost:
         return step.lost()
     if here and math.isfinite(here) and _is_own(share, step.args[position]):

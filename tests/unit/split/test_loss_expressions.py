@@ -155,6 +155,7 @@ def bends(tree: Any) -> bool:
 
 @settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @example(tree=("stacked", *[("sum", ("over", ("tokens",), "count"))] * 2), seed=0, sizes=[1] * 6, empty=False)
+@example(tree=("picked", ("over", ("tokens",), "count")), seed=0, sizes=[2, 4], empty=True)
 @given(terms(), st.integers(0, 99), st.sampled_from([[2, 4], [1, 1, 4], [2, 2, 2], [1] * 6]), st.booleans())
 def test_a_loss_is_that_of_the_whole_batch_or_refused(
     tree: Any, seed: int, sizes: list[int], empty: bool
