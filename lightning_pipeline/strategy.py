@@ -572,6 +572,7 @@ class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
             self.note_position()
             self.leave_callbacks()
             self.end_compiled()
+            self.keep_answers()
             pipeline, self._pipeline = self._pipeline, None
             if pipeline is not None:
                 pipeline.close()

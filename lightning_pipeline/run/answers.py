@@ -27,9 +27,11 @@ from lightning_pipeline.weights import gathered
 
 
 class Answers:
-    """What is known while the module is split. The strategy inherits these answers."""
+    """What is known while the module is split, and after it. The strategy inherits these answers."""
 
     _settings: Settings
+    _table: StageTable | None = None  # of the run that has ended
+    _plan: Plan | None = None  # likewise, of its last training step
 
     lightning_module: LightningModule | None
     _pipeline: Pipeline | None = None
@@ -63,7 +65,7 @@ class Answers:
 
         Args:
             module: Of a run that is not begun; `configure_model` is run on a copy, without weights. Default:
-                that of the run.
+                that of the run, or of the one that ended last.
             batch: For `module`: of one replica, as a dataloader gives it.
 
         Raises:
@@ -71,7 +73,18 @@ class Answers:
         """
         if module is not None:
             return ForecastInput(module, batch).table(self._settings)
+        if self._has_ended and self._table is not None:
+            return self._table
         return self._split.table
+
+    def keep_answers(self) -> None:
+        """The run ends: keep what may be asked after it."""
+        if self._pipeline is not None and isinstance(stages := self._pipeline.stages, Stages):
+            self._table, self._plan = stages.table, stages.last_plan
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._one_device is None and self._pipeline is None
 
     @property
     def run(self) -> PipelineRun:
@@ -139,8 +152,8 @@ class Answers:
 
     @property
     def last_plan(self) -> Plan | None:
-        """The plan of the last training step, `None` before the first."""
-        return self._stages.last_plan
+        """The plan of the last training step, also after the run; `None` before the first."""
+        return self._plan if self._has_ended else self._stages.last_plan
 
     @property
     def batch_size(self) -> int | None:
@@ -158,7 +171,8 @@ class Answers:
         """Gather the module for code that needs all of its weights at once; all ranks must enter together.
 
         In a hook the module itself may be called by all ranks or by one, without this. Inside the block one
-        rank has every weight in its memory; what is done to copies of other stages' weights is refused.
+        rank has every weight in its memory; what is done to copies of other stages' weights is refused. After
+        a run it is the module that the run has left, which is whole unless `gather_weights` says otherwise.
 
         Args:
             on: Who gets it: global rank 0, or all ranks.
@@ -167,12 +181,30 @@ class Answers:
             A context, which gives the whole module, and `None` on ranks that only wait.
 
         Raises:
-            ConfigurationError: `on` is something else, or no run is under way.
+            ConfigurationError: `on` is something else, there is no module yet, or the run that ended has left
+                it whole elsewhere.
             SplitError: At the end: a weight that another stage holds was changed.
         """
         if on not in ("rank_zero", "all"):
             raise ConfigurationError(f"whole_model(on={on!r}) is not known: use 'rank_zero' or 'all'")
-        return nullcontext(self.lightning_module) if self._one_device is not None else self._whole(on)
+        if self._one_device is not None:
+            return nullcontext(self.lightning_module)
+        return nullcontext(self._left_by_run(on)) if self._has_ended else self._whole(on)
+
+    def _left_by_run(self, on: str) -> LightningModule | None:
+        module = self.lightning_module
+        if module is None:
+            raise ConfigurationError(
+                "there is no module yet: enter whole_model() in a hook, or after a run"
+            )
+        if on == "rank_zero" and module.global_rank != 0:
+            return None
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise ConfigurationError(
+                f"the run has ended with gather_weights={self._settings.gather_weights!r}, which leaves no "
+                "whole module here: enter whole_model() in a hook such as on_train_end, or set gather_weights='all'"
+            )
+        return module
 
     @contextmanager
     def _whole(self, on: str) -> Iterator[LightningModule | None]:
@@ -219,7 +251,9 @@ class Answers:
     def _run(self) -> Pipeline | OneDevice:
         run = self._one_device or self._pipeline
         if run is None:
-            raise ConfigurationError("the module is split from `configure_optimizers` on, until the run ends")
+            raise ConfigurationError(
+                "no run is under way, or its module is not split yet: it is from `configure_optimizers` on"
+            )
         return run
 
     @property

@@ -22,9 +22,11 @@ from lightning_pipeline.checkpoint.contents import bare, flat_state, names_by_id
 from lightning_pipeline.checkpoint.folder import MODEL, OURS, local_path
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import FiniteSteps, first_not_finite
+from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.ranks import RankMap
 from lightning_pipeline.run.members import join
 from lightning_pipeline.run.one_device import OneDevice
+from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import holds_weights_only, open_weights, prefix_for
 
@@ -42,6 +44,8 @@ class PlainStrategy(ParallelStrategy):
     _settings: Settings
     _rank_map: RankMap | None = None
     _one_device: OneDevice | None = None
+    _table: StageTable | None = None  # of the run that has ended
+    _plan: Plan | None = None  # likewise, of its last training step
     _stood: Mapping[str, Any] | None = None
     _said_world_size = 1
     _is_set_up = _synced = False
@@ -428,7 +432,7 @@ class PlainStrategy(ParallelStrategy):
         self.end_compiled()
         run, self._one_device = self._one_device, None
         if run is not None:
-            self._stood = self._where()
+            self._stood, self._table, self._plan = self._where(), run.table, run.last_plan
         if isinstance(self.model, nn.parallel.DistributedDataParallel):
             self.model = self.lightning_module
         if self._synced and self._layer_sync is not None and self.model is not None:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_pipeline.errors import SplitError
+from lightning_pipeline.errors import ConfigurationError, SplitError
 from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
 
@@ -117,6 +117,33 @@ def test_the_gathered_module_has_all_weights(ranks: Ranks, on: str) -> None:
             assert seen[0].shape == (5, 3)
         else:
             assert seen == []
+
+
+def asked_afterwards(how: str, stages: int = 2) -> Any:
+    module = Drops()
+    run = trainer({"stages": stages, "gather_weights": how}, max_epochs=1)
+    with pytest.raises(ConfigurationError, match="there is no module yet"):
+        run.strategy.whole_model()
+    run.fit(module, loader())
+    seen = run.strategy.describe(), run.strategy.last_plan
+    with run.strategy.whole_model() as on_zero, run.strategy.whole_model("all") as everywhere:
+        assert everywhere is module
+        return *(str(one) for one in seen), on_zero is module
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_plan_and_the_whole_module_may_be_asked_for_after_a_run(ranks: Ranks, stages: int) -> None:
+    for rank, (table, plan, whole) in enumerate(ranks(stages)(asked_afterwards, "all", stages, group=False)):
+        assert "parameters" in table
+        assert plan != "None"
+        assert whole == (rank == 0)
+
+
+def test_a_module_that_a_run_left_in_parts_is_not_taken_for_whole(ranks: Ranks) -> None:
+    with pytest.raises(
+        RankFailure, match="whole_model\\(\\) in a hook such as on_train_end, or set gather_weights"
+    ):
+        ranks(2)(asked_afterwards, "none", group=False)
 
 
 class ChangesACopy(Callback):
