@@ -194,9 +194,7 @@ class Answers:
     def _left_by_run(self, on: str) -> LightningModule | None:
         module = self.lightning_module
         if module is None:
-            raise ConfigurationError(
-                "there is no module yet: enter whole_model() in a hook, or after a run"
-            )
+            raise ConfigurationError("there is no module yet: enter whole_model() in a hook, or after a run")
         if on == "rank_zero" and module.global_rank != 0:
             return None
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
