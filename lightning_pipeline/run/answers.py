@@ -200,7 +200,8 @@ class Answers:
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise ConfigurationError(
                 f"the run has ended with gather_weights={self._settings.gather_weights!r}, which leaves no "
-                "whole module here: enter whole_model() in a hook such as on_train_end, or set gather_weights='all'"
+                "whole module here: enter whole_model() in a hook such as on_train_end, or set "
+                "gather_weights='all'"
             )
         return module
 
