@@ -30,6 +30,7 @@ class Observer:
     def __init__(self, batch: Sequence[Tensor]) -> None:
         self.whole = Whole()
         self._batch = {storage_key(tensor): position for position, tensor in enumerate(batch)}
+        self._copies: list[Tensor] = []  # held, so that no memory is used twice
         self._after: Call = None
 
     def unit(self, number: int, nth: int) -> None:
@@ -38,6 +39,8 @@ class Observer:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function and note what it was given."""
+        for written in _written(func, args, kwargs):
+            self._batch.pop(storage_key(written), None)
         if func is Tensor.__getitem__ and has_mask(args[1]):
             self.whole.ragged = True
             args = (args[0], as_indices(args[1])) if is_placeholder(args[0]) else args
@@ -50,7 +53,7 @@ class Observer:
         elif func in _READING and not is_placeholder(args[0]):
             self.whole.reads = True
         if func not in _RULES:
-            return run(func, args, kwargs)
+            return self._copied(func, args, kwargs, run(func, args, kwargs))
         operands = tuple(_operand(arg, copied=True) for arg in args[:2])
         count = valid_targets(func, args, kwargs) if func in LOSSES else None
         if count is not None:
@@ -58,6 +61,15 @@ class Observer:
         result = run(func, args, kwargs)
         event = Event(func, operands, _shape(result), count)
         self.whole.events.setdefault(self._after, []).append(event)
+        return result
+
+    def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+        """Note which tensor of the batch a copy's values are of, as `labels[:, 1:].flatten()` makes one."""
+        if func in _TAKING and isinstance(result, Tensor) and not is_placeholder(result):
+            position = self._batch.get(storage_key(args[0])) if isinstance(args[0], Tensor) else None
+            if position is not None and result.dtype == args[0].dtype:
+                self._batch[storage_key(result)] = position
+                self._copies.append(result)
         return result
 
     def _place(self, func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:
@@ -534,9 +546,19 @@ _LINEAR = frozenset(function for names in _LINEAR_NAMES for function in _both(na
 _JOINING = frozenset(_functions((torch, "stack cat hstack concat")))
 _NUMBERS = frozenset(_functions((Tensor, "item __float__")))
 _READING = frozenset(_functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
+_TAKING = frozenset(_both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
 _SELECTING = frozenset(_both("masked_select"))
 _BY_VALUES = frozenset(_both("masked_select nonzero unique argwhere"))
 FOLLOWED = frozenset(_RULES) | _SELECTING
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What a function changes in place, by its name."""
+    name = getattr(func, "__name__", "")
+    if name in ("__setitem__", "__set__") or name.startswith("__i") or name.removesuffix("__").endswith("_"):
+        yield from (arg for arg in args[:1] if isinstance(arg, Tensor))
+    if isinstance(kwargs.get("out"), Tensor):
+        yield kwargs["out"]
 
 
 def _operand(value: Any, *, copied: bool = False) -> Operand:

@@ -166,6 +166,48 @@ def test_plain_means_are_looked_at_once_and_targets_left_out_later_are_seen(late
     assert seen == ([0] if later is None else [0, 1])
 
 
+SHIFTS: dict[str, tuple[Callable[[Any, Tensor], Tensor], int]] = {
+    "copied": (lambda see, ids: see(Tensor.flatten, ids[:, 1:]), 1),
+    "copied twice": (lambda see, ids: see(torch.clone, see(Tensor.contiguous, ids[:, 1:])), 1),
+    "as it is": (lambda see, ids: ids, 1),
+    "changed": (lambda see, ids: see(Tensor.masked_fill, ids, ids == 2, -100), 3),
+    "copied and changed": (lambda see, ids: see(Tensor.masked_fill_, see(Tensor.clone, ids), ids == 2, -100), 3),
+    "changed in place": (lambda see, ids: see(Tensor.masked_fill_, ids, ids == 2, -100), 3),
+    "added in place": (lambda see, ids: see(Tensor.add_, see(Tensor.clone, ids), 0), 3),
+    "of another type": (lambda see, ids: see(Tensor.long, see(Tensor.float, ids)), 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SHIFTS)
+def test_targets_that_the_step_copies_from_the_batch_are_known_to_be_complete(name: str) -> None:
+    """A language model's labels are the ids, one further; what changes them may leave out any."""
+    shifted, looks = SHIFTS[name]
+    follower, seen = Follower(Step(LOSSES["cross entropy"]), "training_step"), []
+
+    def step(follow: Any, ids: Tensor) -> Tensor:
+        def see(func: Any, *args: Any) -> Tensor:
+            return follow(func, args, {}, lambda f, a, k: f(*a, **k))
+
+        target = shifted(see, ids)
+        return see(F.cross_entropy, torch.ones(target.numel(), 4, requires_grad=True), target.flatten())
+
+    for number in range(3):
+        ids = torch.full((7, 6), number % 2)
+
+        def rehearse(ids: Tensor = ids) -> list[Whole]:
+            observer = Observer([ids])
+            step(observer.call, ids)
+            seen.append(ids)
+            return [observer.whole] * 2
+
+        follower.begin([3 / 7, 4 / 7], [ids], rehearse)
+        for microbatch, rows in enumerate((ids[:3], ids[3:])):
+            follower.loss(step(follower.microbatch(microbatch).call, rows))
+            follower.left()
+        follower.end()
+    assert len(seen) == looks
+
+
 def call(see: Any, one: dict[str, Tensor]) -> Tensor:
     logits = one["x"].repeat(1, 1, 2)[..., :CLASSES].reshape(-1, CLASSES)
     return see(F.cross_entropy, (logits, one["target"].view(-1)), {}, lambda f, a, k: f(*a, **k))
