@@ -40,11 +40,11 @@ from lightning_pipeline.run import (
     pipelined,
 )
 from lightning_pipeline.schedules import Schedule
-from lightning_pipeline.settings import read_settings
+from lightning_pipeline.settings import KnownArguments, read_settings
 from lightning_pipeline.weights import Staging
 
 
-class PipelineStrategy(OptimizersOnDemand, CheckpointHooks):
+class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:

@@ -1,5 +1,6 @@
 """Settings that cannot work are refused at once, all of them, with the way out."""
 
+import copy
 from datetime import timedelta
 from typing import Any
 
@@ -62,6 +63,29 @@ def test_a_wrong_setting_is_refused(changes: dict[str, Any], message: str) -> No
 
 def test_a_schedule_of_two_stages_takes_that_number() -> None:
     assert read(schedule="ZBV", stages_per_rank=2).schedule.stages_per_rank == 2
+
+
+def test_wrong_names_of_arguments_are_refused_with_those_that_were_meant() -> None:
+    meant = r"PipelineStrategy does not have the argument num_micro_batches, did you mean num_microbatches\?"
+    wrong: dict[str, Any] = {"num_micro_batches": 4, "chunks": 4, "num_stages": 2}
+    with pytest.raises(ConfigurationError, match=f"{meant}; chunks; num_stages, did you mean stages") as raised:
+        PipelineStrategy(2, **wrong)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_subclass_has_the_arguments_that_it_says() -> None:
+    class Longer(PipelineStrategy):
+        def __init__(self, patience: int, **others: Any) -> None:
+            super().__init__(2, **others, step_timeout=patience)
+
+    class Named(PipelineStrategy):
+        def __init__(self, *, patience: int) -> None:
+            super().__init__(2, step_timeout=patience)
+
+    longer = copy.deepcopy(Longer(patience=3, num_microbatches=4))
+    assert longer._settings.step_timeout == timedelta(seconds=3)
+    with pytest.raises(ConfigurationError, match=r"Named does not have the argument patienc, .* patience\?"):
+        Named(patienc=3)  # type: ignore[call-arg]
 
 
 def test_all_wrong_settings_are_named_at_once() -> None:
