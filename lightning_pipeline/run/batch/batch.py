@@ -127,6 +127,7 @@ class Batch:
                 self._steps.executor.run(self.plan, self._steps.split.signatures)
             loss, output = self._finish()
         if loss is None:
+            self._warn_without_loss()
             return None
         return {"loss": loss, **output}
 
@@ -272,6 +273,16 @@ class Batch:
                 f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
                 "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
                 "num_microbatches)` on the LightningModule"
+            )
+
+    def _warn_without_loss(self) -> None:
+        steps = self._steps
+        if steps.module.automatic_optimization and "loss" not in steps.warned:
+            steps.warned.add("loss")
+            rank_zero_warn(
+                f"{self.step} returned no loss for any of a batch's {len(self.parts.args)} micro-batches, so "
+                "that no stage ran a backward and this batch trains nothing: return the loss, or a "
+                "dictionary with 'loss', unless that was on purpose"
             )
 
     def _warn_whole(self, total: int) -> None:
