@@ -57,9 +57,9 @@ def plan(arguments: Sequence[str] | None = None) -> None:
     parser.set_defaults(_from_config(arguments))
     given = parser.parse_args(arguments)
     check_options(given, arguments)
-    prospect = _prospect(parser, given)
     try:
-        print(_answer(given, prospect))
+        with Progress() as progress:
+            text = _answer(given, _prospect(parser, given, progress), progress)
     except PartitionError:
         raise
     except SplitError as error:
@@ -69,6 +69,7 @@ def plan(arguments: Sequence[str] | None = None) -> None:
             f"{error}\nOr a shape or type in --batch {given.batch} is not what training_step takes: ids are "
             "whole numbers, such as 16,65:int64, and without a type numbers are float32"
         ) from error
+    print(text)
 
 
 def _from_config(arguments: list[str]) -> dict[str, Any]:
@@ -164,7 +165,7 @@ def _add_output(parser: ArgumentParser) -> None:
     group.add_argument("--csv", help="File for the whole table of --sweep or --devices.")
 
 
-def _prospect(parser: ArgumentParser, given: Namespace) -> ForecastInput:
+def _prospect(parser: ArgumentParser, given: Namespace, progress: Progress) -> ForecastInput:
     if given.model is None:
         raise ConfigurationError(
             "no model: name its class with --model my_package.MyModule, or --config FILE"
@@ -172,7 +173,9 @@ def _prospect(parser: ArgumentParser, given: Namespace) -> ForecastInput:
     name = _class_name(given.model)
     module = made_module(lambda: _made(parser, given, "model"), name, weights=given.measure)
     batch = _batch(parser, given, module)
-    return ForecastInput(module, batch, precision=given.precision, measure=given.measure)
+    return ForecastInput(
+        module, batch, precision=given.precision, measure=given.measure, progress=progress.tell
+    )
 
 
 def _class_name(named: Any) -> str:
@@ -231,10 +234,10 @@ def _assumptions(given: Namespace, prospect: ForecastInput) -> Assumptions:
     return replace(known, **said, link_measured=known.link_measured and given.link is None)
 
 
-def _answer(given: Namespace, prospect: ForecastInput) -> str:
+def _answer(given: Namespace, prospect: ForecastInput, progress: Progress) -> str:
     if given.devices is not None:
         return _search(given, prospect)
-    return _sweep(given, prospect) if given.sweep else _forecast(given, prospect)
+    return _sweep(given, prospect, progress) if given.sweep else _forecast(given, prospect)
 
 
 def _search(given: Namespace, prospect: ForecastInput) -> str:
@@ -242,10 +245,7 @@ def _search(given: Namespace, prospect: ForecastInput) -> str:
         stages=1, num_microbatches="auto", schedule="1F1B", stages_per_rank=1, partition=given.partition,
         units=given.units, data_parallel_size=1, title="these options cannot work",
     )  # fmt: skip
-    with Progress() as progress:
-        found = prospect.search(
-            settings, given.devices, _assumptions(given, prospect), progress=progress.tell
-        )
+    found = prospect.search(settings, given.devices, _assumptions(given, prospect))
     if given.csv is not None:
         found.to_csv(given.csv)
     return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
@@ -261,7 +261,7 @@ def _forecast(given: Namespace, prospect: ForecastInput) -> str:
     return json.dumps(found.to_dict(given.tokens), indent=2) if given.json else found.text(given.tokens)
 
 
-def _sweep(given: Namespace, prospect: ForecastInput) -> str:
+def _sweep(given: Namespace, prospect: ForecastInput, progress: Progress) -> str:
     settings = _settings(given)
     stages = int(settings.stages)
     samples = prospect.parts(1).batch_size
@@ -270,15 +270,14 @@ def _sweep(given: Namespace, prospect: ForecastInput) -> str:
         parts = prospect.parts(number)
         return prospect.workload(parts, settings), len(parts.args), parts.batch_size
 
-    with Progress() as progress:
-        found = sweep(
-            workload_of,
-            given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
-            given.sweep_microbatches or _numbers(samples, stages, settings),
-            _assumptions(given, prospect),
-            schedules=given.sweep_schedules,
-            progress=progress.tell,
-        )
+    found = sweep(
+        workload_of,
+        given.sweep_stages or sorted({max(2, stages // 2), stages, 2 * stages}),
+        given.sweep_microbatches or _numbers(samples, stages, settings),
+        _assumptions(given, prospect),
+        schedules=given.sweep_schedules,
+        progress=progress.tell,
+    )
     if given.csv is not None:
         found.to_csv(given.csv)
     return json.dumps(found.to_dict(), indent=2) if given.json else found.text(given.csv or "")

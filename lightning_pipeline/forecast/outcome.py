@@ -1,6 +1,6 @@
 """What is known of a run before it is started, and how it prints."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -213,6 +213,7 @@ def forecast(
     batch_size: int | None = None,
     own: Schedule | None = None,
     notes: Sequence[str] = (),
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Forecast:
     """Work out every schedule.
 
@@ -224,13 +225,14 @@ def forecast(
         batch_size: Samples of a batch, where it is known.
         own: The schedule that is asked for. Default: the best is shown.
         notes: What is taken otherwise than asked for.
+        progress: Told what is done, how much of it, and of how much.
 
     Raises:
         SplitError: The step cannot be cut.
         PartitionError: There are fewer units than ranks.
         ScheduleError: The schedule that is asked for does not serve these sizes.
     """
-    predictions = predict(workload, num_ranks, num_microbatches, assumptions, own=own)
+    predictions = predict(workload, num_ranks, num_microbatches, assumptions, own=own, progress=progress)
     chosen = next((one for one in predictions if one.schedule is own), predictions[0])
     num_stages = chosen.plan.num_stages
     stages = workload.stages(num_stages)

@@ -1,6 +1,6 @@
 """Every schedule's step, bubble and memory for a workload, best first."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
@@ -89,6 +89,7 @@ def predict(
     only: bool = False,
     replicas: int = 1,
     quick: bool = False,
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> list[Prediction]:
     """Simulate the registered schedules with one and two stages per rank, and the user's own.
 
@@ -101,6 +102,7 @@ def predict(
         only: Whether to leave the others out.
         replicas: Of the pipeline; `num_microbatches` is that of one.
         quick: Whether to leave out what takes long: the search of `Auto`, and cuts through units.
+        progress: Told what is done, how much of it, and of how much.
 
     Returns:
         Those that serve these sizes: what fits first, and the fastest of it first.
@@ -118,7 +120,9 @@ def predict(
 
     if own is not None:
         add(name_of(own), own)
-    for name, schedule in () if only else _candidates(workload, num_ranks, num_microbatches, quick):
+    others = [] if only else list(_candidates(workload, num_ranks, num_microbatches, quick))
+    for done, (name, schedule) in enumerate(others):
+        progress("schedules", done, len(others))
         if own is None or (name, schedule.stages_per_rank) != (found[0].name, own.stages_per_rank):
             try:
                 add(name, schedule)

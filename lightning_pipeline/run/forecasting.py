@@ -93,10 +93,17 @@ class ForecastInput:
         batch: As a dataloader gives it, on CPU.
         precision: As of the Trainer.
         measure: Whether stages are run for their times; needs weights.
+        progress: Told what is done, how much of it, and of how much.
     """
 
     def __init__(
-        self, module: LightningModule, batch: Any, *, precision: object = "32-true", measure: bool = False
+        self,
+        module: LightningModule,
+        batch: Any,
+        *,
+        precision: object = "32-true",
+        measure: bool = False,
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
     ) -> None:
         if not is_overridden("training_step", module):
             raise ConfigurationError(f"{type(module).__name__} has no training_step to be planned for")
@@ -105,7 +112,7 @@ class ForecastInput:
         self.module = _configured(module, copied=converts)
         plugin.convert_module(self.module)
         self._context: Callable[[], AbstractContextManager[Any]] = plugin.forward_context
-        self._measure = measure
+        self._measure, self._progress = measure, progress
         if measure and any(parameter.is_meta for parameter in self.module.parameters()):
             raise ConfigurationError("stages without weights cannot be measured: build the module with them")
         batch = _prepared(self.module, plugin.convert_input(batch))
@@ -121,6 +128,7 @@ class ForecastInput:
         """
         if not self._measure:
             return Assumptions()
+        self._progress("timing messages", 0, 1)
         link = measure_link(next(self.module.parameters()).device.type)
         return Assumptions(
             latency=link.latency, link_bytes=link.bytes_per_s, handling=link.handling, link_measured=True
@@ -137,27 +145,21 @@ class ForecastInput:
 
     def workload(self, parts: Parts, settings: Settings) -> Workload:
         """For the first micro-batch, none of the others is larger."""
-        make = MeasuredWorkload if self._measure else Workload
-        return make(
-            self.module, parts.args[0], how=settings.partition, units=settings.units,
-            forward_context=self._context, configure=self._optimizers,
+        made: dict[str, Any] = dict(
+            how=settings.partition, units=settings.units, forward_context=self._context,
+            configure=self._optimizers,
         )  # fmt: skip
+        if self._measure:
+            return MeasuredWorkload(self.module, parts.args[0], progress=self._progress, **made)
+        return Workload(self.module, parts.args[0], **made)
 
-    def search(
-        self,
-        settings: Settings,
-        devices: int,
-        assumptions: Assumptions,
-        *,
-        progress: Callable[[str, int, int], None],
-    ) -> Search:
+    def search(self, settings: Settings, devices: int, assumptions: Assumptions) -> Search:
         """Look for the best use of devices; the batch is that of all replicas together.
 
         Args:
             settings: Where to cut, and what to keep whole.
             devices: All of them.
             assumptions: About the machine.
-            progress: Told what is done, how much of it, and of how much.
 
         Raises:
             ConfigurationError: The batch does not tell its samples, or is too small.
@@ -177,7 +179,7 @@ class ForecastInput:
                     known[size] = ScaledWorkload(first, second, (sizes[0], sizes[1]), size)
             return known[size]
 
-        return search(workload_of, devices, samples, assumptions, progress=progress)
+        return search(workload_of, devices, samples, assumptions, progress=self._progress)
 
     def table(self, settings: Settings) -> StageTable:
         """The stages that a run would have.
@@ -232,6 +234,7 @@ class ForecastInput:
             batch_size=parts.batch_size,
             own=own,
             notes=notes,
+            progress=self._progress,
         )
 
 

@@ -45,7 +45,25 @@ Seconds = dict[tuple[int, str], list[float]]
 
 
 class MeasuredWorkload(Workload):
-    """A workload whose stages are timed. Parameters need values; gradients and buffers are put back."""
+    """A workload whose stages are timed. Parameters need values; gradients and buffers are put back.
+
+    Args:
+        root: As of `Workload`.
+        args: Likewise.
+        progress: Told what is done, how much of it, and of how much.
+        others: Likewise of `Workload`.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        args: tuple[Any, ...],
+        *,
+        progress: Callable[[str, int, int], None] = lambda what, done, of: None,
+        **others: Any,
+    ) -> None:
+        super().__init__(root, args, **others)
+        self._progress = progress
 
     @property
     @override
@@ -59,7 +77,7 @@ class MeasuredWorkload(Workload):
         """Medians of this machine and what they are of; the link is as in the assumptions."""
         if num_stages not in self._measured:
             self._measured[num_stages] = measure_stages(
-                self.root, self.partition(num_stages), self.args, self.forward_context
+                self.root, self.partition(num_stages), self.args, self.forward_context, self._progress
             )
         seconds = self._measured[num_stages]
         seen = {name: [seconds[stage, kind] for stage in range(num_stages)] for kind, name in _KINDS.items()}
@@ -68,7 +86,11 @@ class MeasuredWorkload(Workload):
 
 
 def measure_stages(
-    root: nn.Module, cut: Partition, args: tuple[Any, ...], forward_context: Callable[[], Any]
+    root: nn.Module,
+    cut: Partition,
+    args: tuple[Any, ...],
+    forward_context: Callable[[], Any],
+    progress: Callable[[str, int, int], None] = lambda what, done, of: None,
 ) -> Seconds:
     """Seconds of every F, B, I and W that was run, by stage, and of forwards before I and W.
 
@@ -77,6 +99,7 @@ def measure_stages(
         cut: Where it is cut.
         args: Of `training_step` for one micro-batch, on the device of the module.
         forward_context: Makes the precision's context.
+        progress: Told what is done, how much of it, and of how much.
 
     Raises:
         ConfigurationError: The step ends without a result for this micro-batch.
@@ -85,7 +108,8 @@ def measure_stages(
     values: Values | None = None
     with _left_alone(root):
         whole = {name: tensor.data for name, tensor in _states(root)}
-        for stage in PASSES * list(range(cut.num_stages)):
+        for done, stage in enumerate(PASSES * list(range(cut.num_stages))):
+            progress(f"timing {cut.num_stages} stages", done, PASSES * cut.num_stages)
             split = SplitModel(root, cut, [stage], sinks=_SINKS, forward_context=forward_context)
             try:
                 values = _Rounds(split, stage, args, values if stage else None, seconds).run(cut.num_stages)

@@ -20,7 +20,7 @@ from lightning_pipeline.__main__ import main
 from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.forecast import Workload, sweep
+from lightning_pipeline.forecast import Workload, forecast, sweep
 from lightning_pipeline.forecast.machine import Assumptions
 from tests.checkpoint_parts import anonymous
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
@@ -135,6 +135,11 @@ def test_work_that_takes_long_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch
     sweep(lambda number: (work, number, 8), [2, 4], [2, 4], Assumptions(),
           progress=lambda what, done, of: sizes.append(done * 10 + of))  # fmt: skip
     assert sizes == [4, 14, 24, 34]
+    schedules: list[tuple[str, int, int]] = []
+    found = forecast(work, 2, 4, Assumptions(), progress=lambda *done: schedules.append(done))
+    count = len(found.predictions)
+    assert schedules == [("schedules", done, schedules[0][2]) for done in range(schedules[0][2])]
+    assert 5 < count <= len(schedules)
 
 
 def test_a_sweep_leaves_out_what_the_model_cannot_be_cut_into(

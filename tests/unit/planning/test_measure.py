@@ -52,12 +52,16 @@ def module() -> Sleepers:
 
 @pytest.fixture(scope="module")
 def work(module: Sleepers) -> MeasuredWorkload:
-    found = MeasuredWorkload(module, (torch.randn(8, 4), 0), how="uniform")
+    told: list[tuple[str, int, int]] = []
+    found = MeasuredWorkload(
+        module, (torch.randn(8, 4), 0), how="uniform", progress=lambda *done: told.append(done)
+    )
     torch.manual_seed(5)
     found.before = (dict(module.named_buffers()), torch.get_rng_state())  # type: ignore[attr-defined]
     found.values = {name: value.clone() for name, value in module.state_dict().items()}  # type: ignore[attr-defined]
     with mock.patch.multiple(unit_times, PASSES=1, ROUNDS=3):
         found.times(2, Assumptions())
+    assert told == [("timing 2 stages", 0, 2), ("timing 2 stages", 1, 2)]
     return found
 
 
