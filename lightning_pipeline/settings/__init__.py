@@ -6,4 +6,12 @@ from lightning_pipeline.settings.problems import Problems, refusal_of_early_back
 from lightning_pipeline.settings.reading import read_settings
 from lightning_pipeline.settings.values import Settings
 
-__all__ = ["INTEGRITY", "Copying", "KnownArguments", "Problems", "Settings", "read_settings", "refusal_of_early_backwards"]
+__all__ = [
+    "INTEGRITY",
+    "Copying",
+    "KnownArguments",
+    "Problems",
+    "Settings",
+    "read_settings",
+    "refusal_of_early_backwards",
+]

@@ -3,9 +3,7 @@
 import difflib
 import inspect
 from collections.abc import Iterable
-from typing import Any
-
-from typing_extensions import Self
+from typing import Any, Self
 
 from lightning_pipeline.errors import ConfigurationError
 

@@ -68,7 +68,9 @@ def test_a_schedule_of_two_stages_takes_that_number() -> None:
 def test_wrong_names_of_arguments_are_refused_with_those_that_were_meant() -> None:
     meant = r"PipelineStrategy does not have the argument num_micro_batches, did you mean num_microbatches\?"
     wrong: dict[str, Any] = {"num_micro_batches": 4, "chunks": 4, "num_stages": 2}
-    with pytest.raises(ConfigurationError, match=f"{meant}; chunks; num_stages, did you mean stages") as raised:
+    with pytest.raises(
+        ConfigurationError, match=f"{meant}; chunks; num_stages, did you mean stages"
+    ) as raised:
         PipelineStrategy(2, **wrong)
     assert "\n" not in str(raised.value)
 
