@@ -7,10 +7,12 @@ printed with its program, and the exit status is 1.
 """
 
 import collections
+import math
 import sys
 import time
 import traceback
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from jsonargparse import auto_cli
@@ -18,34 +20,55 @@ from jsonargparse import auto_cli
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from tests.unit.split.programs import outcome_of, random_program
+from tests.unit.split.wide_programs import (
+    whole_outcome_of,
+    whole_program,
+    wide_outcome_of,
+    wide_program,
+)
+
+KINDS: dict[str, Any] = {
+    "steps": (random_program, outcome_of),
+    "wide": (wide_program, wide_outcome_of),
+    "whole": (whole_program, whole_outcome_of),
+}
 
 
-def main(programs: int = 2000, first: int = 0) -> None:
+def main(
+    programs: int = 2000, first: int = 0, kind: Literal["steps", "wide", "whole"] = "steps",
+    seconds: float = math.inf,
+) -> None:  # fmt: skip
     """Run programs and print a count of what happened.
 
     Args:
         programs: How many.
         first: Seed of the first.
+        kind: "wide" has hooks, effects, loops and batches of several sizes; "whole" compares with the whole
+            batch, for losses that are divided by something.
+        seconds: Begin no program after this time.
     """
+    make, run = KINDS[kind]
     torch.set_num_threads(1)
     begin, counts = time.perf_counter(), collections.Counter[str]()
     for seed in range(first, first + programs):
         try:
-            kind = outcome_of(random_program(seed)).partition(":")[0]
+            end = run(make(seed)).partition(":")[0]
         except AssertionError as error:
-            kind = "WRONG"
-            print(f"seed {seed}: wrong: {str(error).splitlines()[0]}; {random_program(seed)}", flush=True)
+            end = "WRONG"
+            print(f"seed {seed}: wrong: {str(error).splitlines()[0]}; {make(seed)}", flush=True)
         except Exception as error:
-            kind = "CRASHED"
+            end = "CRASHED"
             last = traceback.extract_tb(error.__traceback__)[-1]
             print(
                 f"seed {seed}: {type(error).__name__}: {str(error)[:200]} at {last.filename}:{last.lineno}; "
-                f"{random_program(seed)}",
+                f"{make(seed)}",
                 flush=True,
             )
-        counts[kind] += 1
-    seconds = time.perf_counter() - begin
-    print(f"{programs} programs in {seconds:.0f} s, torch {torch.__version__}: {dict(counts)}")
+        counts[end] += 1
+        if time.perf_counter() - begin > seconds:
+            break
+    took = time.perf_counter() - begin
+    print(f"{kind} {first} to {seed} in {took:.0f} s, torch {torch.__version__}: {dict(counts)}")
     if counts["WRONG"] or counts["CRASHED"]:
         raise SystemExit(1)
 

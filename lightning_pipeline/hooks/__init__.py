@@ -1,6 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
-from lightning_pipeline.hooks.beside import owners_beside
+from lightning_pipeline.hooks.beside import Beside
 from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
@@ -16,6 +16,7 @@ from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChanne
 
 __all__ = [
     "AgreedGradients",
+    "Beside",
     "EpochEndHooks",
     "FiniteSteps",
     "GradientHooks",
@@ -40,7 +41,6 @@ __all__ = [
     "join_scaler",
     "loss_of",
     "of_stages",
-    "owners_beside",
     "refuse_unserved",
     "replay",
     "zeroed_unseen",

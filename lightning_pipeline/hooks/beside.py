@@ -1,24 +1,35 @@
 """What a step can change beside the module: data module, callbacks, optimizers, globals, classes."""
 
-import sys
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from types import FunctionType
 from typing import Any
 
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, Trainer
 
-from lightning_pipeline.model.tensors import are_the_users, attributes_of, objects_below
-from lightning_pipeline.model.trace import ClassOwner, FoundOwner, Owner
+from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
+from lightning_pipeline.model.trace import MISSING, ClassOwner, FoundOwner, Owner
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
 
 
-def owners_beside(trainer: Trainer) -> list[Owner]:
-    """Whose entries a step may change, with labels that are the same on every rank.
+class Beside:
+    """Finds whose entries a step may change, with labels that are the same on every rank.
 
     Args:
         trainer: From its setup on. Optimizers and schedulers are among them when it has them.
     """
-    return [*_objects(trainer), *_optimizers(trainer), *_code_of(trainer.lightning_module)]
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._code: Code | None = None
+
+    def owners(self) -> list[Owner]:
+        """All of them, as they are now."""
+        if self._code is None:
+            self._code = code_of(self._trainer.lightning_module)
+        return [*_objects(self._trainer), *_optimizers(self._trainer), *owners_in_code(self._code)]
 
 
 def _objects(trainer: Trainer) -> Iterator[Owner]:
@@ -32,15 +43,11 @@ def _objects(trainer: Trainer) -> Iterator[Owner]:
             yield Owner(vars(callback), f"callback {number} {type(callback).__name__}.")
 
 
-def _below(held: dict[str, Any], label: str) -> Iterator[Owner]:
+def _below(held: Mapping[str, Any], label: str) -> Iterator[Owner]:
     """Plain objects of the user's among these, and below them."""
-    for name, value in held.items():
-        entries = attributes_of(value)
-        if entries is not None and not isinstance(value, Trainer | Callback):
-            yield Owner(entries, f"{label}.{name}.")
-            for number, inner in enumerate(objects_below([value])):
-                if inner is not value:
-                    yield Owner(vars(inner), f"{label}.{name} {number} {type(inner).__name__}.")
+    kept = {name: value for name, value in held.items() if not isinstance(value, Trainer | Callback)}
+    for path, inner in objects_below([(f"{label}.", kept)]):
+        yield Owner(vars(inner), f"{path}.")
 
 
 def _optimizers(trainer: Trainer) -> Iterator[Owner]:
@@ -62,16 +69,97 @@ def _group(optimizer: Any, place: int) -> Callable[[], dict[Any, Any]]:
     return find
 
 
-def _code_of(module: LightningModule) -> Iterator[Owner]:
-    """Attributes of the module's own classes, and the globals that their methods see."""
-    files = set()
-    for cls in type(module).__mro__:
-        if not are_the_users(cls.__module__):
-            continue
-        yield ClassOwner(cls, f"{cls.__name__}.")
-        namespace = getattr(sys.modules.get(cls.__module__), "__dict__", None)
-        if namespace is not None and cls.__module__ not in files:
-            files.add(cls.__module__)
-            own = {name: value for name, value in namespace.items() if not name.startswith("__")}
-            yield Owner(namespace, f"global {cls.__module__}.", namespace.keys() - own.keys())
-            yield from _below(own, f"global {cls.__module__}")
+def owners_in_code(code: Code) -> Iterator[Owner]:
+    """What stands in classes, in the globals of files, and in and around functions.
+
+    Args:
+        code: That a step can reach.
+    """
+    known = Counter[str]()
+    for cls in code.classes:
+        known[cls.__name__] += 1
+        name = cls.__name__ if known[cls.__name__] == 1 else f"{cls.__module__}.{cls.__qualname__}"
+        yield ClassOwner(cls, f"{name}.")
+    for file in code.files:
+        namespace = vars(file)
+        own = {name: value for name, value in namespace.items() if not name.startswith("__")}
+        yield Owner(namespace, f"global {file.__name__}.", namespace.keys() - own.keys())
+        yield from _below(own, f"global {file.__name__}")
+    for function in code.functions:
+        name = f"{function.__module__}.{function.__qualname__}"
+        known[name] += 1
+        number = "" if known[name] == 1 else f" {known[name]}"
+        for owner in (
+            CellsOwner(function, f"around {name}{number}."),
+            DefaultsOwner(function, f"default of {name}{number}."),
+            Owner(vars(function), f"{name}{number}.", ("__wrapped__",)),
+        ):
+            held = owner.read()
+            if held:
+                yield owner
+                yield from _below(held, owner.label.removesuffix("."))
+
+
+class CellsOwner(Owner):
+    """The variables of enclosing functions that a function uses.
+
+    Args:
+        function: That uses them.
+        label: Begins the label of each.
+    """
+
+    def __init__(self, function: FunctionType, label: str) -> None:
+        super().__init__({}, label)
+        names, cells = function.__code__.co_freevars, function.__closure__ or ()
+        self._cells = {name: cell for name, cell in zip(names, cells, strict=True) if name != "__class__"}
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of the same variables."""
+        return hash(tuple(map(id, self._cells.values())))
+
+    def read(self) -> Mapping[Any, Any]:
+        """Those that are set."""
+        found = {}
+        for name, cell in self._cells.items():
+            with suppress(ValueError):  # not set yet
+                found[name] = cell.cell_contents
+        return found
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            del self._cells[key].cell_contents
+        else:
+            self._cells[key].cell_contents = value
+
+
+class DefaultsOwner(Owner):
+    """What a function's arguments are where nothing is given: a list there lives as long as the function.
+
+    Args:
+        function: Whose.
+        label: Begins the label of each.
+    """
+
+    def __init__(self, function: FunctionType, label: str) -> None:
+        super().__init__({}, label)
+        self._function = function
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one function's."""
+        return id(self._function)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All of them, by position or name."""
+        return {**dict(enumerate(self._function.__defaults__ or ())), **(self._function.__kwdefaults__ or {})}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        if isinstance(key, int):
+            values = list(self._function.__defaults__ or ())
+            values[key] = value
+            self._function.__defaults__ = tuple(values)
+        elif self._function.__kwdefaults__ is not None:
+            self._function.__kwdefaults__[key] = value

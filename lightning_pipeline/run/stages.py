@@ -15,6 +15,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
+    Beside,
     HooksElsewhere,
     LockSteps,
     LogRecorder,
@@ -24,7 +25,6 @@ from lightning_pipeline.hooks import (
     exchange,
     is_torchs,
     join_scaler,
-    owners_beside,
     refuse_unserved,
 )
 from lightning_pipeline.model.replay import SplitModel
@@ -421,5 +421,5 @@ def split_module(
     return SplitModel(
         module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
         later=cut.later, device=device,
-        others=lambda: owners_beside(trainer), loss_over_batch=loss_over_batch,
+        others=Beside(trainer).owners, loss_over_batch=loss_over_batch,
     )  # fmt: skip

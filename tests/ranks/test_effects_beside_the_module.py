@@ -1,5 +1,6 @@
 """What a step changes beside its module is after each batch what one device leaves, on every rank."""
 
+from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 from torchmetrics import MeanSquaredError
 
 from tests.pool import Pool
+from tests.ranks import kept_elsewhere
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
@@ -133,3 +135,73 @@ def test_a_metric_in_a_plain_dictionary_counts_each_sample_once(ranks: Ranks, nu
     expected = fit(None, Unregistered)
     for found in ranks(2)(fit, {"stages": 2, "num_microbatches": num_microbatches}, Unregistered):
         assert_same(found, expected)
+
+
+class Meter:
+    """As in many training scripts: what was last seen, and the mean of all."""
+
+    def __init__(self) -> None:
+        self.value = self.total = self.average = 0.0
+        self.count = 0
+
+    def update(self, value: float, count: int) -> None:
+        self.value = value
+        self.total += value * count
+        self.count += count
+        self.average = self.total / self.count
+
+
+def kept_around(pipeline: dict[str, Any] | None) -> Any:
+    """A step that keeps things in variables of the function around its class, and in other places like that."""
+    history: list[float] = []
+    recent: deque[float] = deque(maxlen=3)
+    counts = {"batches": 0, "samples": 0}
+    meters = {"loss": Meter(), "all": [Meter()]}
+    batches = 0
+    states: list[Any] = []
+    lists: list[Any] = []  # of the last stage: on others it raises where a list that units fill is read
+
+    def note(loss: float) -> None:
+        history.append(loss)
+
+    class Keeps(Regression):
+        def training_step(self, batch: Any, batch_idx: int, seen: Any = []) -> Tensor:  # noqa: B006
+            nonlocal batches
+            batches += 1
+            counts["batches"] += 1
+            seen.append(batch_idx)
+            loss = super().training_step(batch, batch_idx)
+            note(loss.item())
+            recent.append(loss.item())
+            counts["samples"] += len(batch[0])
+            meters["loss"].update(loss.item(), len(batch[0]))  # type: ignore[attr-defined]
+            meters["all"][0].update(loss.item(), len(batch[0]))  # type: ignore[index]
+            kept_elsewhere.record(loss.item())
+            return loss
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            defaults: Any = type(self).training_step.__defaults__
+            states.append((batches, *counts.values(), *vars(meters["loss"]).values(), kept_elsewhere.CALLS))
+            states.append((*vars(meters["all"][0]).values(), *defaults[0]))  # type: ignore[index]
+
+        def on_train_end(self) -> None:
+            if self.trainer.is_global_zero:
+                lists.extend(map(list, (history, recent, kept_elsewhere.RECORDS)))
+
+    kept_elsewhere.CALLS = 0
+    kept_elsewhere.RECORDS.clear()
+    found = fit(pipeline, Keeps)
+    return found, states, lists
+
+
+@CASES
+def test_what_a_step_keeps_around_its_class_is_that_of_one_device(
+    ranks: Ranks, num_microbatches: int
+) -> None:
+    expected, states, lists = kept_around(None)
+    for found, others, mine in ranks(2)(kept_around, {"stages": 2, "num_microbatches": num_microbatches}):
+        assert_same(found, expected)
+        for one, other in zip(others, states, strict=True):
+            assert one == pytest.approx(other, rel=1e-9)
+        for own, known in zip(mine, lists, strict=False):
+            assert own == pytest.approx(known, rel=1e-9)

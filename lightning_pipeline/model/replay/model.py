@@ -32,6 +32,7 @@ from lightning_pipeline.model.state import (
     SetByUnit,
     StageParameters,
     StepState,
+    is_told_as_attribute,
     left_in,
     put_in,
 )
@@ -224,7 +225,7 @@ class SplitModel(OutsideSteps):
     def has_late_attributes(self, step: str) -> bool:
         """Whether a step that has been traced leaves attributes that depend on what units return."""
         return step in self.known and any(
-            effect.from_units and not effect.deep for effect in self.known[step].effects
+            effect.from_units and is_told_as_attribute(effect) for effect in self.known[step].effects
         )
 
     def left_at_end(self) -> dict[str, Sent]:
@@ -237,7 +238,9 @@ class SplitModel(OutsideSteps):
 
     def _late_places(self) -> list[Place]:
         effects = (effect for trace in self.known.traces for effect in trace.effects)
-        return list({e.place.label: e.place for e in effects if e.from_units and not e.deep}.values())
+        return list(
+            {e.place.label: e.place for e in effects if e.from_units and is_told_as_attribute(e)}.values()
+        )
 
     def extras_elsewhere(self, step: str) -> dict[Any, Any]:
         """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
@@ -331,6 +334,8 @@ class SplitModel(OutsideSteps):
             check_no_class_weights(step, trace.weighted_inside)
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._divisors.follow(self._step, whole)
+            if self._state is not None:
+                self._state.start_again()
             self._open.enter_context(self.told.metrics_unfollowed())
 
     def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:

@@ -6,7 +6,8 @@ the first two what the last has left is the rule.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from lightning_pipeline.model.state import (
     StartRows,
     Trial,
     equal,
+    goes_on,
     own_containers,
     rule_for,
     same,
@@ -151,6 +153,13 @@ def rules_of(
                 without.add(label)
         else:  # random, or no numbers at all
             found[label] = unmerged if effect.deep else usual
+    for label, (begin, trial) in _later(run, question, found, trials[0][0][3]).items():
+        rule = found[label]
+        if rule is not None and not goes_on(rule, begin, trial, merge):
+            found[label] = (
+                unmerged  # it fits by chance, as that of a mean of all batches in the first of them
+            )
+            without.add(label)
     in_order = {
         label
         for label in found
@@ -242,6 +251,61 @@ def _trials(run: "_Runs", question: Question) -> tuple[list[Any], dict[str, Any]
     return trials, again, observed
 
 
+def _later(
+    run: "_Runs", question: Question, rules: Mapping[str, Rule | None], left: Mapping[str, Any]
+) -> dict[str, tuple[Any, Trial]]:
+    """What is left by a batch that comes after another one, with what that has left; nothing if none can.
+
+    Args:
+        run: Runs the step.
+        question: What to run.
+        rules: That were found, by label.
+        left: By both micro-batches as one, the first time.
+    """
+    carried = {
+        label: left[label]
+        for label, rule in rules.items()
+        if rule not in (None, unmerged, usual) and not isinstance(rule, Rows) and _is_carried(left[label])
+    }
+    one, other, whole = _values_for(question, 2)
+    batches = (question.one[0], one), (question.other[0], other), (question.whole[0], whole)
+    try:
+        found = [run([part], carried=carried) for part in batches] if carried else [{}, {}, {}]
+    except Exception as error:
+        _log.debug("no batch can follow another: %s", error)
+        return {}
+    return {
+        label: (value, Trial(one_left[label], other_left[label], MISSING, whole_left[label], question.sizes))
+        for one_left, other_left, whole_left in [found]
+        for label, value in carried.items()
+    }
+
+
+def _is_carried(value: Any) -> bool:
+    """Whether a run can begin with it as it is: a number, tensors, or containers of these."""
+    if isinstance(value, dict):
+        return all(map(_is_carried, value.values()))
+    if isinstance(value, list | tuple | deque | set):
+        return all(map(_is_carried, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def _renewed(value: Any) -> Any:
+    """The same with containers of its own; items of lists stay what they are, to be known again."""
+    if type(value) is dict:
+        return {key: _renewed(item) for key, item in value.items()}
+    return value.copy() if isinstance(value, list | deque | set | dict) else value
+
+
+def _listed(value: Any) -> Iterator[Any]:
+    """Items of lists, and of lists in dictionaries."""
+    if isinstance(value, dict):
+        for item in value.values():
+            yield from _listed(item)
+    elif isinstance(value, list | deque):
+        yield from value
+
+
 def _put(effect: Effect, value: Any) -> None:
     tensor = effect.place.get()
     if effect.deep and isinstance(tensor, Tensor) and isinstance(value, Tensor):
@@ -262,6 +326,7 @@ class _Runs:
         self._begin = begin
         self.anew: set[str] = set()
         self.observed: Observed = []
+        self._known: set[int] = set()
 
     def start(self, effect: Effect) -> Any:
         kept = self._start[effect.place.label]
@@ -284,10 +349,11 @@ class _Runs:
             stack.enter_context(self._quiet())
             stack.enter_context(self._begin(parts[0][0]))
             torch.manual_seed(seed)
+            self._known = {id(item) for value in (carried or {}).values() for item in _listed(value)}
             try:
                 for effect in self._effects if carried else ():
                     if carried is not None and effect.place.label in carried:
-                        _put(effect, carried[effect.place.label])
+                        _put(effect, _renewed(carried[effect.place.label]))
                 for (args, kwargs), values in parts:
                     self._patches.runner = runner = values.again()
                     copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
@@ -310,7 +376,7 @@ class _Runs:
             for _, saved in self._start[effect.place.label].inner
             for item in (saved.values() if isinstance(saved, dict) else saved)
         }
-        return own_containers(value, known)
+        return own_containers(value, known | self._known)
 
 
 def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _MadeUp]":

@@ -11,6 +11,7 @@ from lightning_pipeline.model.state.rules import (
     Rule,
     Trial,
     equal,
+    goes_on,
     rule_for,
     same,
     unmerged,
@@ -18,7 +19,14 @@ from lightning_pipeline.model.state.rules import (
 )
 from lightning_pipeline.model.state.sent import FromLast, Sent, left_in, put_in
 from lightning_pipeline.model.state.start_rows import Pieces, StartRows, rows_by_shape
-from lightning_pipeline.model.state.step_state import CHAINED, AsOne, StepState, is_absent, own_containers
+from lightning_pipeline.model.state.step_state import (
+    CHAINED,
+    AsOne,
+    StepState,
+    is_absent,
+    is_told_as_attribute,
+    own_containers,
+)
 
 __all__ = [
     "CHAINED",
@@ -43,7 +51,9 @@ __all__ = [
     "StepState",
     "Trial",
     "equal",
+    "goes_on",
     "is_absent",
+    "is_told_as_attribute",
     "late_values",
     "left_in",
     "own_containers",

@@ -268,6 +268,29 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
     return None
 
 
+def goes_on(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
+    """Whether a rule fits what two micro-batches leave where a batch has been before them.
+
+    Args:
+        rule: That fits where none has been.
+        start: What the batch before has left.
+        trial: What was left then; `after` is not looked at.
+        merge: Merges one value per micro-batch.
+    """
+    if equal(trial.one, start) and equal(trial.other, start):
+        return equal(trial.whole, start)
+    try:
+        if isinstance(start, list | deque):  # items that are added are put together by themselves
+            new = _new_items(start, [trial.one, trial.other, trial.whole])
+            return equal(list(rule([], new[:2], list(trial.sizes), merge)), new[2])
+    except NoFit:
+        pass
+    try:
+        return equal(rule(start, [trial.one, trial.other], list(trial.sizes), merge), trial.whole)
+    except NoFit:
+        return False
+
+
 def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
     if rule is same and not equal(trial.one, trial.other):
         return False

@@ -12,6 +12,7 @@ from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensor
 from lightning_pipeline.model.trace import MISSING, Place
 
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
+_FEW = 16
 _SMALL = (type(None), bool, int, float, complex, str)
 
 
@@ -65,7 +66,9 @@ def is_small(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.numel() * value.element_size() <= _MOST
     if type(value) is tuple:
-        return len(value) < 16 and all(map(is_small, value))
+        return len(value) < _FEW and all(map(is_small, value))
+    if type(value) is dict:
+        return len(value) < _FEW and all(type(item) in _SMALL for pair in value.items() for item in pair)
     return type(value) in _SMALL or value is MISSING
 
 

@@ -11,7 +11,7 @@ from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
 from lightning_pipeline.model.state.sent import FromLast, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
-from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed
+from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed, TensorOwner
 
 CHAINED = None
 """Instead of a rule: micro-batches follow each other, as in gradient accumulation."""
@@ -50,6 +50,11 @@ class StepState:
             for place, rows in beside
             if not isinstance(value := place.get(), Guard) and value is not MISSING
         ]
+
+    def start_again(self) -> None:
+        """Before the first micro-batch, after a run of the step that none is: nothing of it is left."""
+        for effect in self._all:
+            self._start[effect.place.label].give_back(effect.place)
 
     def before(self, microbatch: int | None, *, counts: bool) -> None:
         """A replay comes: let everything be as when the batch began; what has samples is cut as the batch.
@@ -179,7 +184,14 @@ class StepState:
 
     def large(self) -> list[str]:
         """On the last stage: labels of what depends on units and only ranks that read it are told."""
-        return [label for label, value in self._made().items() if not is_small(value) and travels(value)]
+        return [
+            effect.place.label
+            for effect in self._effects
+            if effect.from_units
+            and not effect.deep
+            and not is_small(value := effect.place.get())
+            and travels(value)
+        ]
 
     def to_share(self, read: Collection[str] = ()) -> FromLast:
         """On the last stage: what depends on units and the others are told.
@@ -187,17 +199,20 @@ class StepState:
         Args:
             read: Labels of large values that they read.
         """
+        tensors = {e.place.label for e in self._effects if type(e.place.owner) is TensorOwner}
         values = {
             label: Sent.of(value)
             for label, value in self._made().items()
-            if is_small(value) or (label in read and travels(value))
+            if is_small(value) or ((label in read or label in tensors) and travels(value))
         }
         labels = [effect.place.label for effect in self._effects if effect.from_units]
         rules = {label: self._rules.get(label) for label in labels}
         return FromLast(values, {label: rule for label, rule in rules.items() if isinstance(rule, Rows)})
 
     def _made(self) -> dict[str, Any]:
-        return {e.place.label: e.place.get() for e in self._effects if e.from_units and not e.deep}
+        return {
+            e.place.label: e.place.get() for e in self._effects if e.from_units and is_told_as_attribute(e)
+        }
 
     def take(self, shared: FromLast, device: torch.device) -> tuple[list[Effect], list[Effect]]:
         """Elsewhere: set what the last stage has sent.
@@ -213,7 +228,7 @@ class StepState:
         self._rules.update(shared.rows)
         for effect in self._elsewhere:
             if effect.place.label in shared.values:
-                effect.place.put(shared.values[effect.place.label].received(device))
+                _take(effect.place, shared.values[effect.place.label].received(device))
                 taken.append(effect)
             elif not effect.deep:
                 rest.append(effect)
@@ -236,6 +251,11 @@ class AsOne:
 
     def after(self, *, counts: bool) -> None:
         """There is nothing to put together."""
+
+
+def is_told_as_attribute(effect: Effect) -> bool:
+    """Whether ranks tell each other what stands there by its place, and not as a state of the module."""
+    return not effect.deep or type(effect.place.owner) is TensorOwner
 
 
 def is_absent(effect: Effect) -> bool:
@@ -301,3 +321,12 @@ def _merged(rule: Rule, before: Any, results: list[Any], sizes: list[int], merge
             return MISSING
         raise NoFit
     return rule(before, results, sizes, merge)
+
+
+def _take(place: Place, value: Any) -> None:
+    """Let a value stand there; a dictionary that does stays the one that others know."""
+    old = place.get()
+    if type(old) is dict and type(value) is dict:
+        fill(old, value)
+    else:
+        place.put(value)

@@ -1,6 +1,7 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
 from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtypes
+from lightning_pipeline.model.tensors.code import Code, code_of
 from lightning_pipeline.model.tensors.containers import (
     are_the_users,
     attributes_of,
@@ -52,6 +53,7 @@ from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
     "NOTHING",
+    "Code",
     "Given",
     "Held",
     "ModuleState",
@@ -70,6 +72,7 @@ __all__ = [
     "are_the_users",
     "attributes_of",
     "by_shape_alone",
+    "code_of",
     "contents_of",
     "describe",
     "filled_by",

@@ -4,7 +4,7 @@ import argparse
 import sys
 import types
 from collections import OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ _NOT_THE_USERS = sys.stdlib_module_names | {
     "torch", "lightning", "lightning_pipeline", "lightning_fabric", "pytorch_lightning", "torchmetrics",
     "transformers", "tokenizers", "numpy",
 }  # fmt: skip
+_NESTED, _FEW, _MOST = 3, 100, 2000  # containers in containers, items of one, objects in all
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 
 
@@ -43,16 +44,37 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return own if type(own) is dict else None
 
 
-def objects_below(holders: Iterable[object]) -> list[object]:
-    """Such objects among the attributes of modules, and among theirs, each once."""
-    found: dict[int, object] = {}
-    pending = list(holders)
-    while pending:
-        for value in vars(pending.pop()).values():
-            if attributes_of(value) is not None and id(value) not in found:
-                found[id(value)] = value
-                pending.append(value)
+def objects_below(holders: Iterable[tuple[str, Mapping[str, Any]]]) -> list[tuple[str, object]]:
+    """Such objects among entries, in their containers, and among the attributes of objects found.
+
+    Args:
+        holders: Entries, each with what their paths begin with, such as `layers.0.`.
+
+    Returns:
+        Each object once, with its path.
+    """
+    found: dict[int, tuple[str, object]] = {}
+    pending = deque(
+        (f"{path}{key}", value, _NESTED) for path, entries in holders for key, value in entries.items()
+    )
+    while pending and len(found) < _MOST:
+        path, value, depth = pending.popleft()
+        own = attributes_of(value)
+        if own is not None:
+            if id(value) not in found:
+                found[id(value)] = path, value
+                pending.extend((f"{path}.{key}", item, _NESTED) for key, item in own.items())
+        elif depth and _is_plain_container(value) and len(value) <= _FEW:
+            for place, (key, item) in enumerate(items_of(value)):
+                name = key if isinstance(key, str | int) else place
+                pending.append((f"{path}.{name}", item, depth - 1))
     return list(found.values())
+
+
+def _is_plain_container(value: Any) -> bool:
+    """Whether it is a container that may be looked into, and not what stands for one of another stage."""
+    kind = type(value)
+    return kind.__module__ in ("builtins", "collections") and issubclass(kind, dict | list | tuple | deque)
 
 
 def filled_by(value: Any) -> Container | tuple[Any, ...] | None:

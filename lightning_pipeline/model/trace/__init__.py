@@ -22,6 +22,7 @@ from lightning_pipeline.model.trace.places import (
     Replayed,
     Standing,
     Surroundings,
+    TensorOwner,
     tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
@@ -54,6 +55,7 @@ __all__ = [
     "Stand",
     "Standing",
     "Surroundings",
+    "TensorOwner",
     "Trace",
     "Transient",
     "UnitPatches",

@@ -3,9 +3,10 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.tensors import is_placeholder, storage_key
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.places import (
     Effect,
@@ -14,6 +15,7 @@ from lightning_pipeline.model.trace.places import (
     Place,
     Replayed,
     Surroundings,
+    TensorOwner,
     holds_tensor,
     tensors_held,
 )
@@ -41,6 +43,7 @@ class EffectsSeen:
         self._unknown = False  # what comes now may depend on values of units without a trace of it
         self._stood: dict[int, tuple[int, Any]] = {}  # tensors at the start: the place of each, by id
         self._read: dict[tuple[int, Any], int] = {}
+        self._held: dict[int, Place] = {}  # tensors that no module has as its own, by their memory
 
     def start(self) -> None:
         """The step begins."""
@@ -54,11 +57,34 @@ class EffectsSeen:
             self._iterators.append((place, replayed, replayed.at))
         self._around.look()
         self._buffers = dict(self._observed.root.named_buffers())
-        self._stood = {
-            id(tensor): place.identity
-            for place, value in self._around.standing()
-            for tensor in tensors_held(value, most=_MOST_CARRIED)
-        }
+        self._stood, self._held = {}, {}
+        stood = {}  # looked at before it is watched: to ask a tensor for its layout is to read it
+        for place, value in self._around.standing():
+            for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED)):
+                stood[id(tensor)] = place.identity
+                if not is_placeholder(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
+                    held = TensorOwner(tensor, f"{place.label} {number}").place("")
+                    self._held.setdefault(storage_key(tensor), held)
+        self._stood = stood
+
+    def tensor_written(self, tensor: Tensor, *, computed: bool) -> bool:
+        """A tensor is about to be written in place, which is no state of a module.
+
+        Args:
+            tensor: It, or a view of it.
+            computed: Whether what is written comes from units.
+
+        Returns:
+            Whether it stood somewhere when the step began.
+        """
+        place = self._held.get(storage_key(tensor))
+        if place is None:
+            return False
+        effect = self._found.setdefault(place.identity, Effect(place, deep=True))
+        position = len(self._observed.trace.calls)
+        effect.positions.add(position)
+        effect.from_units |= computed or position > 0 or self._unknown
+        return True
 
     def tensors_used(self, tensors: Iterable[Tensor]) -> None:
         """A function is called with these: note which of them stood somewhere when the step began."""
@@ -79,6 +105,7 @@ class EffectsSeen:
         """Let iterators stand where they did, and let go of what stood around: it may be a placeholder."""
         self._around = Surroundings(nn.Module())
         self._stood.clear()
+        self._held.clear()
         for _, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
@@ -139,7 +166,11 @@ class EffectsSeen:
         }
         own = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
         unseen = set(self._buffers) if observed.ended_early else set()
-        late = {effect.place.label for effect in trace.effects if effect.deep and effect.from_units} | unseen
+        late = unseen | {
+            effect.place.label
+            for effect in trace.effects
+            if effect.deep and effect.from_units and type(effect.place.owner) is not TensorOwner
+        }
         trace.late_states = sorted(n for n in late - own if n not in trace.state_units)
 
     def _take(self, effect: Effect) -> None:

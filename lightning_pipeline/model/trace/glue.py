@@ -49,6 +49,7 @@ class Glue:
         self.moved: set[str] = set()  # parameters whose memory is another one after the step
         self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
+        self._saved: set[int] = set()
         self._hooks: list[tuple[int, str]] = []
         self._stand_ins: dict[int, Tensor] = {}
         self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
@@ -132,6 +133,11 @@ class Glue:
         for tensor in written:
             name = self._observed.states.get(storage_key(tensor))
             if name is None:
+                key = storage_key(tensor)
+                if self._observed.tensor_written(tensor, computed=faked) and key not in self._saved:
+                    self._saved.add(key)
+                    base = tensor if tensor._base is None else tensor._base
+                    self._restores.append((base, base.detach().clone()))
                 continue
             if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
                 self._restores.append((tensor, tensor.detach().clone()))

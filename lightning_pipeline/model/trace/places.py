@@ -26,6 +26,7 @@ from lightning_pipeline.model.tensors import (
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
+_OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
 
 
@@ -209,6 +210,33 @@ class Memory(Owner):
         return {name: self._numbers.setdefault(key, key) for name, key in keys.items()}
 
 
+class TensorOwner(Owner):
+    """The values of a tensor that stands in a container or object, where a step may write them in place.
+
+    Args:
+        tensor: It.
+        label: Of the place.
+    """
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        super().__init__({}, label)
+        self._tensor = tensor
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one tensor's values."""
+        return id(self._tensor)
+
+    def read(self) -> Mapping[Any, Any]:
+        """The tensor."""
+        return {"": self._tensor}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Give it other values."""
+        with torch.no_grad():
+            self._tensor.copy_(value)
+
+
 class GradMode(Owner):
     """Whether gradients are recorded, as `torch.set_grad_enabled` leaves it."""
 
@@ -336,24 +364,14 @@ def _iterators(place: Place, value: Any, depth: int = 2) -> Iterator[Place]:
 
 
 def _owners(root: nn.Module) -> Iterator[Owner]:
-    found = []
+    entries = []
     for prefix, module in root.named_modules():
         label = f"{prefix}." if prefix else ""
         yield Owner(vars(module), label, _OURS)
         yield Owner(module._buffers, label)
-        found.append(module)
-    names = {id(vars(module)): name for name, module in root.named_modules()}
-    for thing in objects_below(found):
-        yield Owner(vars(thing), f"{_name_of(thing, found, names)}.")
-
-
-def _name_of(thing: object, modules: list[nn.Module], names: dict[int, str]) -> str:
-    for module in modules:
-        for key, value in vars(module).items():
-            if value is thing:
-                prefix = names[id(vars(module))]
-                return f"{prefix}.{key}" if prefix else key
-    return type(thing).__name__
+        entries.append((label, {k: v for k, v in vars(module).items() if k not in _OF_ALL_MODULES}))
+    for path, thing in objects_below(entries):
+        yield Owner(vars(thing), f"{path}.")
 
 
 class Replayed:

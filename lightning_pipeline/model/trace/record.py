@@ -231,6 +231,7 @@ class Observation:
         glue_modules: Those outside the units.
         values_read: Told when a value of a unit is read as a number.
         tensors_used: Told what functions are called with.
+        tensor_written: Told of tensors that are written in place and are no state of a module.
     """
 
     def __init__(
@@ -253,6 +254,7 @@ class Observation:
         self.glue_modules = self._find_glue_modules()
         self.values_read: Callable[[], None] = lambda: None
         self.tensors_used: Callable[[Iterable[Tensor]], None] = lambda tensors: None
+        self.tensor_written: Callable[..., bool] = lambda tensor, computed: False
 
     def _find_glue_modules(self) -> list[nn.Module]:
         apart = [*(unit.module for unit in self.patches.units), *metrics_of(self.root)]

@@ -84,6 +84,7 @@ class Tracer:
         self.effects = EffectsSeen(observed, self.glue, look.others)
         observed.values_read = self.effects.values_read
         observed.tensors_used = self.effects.tensors_used
+        observed.tensor_written = self.effects.tensor_written
         self._fake = FakeRun(observed, self.glue, self.keeping, self.regions)
         self._name_states()
 

@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
-from lightning_pipeline.hooks import owners_beside
+from lightning_pipeline.hooks import Beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
 from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states, too_large
 from lightning_pipeline.model.trace import Trace, find_units, trace_step, untraced
@@ -138,7 +138,7 @@ class Cutting:
     def _trace(self, step: str, args: tuple[Any, ...], **options: Any) -> Trace:
         return trace_step(
             self._module, step, args, forward_context=self._context, device=self._device,
-            others=owners_beside(self._trainer), **options,
+            others=Beside(self._trainer).owners(), **options,
         )  # fmt: skip
 
 

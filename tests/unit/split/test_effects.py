@@ -361,8 +361,53 @@ class IteratorsInContainers(Net):
         return self.last, next(self.numbers[0]), next(self.numbers[1])
 
 
+class Averages(Net):
+    """A mean of all batches, which after the first one alone is that of its micro-batches' means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.total, self.average = 0, 0.0, 0.0
+        self.meters = {"a": SimpleNamespace(n=0, mean=0.0), "b": [SimpleNamespace(n=0, mean=0.0)]}
+
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        self.total += loss.item() * len(batch["x"])
+        self.count += len(batch["x"])
+        self.average = self.total / self.count
+        for factor, meter in enumerate((self.meters["a"], self.meters["b"][0]), start=1):
+            meter.n += len(batch["x"])
+            meter.mean += (factor * loss.item() - meter.mean) * len(batch["x"]) / meter.n
+        return loss
+
+    def left(self):
+        meters = self.meters["a"], self.meters["b"][0]
+        return self.average, *((meter.n, meter.mean) for meter in meters)
+
+
+class TensorsInContainers(Net):
+    """Statistics in tensors that no module knows, changed in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"before": torch.zeros(WIDTH).double(), "after": [torch.zeros(WIDTH).double()]}
+        self.store = SimpleNamespace(mean=torch.zeros(WIDTH).double())
+
+    def training_step(self, batch, batch_idx):
+        x = batch["x"] + self.held["before"]
+        with torch.no_grad():
+            self.held["before"].mul_(0.9).add_(0.1 * batch["x"].mean(0))
+        h = self.body(self.emb(x))
+        with torch.no_grad():
+            self.held["after"][0].mul_(0.9).add_(0.1 * h.mean(0))
+            self.store.mean += h.mean(0)
+        return self.loss(h, batch)
+
+    def left(self):
+        return self.held, self.store.mean
+
+
 KINDS = [
-    Counts, Containers, SetAnew, Lazy, EvalTarget, LeftInEval, Frozen, GradMode, TemporaryHook, AnnealedLayers,
+    TensorsInContainers, Counts, Containers, SetAnew, Lazy, EvalTarget, LeftInEval, Frozen, GradMode, TemporaryHook, AnnealedLayers,
     Decayed, ByLoss, Carried, Iterators, IteratorsInContainers,
 ]  # fmt: skip
 
@@ -371,6 +416,20 @@ KINDS = [
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_leaves_what_one_device_leaves(kind, stages, num_microbatches):
     assert_left(kind, stages, num_microbatches)
+
+
+@SIZES
+def test_a_mean_of_all_batches_is_that_of_one_device(stages, num_microbatches):
+    module = seeded(Averages)
+    found = piped(
+        module, batch_of(), stages, num_microbatches, steps=3, how=STAGES[stages],
+        each=lambda mine, step: batch_of(seed=step),
+    )  # fmt: skip
+    reference = copy.deepcopy(module)
+    for step in range(3):
+        reference.training_step(batch_of(seed=step), step)
+    for split in dict.fromkeys(found.splits):
+        assert_same_values(Averages.left(split.root), Averages.left(reference))
 
 
 @pytest.mark.parametrize("kind", [Decayed, AnnealedLayers, Frozen])
