@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 from torchmetrics import MeanSquaredError
 
+from lightning_pipeline.model.tensors import code_of
 from tests.pool import Pool
 from tests.ranks import kept_elsewhere
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
@@ -176,20 +177,17 @@ def kept_around(pipeline: dict[str, Any] | None) -> Any:
             counts["samples"] += len(batch[0])
             meters["loss"].update(loss.item(), len(batch[0]))  # type: ignore[attr-defined]
             meters["all"][0].update(loss.item(), len(batch[0]))  # type: ignore[index]
-            kept_elsewhere.record(loss.item())
             return loss
 
         def on_train_batch_end(self, *_: Any) -> None:
             defaults: Any = type(self).training_step.__defaults__
-            states.append((batches, *counts.values(), *vars(meters["loss"]).values(), kept_elsewhere.CALLS))
+            states.append((batches, *counts.values(), *vars(meters["loss"]).values()))
             states.append((*vars(meters["all"][0]).values(), *defaults[0]))  # type: ignore[index]
 
         def on_train_end(self) -> None:
             if self.trainer.is_global_zero:
-                lists.extend(map(list, (history, recent, kept_elsewhere.RECORDS)))
+                lists.extend(map(list, (history, recent)))
 
-    kept_elsewhere.CALLS = 0
-    kept_elsewhere.RECORDS.clear()
     found = fit(pipeline, Keeps)
     return found, states, lists
 
@@ -205,3 +203,22 @@ def test_what_a_step_keeps_around_its_class_is_that_of_one_device(
             assert one == pytest.approx(other, rel=1e-9)
         for own, known in zip(mine, lists, strict=False):
             assert own == pytest.approx(known, rel=1e-9)
+
+
+class Registers(Regression):
+    """Hands its batches to another file, for which others ask there."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept_elsewhere.record(batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_registry_of_another_file_is_not_taken_for_the_step_s() -> None:
+    code = code_of(Registers())
+    assert {file.__name__ for file in code.files} == {Registers.__module__, Regression.__module__}
+    assert kept_elsewhere.record in code_of(Imports()).functions
+    assert kept_elsewhere.Registry not in code_of(Imports()).classes
+
+
+class Imports(Registers):
+    record = staticmethod(kept_elsewhere.record)

@@ -24,7 +24,7 @@ class Code:
     Attributes:
         classes: Of the user's own.
         functions: Likewise, methods among them.
-        files: Names and globals of Python files.
+        files: Python files in which classes of the module stand, for their globals.
     """
 
     classes: list[type] = field(default_factory=list)
@@ -35,7 +35,9 @@ class Code:
 def code_of(root: nn.Module) -> Code:
     """Find the code of a module's project: from its classes and those of its layers on.
 
-    Other projects, such as libraries, are left out, but for classes from which the module's own inherits.
+    Other projects, such as libraries, are left out, but for classes from which the module's own inherits. So
+    are the globals of other files of the project, and classes that are only imported: what stands there, such
+    as a registry, may be read by others, who need what a step has put in while it is run for a trace.
 
     Args:
         root: The LightningModule.
@@ -68,13 +70,12 @@ class _Search:
             file = sys.modules.get(value.__globals__.get("__name__", ""))
             if file is not None and self._is_mine(file):
                 self.found.functions.append(value)
-                yield file
         elif isinstance(value, type):
             yield from self._look_at_class(value)
         elif isinstance(value, ModuleType):
-            if self._is_mine(value):
+            if self._has_base(value.__name__):
                 self.found.files.append(value)
-                yield from list(vars(value).values())
+                yield from [held for held in vars(value).values() if not self._is_imported(held)]
         elif attributes_of(value) is not None:
             yield type(value)
         else:
@@ -88,8 +89,14 @@ class _Search:
             yield from cls.__mro__[1:]
             yield file
 
+    def _is_imported(self, value: Any) -> bool:
+        return isinstance(value, type) and not self._has_base(value.__module__)
+
     def _is_mine(self, file: ModuleType) -> bool:
-        return self._is_home(file) or any(cls.__module__ == file.__name__ for cls in self._bases)
+        return self._is_home(file) or self._has_base(file.__name__)
+
+    def _has_base(self, file: str) -> bool:
+        return any(cls.__module__ == file for cls in self._bases)
 
 
 def _home_of(cls: type) -> Callable[[ModuleType], bool]:

@@ -5,7 +5,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Iterator
-from types import CellType
+from types import CellType, ModuleType
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _HOLDS_NOTHING = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, Tensor, nn.Parameter, torch.device, torch.dtype}
 )
-_DEPTH = 20
+_DEPTH, _WIDE = 20, 200  # of the search for what leads to something
 
 
 class ModuleState:
@@ -141,41 +141,62 @@ def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
     for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
-    for tensor in _alive(made):
-        for holder in gc.get_referrers(tensor):
-            if isinstance(holder, dict) and "__builtins__" not in holder:
-                for key in [key for key, value in holder.items() if value is tensor]:
-                    del holder[key]
-    for tensor in tuple(_alive(made)):  # a list of ours would be among what holds it
-        for holder in tuple(one for one in gc.get_referrers(tensor) if isinstance(one, list | CellType)):
-            if _is_kept_by_a_graph(holder):
-                _let_go(holder, tensor)
+    _empty_dictionaries(_alive(made))
+    _open_circles(_alive(made))
 
 
-def _let_go(holder: "list[Any] | CellType", tensor: Tensor) -> None:
+def _empty_dictionaries(tensors: list[Tensor]) -> None:
+    known = set(map(id, tensors))
+    for holder in gc.get_referrers(*tensors) if tensors else ():
+        if isinstance(holder, dict) and "__builtins__" not in holder:
+            for key in [key for key, value in holder.items() if id(value) in known]:
+                del holder[key]
+
+
+def _open_circles(tensors: list[Tensor]) -> None:
+    known = set(map(id, tensors))
+    found = gc.get_referrers(*tensors) if tensors else []
+    holders = [one for one in found if isinstance(one, list | CellType) and one is not tensors]
+    del found
+    for holder in _kept_by_graphs(holders):
+        _let_go(holder, known)
+
+
+def _let_go(holder: "list[Any] | CellType", known: set[int]) -> None:
     if isinstance(holder, CellType):
         del holder.cell_contents
     else:
-        holder[:] = [item for item in holder if item is not tensor]
+        holder[:] = [item for item in holder if id(item) not in known]
 
 
-def _is_kept_by_a_graph(holder: Any) -> bool:
-    """Whether nothing of Python leads to it, but functions that autograd keeps, as regions that run again.
+def _kept_by_graphs(holders: list[Any]) -> list[Any]:
+    """Those to which nothing of Python leads, but functions that autograd keeps, as regions that run again.
 
     Such a function may hold what the step made after it: a circle that is open only after a backward, and a
-    trace has none.
+    trace has none. One search for all of them, as each step of it looks at every object of the process.
     """
-    level, seen = [holder], {id(holder)}
+    leads_to = {id(holder): {id(holder)} for holder in holders}
+    held: set[int] = set()
+    level = list(holders)
     for _ in range(_DEPTH):
-        seen.add(id(level))
-        found = [one for one in gc.get_referrers(*level) if id(one) not in seen and not _is_own(one)]
-        if not found:
-            return True
-        if any(inspect.isframe(one) or inspect.ismodule(one) or isinstance(one, type) for one in found):
-            return False
-        seen |= set(map(id, found))
-        level = found
-    return False
+        if not level or len(level) > _WIDE:
+            break
+        below, above = set(map(id, level)), []
+        for one in gc.get_referrers(*level):
+            if one is level or one is holders or _is_own(one):
+                continue
+            ends = set[int]().union(
+                *(leads_to[id(item)] for item in gc.get_referents(one) if id(item) in below)
+            )
+            if inspect.isframe(one) or inspect.ismodule(one) or isinstance(one, type):
+                held |= ends
+            elif not ends <= leads_to.get(id(one), set()):
+                leads_to[id(one)] = leads_to.get(id(one), set()) | ends
+                above.append(one)
+        level = [one for one in above if not leads_to[id(one)] <= held]
+    for one in level:  # the search has ended before its end
+        held |= leads_to[id(one)]
+    return [holder for holder in holders if id(holder) not in held]
 
 
 def _is_own(value: Any) -> bool:
@@ -194,8 +215,13 @@ def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
     return [tensor for tensor in (reference() for reference in made) if tensor is not None]
 
 
-def _reachable(holder: Any, depth: int = 4) -> Iterator[Any]:
-    level = [holder]
+def _reachable(cache: Any, depth: int = 4) -> Iterator[Any]:
+    """What a cache holds, and what is in it; not what the function that it is of can see besides."""
+    level = [cache]
     for _ in range(depth):
-        level = [item for item in gc.get_referents(*level) if not isinstance(item, type)] if level else []
+        level = [item for item in gc.get_referents(*level) if not _is_code(item)] if level else []
         yield from level
+
+
+def _is_code(item: Any) -> bool:
+    return isinstance(item, type | ModuleType) or (type(item) is dict and "__builtins__" in item)

@@ -1,5 +1,6 @@
 """Activation checkpointing and replay."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,6 +38,7 @@ class Regions:
 
     def __init__(self) -> None:
         self._open: list[_Region] = []
+        self._seen: list[weakref.ref[Any]] = []
 
     def operation(self, call: Call, work: Work) -> None:
         """An operation of a unit ran."""
@@ -92,6 +94,7 @@ class Regions:
             def __init__(hook, frame: Any) -> None:
                 super().__init__(frame)
                 hook.region, pack = _Region(frame), self._pack_of(hook)
+                self._seen.append(weakref.ref(frame))
 
                 def noting(tensor: Tensor) -> Any:
                     self.saved(number_of(tensor), tensor.untyped_storage().nbytes())
@@ -117,6 +120,14 @@ class Regions:
                 yield
             finally:
                 regions.clear()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """None runs again after a trace, and its function may hold what was made later, which holds it."""
+        for frame in (reference() for reference in self._seen):
+            if frame is not None:
+                frame.recompute_fn = None
+        self._seen.clear()
 
 
 class ReentrantRegions:
