@@ -218,7 +218,7 @@ class Follower:
             return None
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
-        self._compare_computed(shares)
+        self._compare_computed(shares, loss)
         if shares.bent(loss) is not None and (share is None or not share.lost):
             self._say(
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
@@ -236,12 +236,13 @@ class Follower:
             )
         return share
 
-    def _compare_computed(self, shares: Shares) -> None:
+    def _compare_computed(self, shares: Shares, loss: Tensor) -> None:
         """A mean times a number that a unit computed is that of one device if that is always the same."""
+        computed = shares.computed_in(loss)
         if self._computed is None:
-            self._computed = shares.computed
-        self._plain = self._plain and not shares.computed
-        for (line, value), (_, before) in zip(shares.computed, self._computed, strict=False):
+            self._computed = computed
+        self._plain = self._plain and not computed
+        for (line, value), (_, before) in zip(computed, self._computed, strict=False):
             if not torch.allclose(value, before, rtol=1e-5):
                 raise SplitError(
                     "a mean over samples is multiplied with or divided by a number that a unit computes from "

@@ -89,7 +89,6 @@ class Shares:
     Attributes:
         strayed: The line from where on the micro-batch went another way than the batch.
         taken: The functions that were called.
-        computed: Numbers that units computed, with which a mean was multiplied, and the line.
     """
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
@@ -97,7 +96,7 @@ class Shares:
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
         self._events: Iterator[Event] = iter(whole.events.get(None, ()))
-        self.computed: list[tuple[str, Tensor]] = []
+        self._computed: list[tuple[Any, str, Tensor]] = []
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
 
@@ -119,6 +118,22 @@ class Shares:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()
         self._bent.clear()
+        self._computed.clear()
+
+    def multiplied(self, result: Tensor, number: Tensor) -> None:
+        """A mean was multiplied with a number that a unit computed."""
+        if result.grad_fn is not None:
+            self._computed.append((result.grad_fn, user_line(self.root), number.detach()))
+
+    def computed_in(self, loss: Tensor) -> list[tuple[str, Tensor]]:
+        """Such numbers that a loss is made of, and the lines; those of what is only logged do not count."""
+        pending, seen = [loss.grad_fn] if self._computed else [], set[Any]()
+        while pending:
+            node = pending.pop()
+            if node is not None and node not in seen:
+                seen.add(node)
+                pending.extend(before for before, _ in node.next_functions)
+        return [(line, number) for node, line, number in self._computed if node in seen]
 
     def is_mean(self, share: Share) -> bool:
         """Whether it is nothing but the value by the number of samples."""
@@ -411,8 +426,7 @@ def _by_other(step: _Step, position: int, change: Callable[[Tensor], Tensor]) ->
     if step.whole.operands[1 - position].computed and isinstance(other, Tensor) and other.numel() == 1:
         if not step.grows and any(factor == 1 for factor, _ in share.terms):  # a sum over a count, maybe
             return step.lost(always=True)
-        if step.result.requires_grad:
-            step.shares.computed.append((user_line(step.shares.root), other.detach()))
+        step.shares.multiplied(step.result, other)
     return step.mapped(share, position, change)
 
 

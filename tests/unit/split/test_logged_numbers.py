@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torchmetrics.functional import mean_squared_error, r2_score
+from torchmetrics.functional import mean_squared_error, pearson_corrcoef, r2_score
 
 from lightning_pipeline.model.loss import DifferentWaysError
 from tests.unit.split.nets import Net, batch_of, seeded
@@ -106,7 +106,8 @@ def test_a_plain_loss_is_not(factor: float) -> None:
 
 
 def test_what_nothing_puts_together_says_so() -> None:
-    for number in (lambda out, y: out.std(), lambda out, y: 2 * out.median(), explained):
+    correlation = lambda out, y: pearson_corrcoef(out[:, 0], y[:, 0])  # noqa: E731
+    for number in (lambda out, y: out.std(), lambda out, y: 2 * out.median(), explained, correlation):
         with pytest.raises(DifferentWaysError):
             piped(seeded(logging(number)), batch_of(8), num_microbatches=4, follow=True)
 
