@@ -13,6 +13,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.errors import SplitError
 
 Hooks = dict[int, Callable[[Any], Any]]
+_MODULE, _NONE = "module ", (0, 0)
 
 
 def zeroed_unseen(trainer: Trainer, batch_idx: int) -> bool:
@@ -179,14 +180,29 @@ class HooksElsewhere:
         send: Gives every rank of this replica the tensor of one, a pipeline rank.
         rank: This pipeline rank.
         num_ranks: Of the pipeline.
+        modules: Those that run on one pipeline rank, by name, and which that is. A hook on one that the rank
+            has not is said to be called nowhere.
     """
 
     def __init__(
         self, module: nn.Module, originals: Mapping[int, Tensor], holders: Callable[[str], Sequence[int]],
         gather: Callable[[Any, str], list[Any]], send: Callable[[str, Tensor, int], None],
-        rank: int, num_ranks: int,
+        rank: int, num_ranks: int, modules: Mapping[str, tuple[nn.Module, int]],
     ) -> None:  # fmt: skip
         self._module, self._originals, self._holders = module, originals, holders
+        self._modules = modules
+        self._on_modules = [
+            (
+                name,
+                (
+                    part._forward_hooks,
+                    part._forward_pre_hooks,
+                    part._backward_hooks,
+                    part._backward_pre_hooks,
+                ),
+            )
+            for name, (part, _) in modules.items()
+        ]
         self._gather, self._send, self._rank, self._num_ranks = gather, send, rank, num_ranks
         self._agreed: dict[str, tuple[int, int]] | None = None
         self._now: dict[str, tuple[int, int]] = {}
@@ -212,6 +228,9 @@ class HooksElsewhere:
             for name, parameter in self._parameters.items()
             if any(hooks := self._registered(parameter))
         }
+        for name, kinds in self._on_modules:
+            if any(kinds):
+                self._now[f"{_MODULE}{name}"] = len(kinds[0]) + len(kinds[1]), len(kinds[2]) + len(kinds[3])
 
     def has_changed(self) -> bool:
         """Whether this rank had other hooks in the last batch than were agreed on."""
@@ -248,6 +267,31 @@ class HooksElsewhere:
                 f"{len(new)} parameters that are on other stages, and their ranks have not: these gradients "
                 f"are sent there in each batch{missed}. Where every rank registers a hook, it is called on "
                 "the rank that has the parameter, and nothing is sent"
+            )
+        self._say_uncalled(told)
+
+    def _say_uncalled(self, told: list[dict[str, tuple[int, int]]]) -> None:
+        """Warn of hooks on modules that some ranks have, and not the one that runs the module."""
+        names = {
+            name: ranks
+            for name, (_, holder) in self._modules.items()
+            if (key := f"{_MODULE}{name}") not in self._served
+            and (
+                ranks := [
+                    rank
+                    for rank, one in enumerate(told)
+                    if one.get(key, _NONE) > told[holder].get(key, _NONE)
+                ]
+            )
+        }
+        self._served |= {f"{_MODULE}{name}" for name in names}
+        if names:
+            first, ranks = next(iter(names.items()))
+            rank_zero_warn(
+                f"pipeline rank {', '.join(map(str, ranks))} alone has registered a hook on module {first!r}"
+                f"{f' and {len(names) - 1} others' if len(names) > 1 else ''}, which pipeline rank "
+                f"{self._modules[first][1]} runs: it is not called. Register it on every rank; it is called "
+                "on the one that runs the module"
             )
 
     def _refusal(self, name: str, ranks: Sequence[int], *, changes: bool) -> SplitError:

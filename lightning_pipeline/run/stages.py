@@ -180,6 +180,7 @@ class Stages:
         return HooksElsewhere(
             self._module, originals, holders, members.gather, send, members.groups.rank,
             self._placement.num_ranks,
+            {name: (part, self._placement.rank_of(stage)) for name, part, stage in split.modules_run()},
         )  # fmt: skip
 
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:

@@ -1,5 +1,6 @@
 """What hooks see of single gradients is that of the whole batch, as on one device."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -169,3 +170,32 @@ class ChangesAlone(Alone):
 def test_a_hook_of_one_rank_that_cannot_be_called_there_is_refused(ranks: Ranks, kind: type[Alone]) -> None:
     outcome = ranks(2).outcomes(fit_one_epoch, kind, group=False)[0]
     assert f"alone has registered a hook with {kind.register}" in str(outcome.error), outcome
+
+
+class LooksOnOneRank(Regression):
+    """Reads what every layer gives, on the rank that has the logger."""
+
+    ranks = "global rank 0"
+
+    def on_fit_start(self) -> None:
+        if self.trainer.is_global_zero or self.ranks == "all":
+            for layer in self.net:
+                layer.register_forward_hook(lambda *_: None)
+
+
+class LooksOnAll(LooksOnOneRank):
+    ranks = "all"
+
+
+def said_of_modules(kind: type[LooksOnOneRank]) -> list[str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        fit_one_epoch(kind)
+    return [str(one.message) for one in found if "on module" in str(one.message)]
+
+
+def test_a_hook_on_a_module_that_no_rank_calls_is_warned_of(ranks: Ranks) -> None:
+    said = ranks(2)(said_of_modules, LooksOnOneRank)
+    assert [len(one) for one in said] == [1, 0]
+    assert "alone has registered a hook on module 'net." in said[0][0]
+    assert ranks(2)(said_of_modules, LooksOnAll) == [[], []]

@@ -204,6 +204,12 @@ class SplitModel(OutsideSteps):
 
     # ---- what this rank holds
 
+    def modules_run(self) -> Iterator[tuple[str, nn.Module, int]]:
+        """Every unit and module in one, with its name and the stage that runs it."""
+        for unit, stage in zip(self._patches.units, self._stage_of, strict=True):
+            for name, part in unit.module.named_modules(prefix=unit.name):
+                yield name, part, stage
+
     def stage(self, index: int) -> StageProgram:
         """A stage of this rank."""
         return self._programs[index]
