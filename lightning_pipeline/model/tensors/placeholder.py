@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline._torch import FakeTensorMode
-from lightning_pipeline.model.tensors.operations import Operation
+from lightning_pipeline.model.tensors.operations import Operation, is_placeholder, written_tensors
 from lightning_pipeline.model.tensors.shape_rules import real_masks_counted, shapes_by_rule
 from lightning_pipeline.model.tensors.structure import TensorSpec
 
@@ -24,6 +24,16 @@ class Watcher(Protocol):
     ) -> Any:
         """Run the operation by `run()` and return its result, or raise."""
         ...
+
+
+_REAL = (Tensor, nn.Parameter)
+
+
+def _knows_by_shapes(func: Operation, args: tuple[Any, ...]) -> bool:
+    """Whether the result depends on no value of `args`, and none of them is written."""
+    if func is torch.ops.aten.t.default:
+        return True
+    return any(map(is_placeholder, args)) and next(written_tensors(func, args, {}), None) is None
 
 
 class PlaceholderMode(FakeTensorMode):
@@ -46,11 +56,24 @@ class PlaceholderMode(FakeTensorMode):
         def run() -> Any:
             made = shapes_by_rule(func, args, kwargs)
             if made is None:
-                return base(func, types, args, kwargs)
+                return base(func, types, self._all_without_values(func, args), kwargs)
             made = tuple(self.make(one) if isinstance(one, TensorSpec) else one for one in made)
             return made if len(made) > 1 else made[0]
 
         return run() if watcher is None else watcher.placeholder_operation(func, args, kwargs, run)
+
+    def _all_without_values(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Operands with fake tensors for weights, which torch would make of them, too, but later.
+
+        What an operation makes of fake tensors alone it knows from the last time; else it takes it apart
+        again, which is a fifth of a small model's trace. Not where it may compute with values, or writes.
+        """
+        if not any(type(value) in _REAL for value in args) or not _knows_by_shapes(func, args):
+            return args
+        convert = self.fake_tensor_converter.from_real_tensor
+        return tuple(
+            convert(self, value) if type(value) in _REAL and value.dim() else value for value in args
+        )
 
     def make(self, spec: TensorSpec) -> Tensor:
         """A fresh placeholder like `spec`; where that requires a gradient, it is no leaf of autograd."""

@@ -312,6 +312,8 @@ def _contents(held: Any) -> list[Any]:
 
 def _is_changed(pair: tuple[Any, list[Any]]) -> bool:
     held, before = pair
+    if not held and not before:  # as most are: a module has a dozen for its hooks
+        return False
     if len(held) > _LONG:
         return before != [len(held)]
     now = _contents(held)
