@@ -24,6 +24,7 @@ NEVER_PASSES = (
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # seven runs of pytest, which need none
     return tmp_path
 
 

@@ -1,6 +1,5 @@
 """Gradients in the step, weights that the step moves, and a module called with other weights."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,13 +10,7 @@ from torch.func import functional_call
 from lightning_pipeline.errors import SplitError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def layers() -> nn.Sequential:

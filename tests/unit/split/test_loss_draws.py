@@ -1,6 +1,6 @@
 """A divisor that is drawn is the sum of what the micro-batches drew."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy
@@ -11,13 +11,7 @@ from torch import Tensor, nn
 
 from tests.unit.split.pipe import Module, Outcome, piped
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 SAMPLES, LENGTH, CLASSES, PARTS = 6, 5, 4, 3

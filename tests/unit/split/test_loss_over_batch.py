@@ -1,6 +1,5 @@
 """A loss that compares the samples of a batch is that of the whole batch on one device."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,12 +14,7 @@ from tests.unit.split.pipe import Module, alone, assert_same, piped
 SAMPLES, WIDTH = 10, 6
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def batch(samples: int = SAMPLES) -> dict[str, Tensor]:

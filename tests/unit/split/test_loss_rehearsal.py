@@ -2,7 +2,6 @@
 
 import itertools
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ COUNTED = {"steps": 0}
 STEPS = 0
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def batch(left_out: bool = True) -> dict[str, Tensor]:

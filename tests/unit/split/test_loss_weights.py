@@ -1,6 +1,6 @@
 """A loss that is divided by what it finds in its samples is that of the whole batch, term by term."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,7 @@ from lightning_pipeline.model.loss import Follower, Observer, Whole
 from tests.unit.split.models import VOCABULARY, hugging_face
 from tests.unit.split.pipe import Module, alone, assert_whole, piped
 
-
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 SAMPLES, LENGTH, CLASSES = 7, 5, 6

@@ -1,7 +1,5 @@
 """Every gradient, loss, logged value and buffer is that of one process."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,12 +9,7 @@ from tests.unit.split.pipe import alone, assert_same, piped
 NAMES = ("perceptron", "residual", "unet", "gpt2", "llama", "bert", "t5")
 
 
-@pytest.fixture(autouse=True)
-def float64() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
