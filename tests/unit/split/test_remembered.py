@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lightning_pipeline._torch import FakeTensorMode
 from lightning_pipeline.model.tensors.cache import PlaceholderCache
+from lightning_pipeline.model.tensors.operations import is_placeholder
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
 from lightning_pipeline.model.tensors.structure import TensorSpec
 from tests.unit.split.nets import Net, assert_works, batch_of
@@ -90,3 +92,18 @@ class InPlaceOnGlue(Net):
 
 def test_gradients_stay_right_where_glue_writes_into_its_results() -> None:
     assert_works(InPlaceOnGlue, batch_of(6), num_microbatches=3, steps=2)
+
+
+def test_what_an_operation_on_a_weight_gives_is_known_from_the_last_time(placeholder: Tensor) -> None:
+    layer = nn.Linear(3, 4)
+
+    def taken_apart() -> int:
+        return FakeTensorMode.cache_info().bypasses.get("non-fake tensor", 0)
+
+    outputs, before = [layer(placeholder)], taken_apart()
+    outputs.append(layer(placeholder))
+    assert taken_apart() == before
+    assert [output.shape for output in outputs] == [(2, 4)] * 2
+    assert all(output.requires_grad and is_placeholder(output) for output in outputs)
+    written = torch.zeros(2, 3)
+    assert written.add_(placeholder.detach()) is written
