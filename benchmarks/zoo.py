@@ -35,6 +35,7 @@ from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
 from lightning_pipeline.model.tensors.structure import map_tensors
 
 MOST_BYTES = 6 << 30  # that a process may hold: what takes more fails alone
+PAIRS_A_PROCESS = 100  # what libraries keep of each adds up: at the bound everything fails
 
 # ---- one pair
 
@@ -188,10 +189,10 @@ def sweep(records: Path, todo: list[tuple[str, str]], workers: int, seconds: int
                     )
                     shares[index] = share[share.index((kind, name)) + 1 :]
                 else:
-                    shares[index] = []
+                    shares[index] = share[PAIRS_A_PROCESS:]
             if shares[index] and index not in running:
                 running[index] = context.Process(
-                    target=_work, args=(shares[index], records, now, seconds, variant)
+                    target=_work, args=(shares[index][:PAIRS_A_PROCESS], records, now, seconds, variant)
                 )
                 running[index].start()
 

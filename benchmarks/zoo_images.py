@@ -13,6 +13,7 @@ from benchmarks.zoo_cases import CASES, Case, case, classified, images
 # ---- timm: one of a family
 
 
+SIDES = {"tiny_vit_5m_224": 224, "crossvit_9_240": 240, "halonet26t": 256}  # which take no other, in pixels
 TIMM = {
     "vit_tiny_patch16_224": {"depth": 4, "img_size": 64},
     "deit_tiny_patch16_224": {"depth": 4, "img_size": 64},
@@ -21,7 +22,7 @@ TIMM = {
     "convnext_atto": {},
     "mobilenetv3_small_050": {},
     "efficientnet_lite0": {},
-    "mixer_s32_224": {"num_blocks": 4, "img_size": 64},
+    "mixer_s32_224": {"img_size": 64},
     "swin_tiny_patch4_window7_224": {
         "depths": (1, 1, 1, 1),
         "img_size": 64,
@@ -58,9 +59,9 @@ TIMM = {
     "inception_next_atto": {},
     "lcnet_035": {},
     "mambaout_femto": {},
-    "caformer_s18": {"depths": (1, 1, 2, 1), "dims": (16, 32, 64, 96)},
-    "gmlp_ti16_224": {"num_blocks": 4, "img_size": 64},
-    "resmlp_12_224": {"num_blocks": 4, "img_size": 64},
+    "caformer_s18": {},
+    "gmlp_ti16_224": {"img_size": 64},
+    "resmlp_12_224": {"img_size": 64},
     "mobilenetv4_conv_small_035": {},
     "mobilevitv2_050": {},
     "nf_regnet_b0": {},
@@ -75,15 +76,15 @@ TIMM = {
     "shvit_s1": {},
     "starnet_s1": {},
     "swiftformer_xs": {},
-    "tiny_vit_5m_224": {"img_size": 64},
+    "tiny_vit_5m_224": {},
     "ese_vovnet19b_slim_dw": {},
     "cs3darknet_focus_s": {},
     "convit_tiny": {"depth": 4, "img_size": 64},
-    "crossvit_9_240": {"img_size": 48},
+    "crossvit_9_240": {},
     "coat_tiny": {"img_size": 64},
     "halonet26t": {},
     "botnet26t_256": {"img_size": 64},
-    "volo_d1_224": {"layers": (1, 1, 1, 1), "img_size": 64},
+    "volo_d1_224": {"img_size": 64},
     "twins_pcpvt_small": {"depths": (1, 1, 1, 1), "img_size": 64},
     "visformer_tiny": {"img_size": 64},
     "swinv2_tiny_window8_256": {
@@ -110,7 +111,8 @@ def _timm(name: str, options: dict[str, Any]) -> Callable[[], Case]:
         import timm
 
         model: Any = timm.create_model(name, pretrained=False, num_classes=3, **options)
-        return model, classified, images(options.get("img_size", 64))
+        side = SIDES.get(name, options.get("img_size", 64))
+        return model, classified, images(side if isinstance(side, int) else side[0])
 
     return build
 

@@ -71,7 +71,7 @@ class FakeRun:
         observed = self._observed
         args, kwargs = self._glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
-        self._is_absent = _is_absent(observed.patches.units[call.unit].module)
+        self._is_absent = _is_absent(observed.patches.units[call.unit].module, observed.weightless)
         draws = host_draws(self._generators)
         observed.inside = call
         try:
@@ -269,9 +269,18 @@ def _fitted(known: Call, call: Call) -> list[TensorSpec] | None:
     return [spec.resized(tuple(changed.get(size, size) for size in spec.shape)) for spec in known.specs]
 
 
-def _is_absent(module: nn.Module) -> bool:
-    """Whether placeholders stand for its weights."""
-    return any(is_placeholder(value) for part in module.modules() for value in vars(part).values())
+def _is_absent(module: nn.Module, weightless: bool) -> bool:
+    """Whether placeholders stand for its weights, because another stage holds it.
+
+    Args:
+        module: A unit.
+        weightless: Whether they may stand for weights that are on no device yet.
+    """
+    for part in module.modules():
+        listed = [] if weightless else [*part._parameters.values(), *part._buffers.values()]
+        if any(map(is_placeholder, (*listed, *vars(part).values()))):
+            return True
+    return False
 
 
 @contextmanager

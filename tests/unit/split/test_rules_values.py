@@ -430,3 +430,23 @@ class RanksByAnEarlyValue(Net):
 
 def test_what_is_made_of_an_early_value_arrives_where_the_end_needs_it():
     assert_works(RanksByAnEarlyValue)
+
+
+class Clamping(Block):
+    """As DETR's encoder layers: looks at its values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h if torch.isfinite(h).all() else h.clamp(-1.0, 1.0)
+
+
+class ClampsAndMatches(Queries):
+    """As conditional DETR: the step is traced once more on each stage, for its loss needs values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Clamping() for _ in range(4)]).double()
+
+
+def test_a_unit_that_looks_at_values_is_known_on_stages_that_do_not_hold_it():
+    assert_works(ClampsAndMatches, steps=2)

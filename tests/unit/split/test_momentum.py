@@ -1,0 +1,74 @@
+"""Momentum encoders with a queue of keys and its pointer, as they are published."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.unit.split.nets import WIDTH, Block, assert_works, batch_of
+from tests.unit.split.pipe import Module
+
+
+class Contrast(nn.Module):
+    """A query encoder, a key encoder that is its average, and a queue of keys."""
+
+    def __init__(self, entries: int, columns: bool) -> None:
+        super().__init__()
+        self.encoder_q = nn.Sequential(nn.Linear(WIDTH, WIDTH), *(Block() for _ in range(3)))
+        self.encoder_k = copy.deepcopy(self.encoder_q).requires_grad_(False)
+        self.entries, self.columns = entries, columns
+        shape = (WIDTH, entries) if columns else (entries, WIDTH)
+        self.register_buffer("queue", F.normalize(torch.randn(shape), dim=0 if columns else 1))
+        self.register_buffer("queue_ptr", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for query, key in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+
+    @torch.no_grad()
+    def enqueue(self, keys: Tensor) -> None:
+        rows, ptr = keys.shape[0], int(self.queue_ptr)
+        assert self.entries % rows == 0
+        if self.columns:
+            self.queue[:, ptr : ptr + rows] = keys.T
+        else:
+            self.queue[ptr : ptr + rows] = keys
+        ptr = (ptr + rows) % self.entries
+        self.queue_ptr[0] = ptr
+
+    def forward(self, im_q: Tensor, im_k: Tensor) -> tuple[Tensor, Tensor]:
+        q = F.normalize(self.encoder_q(im_q), dim=1)
+        with torch.no_grad():
+            self.follow()
+            k = F.normalize(self.encoder_k(im_k), dim=1)
+        positive = torch.einsum("nc,nc->n", [q, k]).unsqueeze(-1)
+        queue = self.queue.clone().detach()
+        negative = q @ (queue if self.columns else queue.T)
+        logits = torch.cat([positive, negative], dim=1) / 0.2
+        labels = torch.zeros(logits.shape[0], dtype=torch.long)
+        self.enqueue(k)
+        return logits, labels
+
+
+class MoCo(Module):
+    columns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Contrast(8, self.columns)
+
+    def training_step(self, batch, batch_idx):
+        logits, labels = self.net(batch["x"], batch["x"] + 0.1)
+        return F.cross_entropy(logits, labels)
+
+
+class MoCoByRows(MoCo):
+    columns = False
+
+
+@pytest.mark.parametrize("kind", [MoCo, MoCoByRows])
+def test_a_momentum_encoder_with_a_queue_of_keys_and_its_pointer_works(kind):
+    assert_works(kind, batch=batch_of(8), cuts=[2], steps=3, num_microbatches=2)
