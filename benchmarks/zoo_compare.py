@@ -239,7 +239,7 @@ def _compared(
 
 
 def _same(one: tuple[list[Tensor], nn.Module], other: tuple[list[Tensor], nn.Module]) -> bool:
-    """Whether losses and gradients are the same: where a last weight is zero, draws show in gradients alone."""
+    """Whether losses and gradients are the same: behind a weight of zero, draws show in gradients alone."""
     if not all(map(torch.equal, one[0], other[0])):
         return False
     gradients = zip(one[1].parameters(), other[1].parameters(), strict=True)

@@ -13,7 +13,12 @@ from benchmarks.zoo_cases import CASES, Case, case, classified, images
 # ---- timm: one of a family
 
 
-SIDES = {"tiny_vit_5m_224": 224, "crossvit_9_240": 240, "halonet26t": 256}  # which take no other, in pixels
+SIDES = {
+    "tiny_vit_5m_224": 224,
+    "gcvit_xxtiny": 224,
+    "crossvit_9_240": 240,
+    "halonet26t": 256,
+}  # which take no other, in pixels
 TIMM = {
     "vit_tiny_patch16_224": {"depth": 4, "img_size": 64},
     "deit_tiny_patch16_224": {"depth": 4, "img_size": 64},
@@ -182,7 +187,8 @@ def _video(name: str) -> Callable[[], Case]:
         import torchvision
 
         model = torchvision.models.get_model(name, num_classes=3, weights=None)
-        return model, classified, lambda: (torch.randn(2, 3, 8, 32, 32), torch.tensor([0, 2]))
+        frames, side = (16, 224) if name == "s3d" else (8, 32)
+        return model, classified, lambda: (torch.randn(2, 3, frames, side, side), torch.tensor([0, 2]))
 
     return build
 
@@ -373,7 +379,8 @@ class _WithTeacher(nn.Module):
     def __init__(self, head: Callable[[], nn.Module], criterion: nn.Module, predictor: Any = None) -> None:
         super().__init__()
         self.backbone, self.head = _backbone(), head()
-        self.teacher_backbone, self.teacher_head = copy.deepcopy(self.backbone), copy.deepcopy(self.head)
+        self.teacher_backbone, self.teacher_head = copy.deepcopy(self.backbone), head()
+        self.teacher_head.load_state_dict(self.head.state_dict())
         self.teacher_backbone.requires_grad_(False)
         self.teacher_head.requires_grad_(False)
         self.criterion, self.predictor = criterion, predictor
@@ -462,8 +469,8 @@ def _dino() -> Case:
         )
         return found
 
-    return (
-        _WithTeacher(lambda: DINOProjectionHead(16, 16, 8, 12), DINOLoss(output_dim=12)),
-        loss,
-        _two_views,
-    )
+    net = _WithTeacher(lambda: DINOProjectionHead(16, 16, 8, 12), DINOLoss(output_dim=12))
+    for module in net.modules():
+        if "weight_g" in module._parameters:  # made anew in each forward; as it is, no copy can be made
+            module.weight = module.weight.detach()  # type: ignore[union-attr]
+    return net, loss, _two_views

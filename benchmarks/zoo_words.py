@@ -56,7 +56,9 @@ def _unet_condition() -> Case:
 def _unet1d() -> Case:
     from diffusers import UNet1DModel
 
-    model = UNet1DModel(block_out_channels=(16, 16, 32), layers_per_block=1, sample_size=64)
+    model = UNet1DModel(
+        block_out_channels=(16, 16, 32), layers_per_block=1, sample_size=64, extra_in_channels=32
+    )
     return model, squared, lambda: {"sample": torch.randn(2, 2, 64), "timestep": torch.tensor([3, 7])}
 
 

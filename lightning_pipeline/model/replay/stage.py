@@ -16,7 +16,7 @@ from lightning_pipeline.model.replay.replay import Replay, Replayed
 from lightning_pipeline.model.replay.view import StageView, Step
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import AsOne, StepState
-from lightning_pipeline.model.tensors import map_tensors
+from lightning_pipeline.model.tensors import copied_at_end, map_tensors
 from lightning_pipeline.model.trace import Transient, UnitPatches, reentrant_checkpoint_replaced
 from lightning_pipeline.wire import Stage, Values
 
@@ -124,7 +124,13 @@ class StageProgram(Stage):
             self.state.before(microbatch, counts=self.counts)
         if self.unit_state is not None:
             self.unit_state.before(microbatch, counts=True)
-        with self._counting(microbatch, incoming), self._deferring(queue), self.apart(), step.context():
+        with (
+            self._stashing(step),
+            self._counting(microbatch, incoming),
+            self._deferring(queue),
+            self.apart(),
+            step.context(),
+        ):
             replay = self.replay_kind(self.view, microbatch, incoming, step.seeds.microbatch(microbatch))
             if self.ends_itself or self.view.no_unit_follows:
                 replay.on_unit = replay.end_after_own
@@ -155,6 +161,12 @@ class StageProgram(Stage):
         if count is None or self.view.current_step().weights is None:
             return nullcontext()
         return count.forward(self.index, microbatch, [] if incoming is None else incoming.tensors)
+
+    def _stashing(self, step: Step) -> AbstractContextManager[None]:
+        """Backwards see the weights of their own micro-batch, not what later ones made of them."""
+        if step.weights is None or not self.view.rewritten:
+            return nullcontext()
+        return copied_at_end(self.view.rewritten)
 
     @contextmanager
     def _deferring(self, queue: WeightQueue | None, roots: Sequence[Any] | None = None) -> Iterator[None]:

@@ -17,6 +17,7 @@ from lightning_pipeline.model.tensors import (
     SavedCount,
     Structure,
     TensorSpec,
+    is_placeholder,
     map_tensors,
 )
 from lightning_pipeline.model.trace import PortSpec, Runner, Trace, UnitPatches, Watch
@@ -108,6 +109,7 @@ class StageView:
         repeated: Units that are called several times, or may be.
         host_random: Whether a unit draws from numpy's or Python's random state.
         checkpointed: Whether there is activation checkpointing around units.
+        rewritten: Parameters, buffers and plain tensors of this stage that the step changes in place.
         ports: What calls give away beside their output.
         constants: Whether what depends on the shapes of placeholders alone has its values.
     """
@@ -158,8 +160,15 @@ class StageView:
         self.goes_on = route.goes_on[self.index]
         self.read_before = self._read_before(route.trace)
         self.checkpointed = route.trace.checkpointed
+        self.rewritten = self._rewritten(route.trace)
         self.ports, self.constants = route.trace.ports, route.trace.constants
         self.no_unit_follows = not (self.is_last or live.leaves[self.index])
+
+    def _rewritten(self, trace: Trace) -> list[Tensor]:
+        known = (trace, self.current_step().trace)
+        names = {name for one in known for name in (*one.written_states, *one.written_in_units)}
+        held = (getattr(self.root.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names)
+        return [one for one in held if isinstance(one, Tensor) and not is_placeholder(one)]
 
     def _read_before(self, trace: Trace) -> set[ValueKey]:
         calls = trace.calls

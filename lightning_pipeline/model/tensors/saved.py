@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline._torch import is_traceable_wrapper_subclass, refuses_saved_hooks, top_saved_hooks
-from lightning_pipeline.model.tensors.operations import is_placeholder
+from lightning_pipeline.model.tensors.operations import is_placeholder, storage_key
 from lightning_pipeline.model.tensors.structure import tensors_in
 from lightning_pipeline.patching import patched
 
@@ -210,13 +210,53 @@ def counting_hooks(note: Callable[[Tensor], None]) -> Iterator[None]:
 
     def noting(tensor: Tensor) -> Any:
         kept = pack(tensor)
-        value = kept[0] if outer is None else kept
+        value = kept[0] if outer is None else kept.tensor if isinstance(kept, _Kept) else kept
         if isinstance(value, Tensor):
             note(value)
         return kept
 
     with stepping_aside(saved_tensors_hooks(noting, unpack)):
         yield
+
+
+class _Kept:
+    """What autograd saved; a state as it is when the forward ends."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self._version = tensor if tensor.is_leaf else tensor.detach(), tensor._version
+
+    def settle(self) -> None:
+        """The forward ends: later ones may write the state before the backward of this one."""
+        if self.tensor._version == self._version:
+            self.tensor = self.tensor.detach().clone()
+            self._version = self.tensor._version
+
+    def value(self) -> Tensor:
+        """For the backward."""
+        return _unpack((self.tensor, self._version))
+
+
+@contextmanager
+def copied_at_end(states: Sequence[Tensor]) -> Iterator[None]:
+    """Where autograd saves one of these, let it have a copy, for others write them before its backward.
+
+    It is made at the end of the forward: one device's backward sees what the same forward wrote later on.
+    """
+    if refuses_saved_hooks() or top_hooks() is not None:
+        yield
+        return
+    kept: list[_Kept] = []
+
+    def pack(tensor: Tensor) -> Any:
+        if all(storage_key(state) != storage_key(tensor) for state in states):  # `.data` may move them
+            return _Kept(tensor)
+        kept.append(_Kept(tensor))
+        return kept[-1]
+
+    with stepping_aside(saved_tensors_hooks(pack, _Kept.value)):
+        yield
+    for state in kept:
+        state.settle()
 
 
 @contextmanager

@@ -146,6 +146,21 @@ class Glue:
             if faked or self._observed.trace.calls:  # before any unit, every stage does the same
                 self.written_states.setdefault(name, tensor)
 
+    def written_in_unit(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """An operation of a unit is about to run: note the states that it writes, to put them back."""
+        if "batch_norm" in func._schema.name:
+            return
+        for tensor in written_tensors(func, args, kwargs):
+            real = self._observed.origin(tensor)
+            name = self._observed.states.get(storage_key(real))
+            if name is None or not real.is_floating_point():
+                continue
+            if name not in self._observed.trace.written_in_units and not (
+                is_placeholder(real) or real.is_meta
+            ):
+                self._restores.append((real, real.detach().clone()))
+            self._observed.trace.written_in_units.add(name)
+
     @property
     def all_written(self) -> list[str]:
         """Every parameter, buffer and plain tensor that glue writes, before the units too."""
@@ -217,6 +232,8 @@ class GlueOperations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._observed.inside is not None or self._keeping.is_packing:
+            if self._observed.runs_really:
+                self._glue.written_in_unit(func, args, kwargs or {})
             result = func(*args, **(kwargs or {}))
             if self._observed.runs_really:
                 self._note_made(func, args, kwargs or {}, result)

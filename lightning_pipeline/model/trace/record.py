@@ -98,6 +98,7 @@ class Trace:
         ended_early: Whether the rest of the step was not seen, for it needs values.
         arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
+        written_in_units: Parameters and buffers that units change in place, without those of batch norms.
         late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
@@ -137,6 +138,7 @@ class Trace:
     ended_early: bool = False
     arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)
+    written_in_units: set[str] = field(default_factory=set)
     late_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.unit.split.nets import WIDTH, Block, Net, assert_works, batch_of, same_or_refused, seeded
-from tests.unit.split.pipe import alone, piped
+from tests.unit.split.pipe import alone, assert_same, piped
 
 
 class AuxiliaryLoss(Block):
@@ -320,8 +320,52 @@ class Prototypes(Net):
         return super().training_step(batch, batch_idx)
 
 
+class MovedPrototypes(Net):
+    """A parameter that the step normalises by giving it other memory."""
+
+    def training_step(self, batch, batch_idx):
+        weight = self.layers[2].m.weight
+        weight.data = F.normalize(weight.data, dim=1)
+        return super().training_step(batch, batch_idx)
+
+
+class NormedInside(Block):
+    """A unit that halves its own weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.m.weight.mul_(0.5)
+        return super().forward(x)
+
+
+class OwnPrototypes(Net):
+    def __init__(self) -> None:
+        super().__init__(NormedInside)
+
+
+class LooksInside(NormedInside):
+    """One that is run on made-up input in the trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = super().forward(x)
+        return h if torch.isfinite(h).all() else h.clamp(-1.0, 1.0)
+
+
+class LookingPrototypes(Net):
+    def __init__(self) -> None:
+        super().__init__(LooksInside)
+
+
 def test_a_parameter_that_the_step_normalises_first_works():
     assert_works(Prototypes, num_microbatches=1, steps=2)
+
+
+@pytest.mark.parametrize("split_backward", [False, True])
+@pytest.mark.parametrize("kind", [Prototypes, MovedPrototypes, OwnPrototypes, LookingPrototypes])
+def test_a_backward_sees_the_weight_of_its_own_micro_batch(kind, split_backward):
+    expected = alone(seeded(kind), batch_of(), steps=2)
+    found = piped(seeded(kind), batch_of(), stages=3, steps=2, split_backward=split_backward)
+    assert_same(found, expected)
 
 
 def test_an_average_that_nobody_reads_in_the_step_is_that_of_the_whole_batch():
@@ -376,8 +420,6 @@ def test_caches_filled_in_a_unit_hold_no_placeholder_after_the_trace():
     assert_works(Cached, cuts=[["layers.1"]], steps=2)
     _table.cache_clear()
     _CACHE.clear()
-    from tests.unit.split.pipe import assert_same
-
     module = seeded(Cached)
     split_first = piped(module, batch_of(), stages=2)
     assert_same(split_first, alone(module, batch_of()))
