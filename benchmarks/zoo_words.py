@@ -57,7 +57,7 @@ def _unet1d() -> Case:
     from diffusers import UNet1DModel
 
     model = UNet1DModel(
-        block_out_channels=(16, 16, 32), layers_per_block=1, sample_size=64, extra_in_channels=32
+        block_out_channels=(32, 32, 64), layers_per_block=1, sample_size=64, extra_in_channels=64
     )
     return model, squared, lambda: {"sample": torch.randn(2, 2, 64), "timestep": torch.tensor([3, 7])}
 
