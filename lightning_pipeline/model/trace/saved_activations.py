@@ -68,11 +68,12 @@ class SavedActivations:
         if call is None:
             self._observed.tags.add(origin, frozenset({Tag("saved", self.number_of(origin))}))
         else:
-            call.saved.add(self.number_of(origin))
-            self._add_up(call)
+            self._add(call, self.number_of(origin))
 
-    def _add_up(self, call: Call) -> None:
-        call.activation_bytes = sum(self._observed.trace.sizes[number] for number in call.saved)
+    def _add(self, call: Call, number: int) -> None:
+        if number not in call.saved:
+            call.saved.add(number)
+            call.activation_bytes += self._observed.trace.sizes[number]
 
     def work_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
         """What an operation computes and moves, and whether parameters are in it."""
@@ -94,8 +95,7 @@ class SavedActivations:
             if self._regions.open:
                 self._regions.saved(self.dropped(tensor), origin.untyped_storage().nbytes())
             if counts and self._counts(origin):
-                call.saved.add(self.number_of(origin))
-                call.activation_bytes = sum(self._observed.trace.sizes[number] for number in call.saved)
+                self._add(call, self.number_of(origin))
             return tensor.detach()  # itself would close a circle: an output saved by its own graph
 
         with stepping_aside(saved_tensors_hooks(keep, lambda tensor: tensor)):
