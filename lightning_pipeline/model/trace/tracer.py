@@ -293,7 +293,8 @@ class Tracer:
         own = frozenset({Tag("effect", call.index)})
         operands = list(operands_of(args, kwargs))
         call.reads |= self.tags.union(operands) - own
-        self.glue.written_in_unit(func, args, kwargs)
+        if not self._depth:
+            self.glue.written_in_unit(func, args, kwargs)
         self._depth += 1
         try:
             result = run()
