@@ -233,7 +233,7 @@ class Batch:
             return own
 
         def small() -> Any:
-            kept = {key: value for key, value in own.items() if _is_small(value)}
+            kept = {key: value for key, value in own.items() if _all_are_told(value)}
             return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), kept)
 
         told, device = from_last.share(small), self._steps.module.device
@@ -315,7 +315,7 @@ class Batch:
             )
 
 
-def _is_small(value: Any) -> bool:
+def _all_are_told(value: Any) -> bool:
     """Whether all ranks are told of an entry: numbers, texts and tensors of few elements."""
     leaves = tree_leaves(value)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -178,7 +178,7 @@ class Mixture(Module):
     def __init__(self, **asked) -> None:
         super().__init__()
         config = MixtralConfig(
-            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+            vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=4,
             num_key_value_heads=2, num_local_experts=4, max_position_embeddings=32, use_cache=False,
         )  # fmt: skip
         self.model = MixtralForCausalLM(config)
