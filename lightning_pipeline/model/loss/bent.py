@@ -11,13 +11,20 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.loss.calls import Form, Seen, grows, pairs, type_of
 from lightning_pipeline.model.loss.events import Share
+from lightning_pipeline.model.loss.functions import both
+from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
 
 class _Known(Protocol):
+    differs: bool
+    remembered: bool
+
     def of(self, value: Any) -> Share | None: ...
     def bent(self, value: Any) -> "Bent | None": ...
+    def counts(self, value: Tensor, seen: Seen | None) -> bool: ...
 
 
 class DifferentWaysError(Exception):
@@ -60,58 +67,136 @@ class Bent:
         return {leaf.origin for leaf in _leaves((self.args, self.kwargs))}
 
 
-def bend(known: _Known, func: Any, args: Any, kwargs: Any) -> Bent | None:
-    """How a call makes a number of numbers of the batch; None where it makes none, or of something else.
+def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> Bent | None:
+    """How a call makes a number of numbers of the batch; None where it makes none.
+
+    What else is in the call is what the whole batch's has there.
 
     Args:
         known: What is known of its arguments.
         func: That is about to be called.
         args: Its arguments.
         kwargs: Likewise.
+        seen: The call of the whole batch; None where it is not known.
     """
-    found: list[bool] = []
-    others: list[Tensor] = []
+    if not (_has_number(known, args) or _has_number(known, tuple(kwargs.values()))):
+        return None
+    notes = _Notes(known)
+    theirs = ((), {}) if seen is None else (seen.args, seen.kwargs)
+    made = (
+        notes.of(tuple(args), theirs[0]),
+        {name: notes.of(value, theirs[1].get(name)) for name, value in kwargs.items()},
+    )
+    if not notes.found or notes.apart:
+        return None
+    always = any(notes.found)
+    if seen is None or notes.unclear:
+        return Bent(_unknown, (), always=always)
+    if notes.differs:
+        known.differs = True
+    if func is Tensor.__setitem__:
+        return Bent(_with_item, *made, always=True)
+    return Bent(func, *made, always=always)
 
-    def noted(value: Any) -> Any:
+
+def _has_number(known: _Known, values: Any) -> bool:
+    """Whether any of them is a number of the batch."""
+    for value in values:
         if isinstance(value, list | tuple):
-            return [noted(item) for item in value]
-        if not isinstance(value, Tensor | float):
-            return value
-        share, bent = known.of(value), known.bent(value)
-        if bent is not None:
-            found.append(True)
-            return bent
-        if share is not None and share.single and not share.lost:
-            found.append(False)
-            parts = [tensor.detach().double() * factor for factor, tensor in share.terms if factor]
-            return Leaf(sum(parts, torch.zeros((), dtype=torch.float64)), _summed, share.origin)
-        if share is not None and isinstance(value, Tensor):
-            others.append(value)
+            if _has_number(known, value):
+                return True
+        elif isinstance(value, Tensor | float):
+            share = known.of(value)
+            if known.bent(value) is not None or (share is not None and share.single and not share.lost):
+                return True
+    return False
+
+
+class _Notes:
+    """What the arguments of one call are.
+
+    Attributes:
+        found: For each number of the batch, whether it is bent.
+        apart: Whether there are sums that are no single number.
+        unclear: Whether nobody knows what an argument would be for the whole batch.
+        differs: Whether an argument goes by the values of this batch, or by its size.
+    """
+
+    def __init__(self, known: _Known) -> None:
+        self._known = known
+        self.found: list[bool] = []
+        self.apart = self.unclear = self.differs = False
+
+    def of(self, value: Any, theirs: Any) -> Any:
+        """An argument, as it is kept."""
+        if isinstance(value, list | tuple):
+            paired = theirs if isinstance(theirs, list | tuple) and len(theirs) == len(value) else None
+            return type_of(value)(
+                self.of(item, None if paired is None else paired[i]) for i, item in enumerate(value)
+            )
+        if isinstance(value, Tensor | float):
+            share, bent = self._known.of(value), self._known.bent(value)
+            if bent is not None:
+                self.found.append(True)
+                return bent
+            if share is not None and share.single and not share.lost:
+                self.found.append(False)
+                parts = [tensor.detach().double() * factor for factor, tensor in share.terms if factor]
+                return Leaf(sum(parts, torch.zeros((), dtype=torch.float64)), _summed, share.origin)
+            if isinstance(value, Tensor):
+                self.apart |= share is not None
+                return self._tensor(value, theirs)
+        if isinstance(value, slice):
+            theirs = theirs if isinstance(theirs, slice) else slice(None)
+            return slice(
+                *(self.of(getattr(value, at), getattr(theirs, at)) for at in ("start", "stop", "step"))
+            )
+        if isinstance(value, int | float):
+            if not isinstance(theirs, int | float):
+                self.unclear = True
+                return value
+            self.differs |= bool(theirs != value)
+            return value if self._known.remembered else theirs
         return value
 
-    made = tuple(map(noted, args)), {name: noted(value) for name, value in kwargs.items()}
-    if not found or others:
-        return None
-    if func is Tensor.__setitem__:
-        args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), made)
-        return Bent(_with_item, args, kwargs, always=True)
-    args, kwargs = map_tensors(lambda tensor: tensor.detach(), made)
-    return Bent(func, args, kwargs, always=any(found))
+    def _tensor(self, value: Tensor, theirs: Any) -> Tensor:
+        if self._known.remembered or not isinstance(theirs, Form) or theirs.shape != tuple(value.shape):
+            self.unclear = True
+            return value
+        self.differs = True  # values of another batch may be others
+        return value.detach().clone() if theirs.value is None else theirs.value
 
 
-def extreme(func: Any, args: Any, result: Any) -> Bent | None:
-    """What a call makes of samples that is one number and no sum of theirs; None where it does not.
+def extreme(known: _Known, func: Any, args: Any, result: Any, seen: Seen | None) -> Bent | None:
+    """What a call makes of samples that is no sum of theirs; None where it does not.
 
     Args:
+        known: What is known of its arguments, and of the micro-batch.
         func: That was called.
         args: Its arguments.
         result: Of the call.
+        seen: The call of the whole batch; None where it is not known.
     """
-    if func not in _REDUCING or len(args) != 1 or not isinstance(args[0], Tensor):
+    value = args[0] if args else None
+    if not isinstance(value, Tensor) or not isinstance(result, Tensor) or is_placeholder(result):
         return None
-    if not isinstance(result, Tensor) or is_placeholder(result) or result.numel() != 1 == args[0].numel():
+    if func in _SUMMING and seen is not None and _has_pairs(value, seen) and result.shape == seen.result:
+        return Bent(_unknown, (), always=True)
+    if func not in _REDUCING or value.numel() == 1:
         return None
-    return Bent(None, (Leaf(result.detach().clone(), _REDUCING[func]),), always=True)
+    share = known.of(value)
+    picked = share is not None and not share.single
+    if not picked and (grows(seen, 0, value) is False or (seen is not None and seen.result != result.shape)):
+        return None
+    makes = _REDUCING[func]
+    if makes is None or not (picked or known.counts(value, seen)):
+        return Bent(None, (Leaf(result.detach().clone(), None),), always=True)
+    return Bent(None, (Leaf(result.detach().clone(), makes),), always=True)
+
+
+def _has_pairs(value: Tensor, seen: Seen) -> bool:
+    theirs = seen.args[0]
+    return isinstance(theirs, Form) and pairs(tuple(value.shape), theirs.shape)
 
 
 def together(found: Sequence[Bent]) -> Tensor:
@@ -153,9 +238,10 @@ class _Together:
         if isinstance(first, list | tuple):
             if len({len(value) for value in values}) != 1:
                 raise DifferentWaysError
-            return type(first)(self.of(list(column)) for column in zip(*values, strict=True))
+            return type_of(first)(self.of(list(column)) for column in zip(*values, strict=True))
         if isinstance(first, Tensor):
-            if not all(value.shape == first.shape and torch.equal(value, first) for value in values):
+            others = [value for value in values if value is not first]
+            if not all(value.shape == first.shape and torch.equal(value, first) for value in others):
                 raise DifferentWaysError
             return first.double() if first.is_floating_point() else first
         if any(value is not first and value != first for value in values):
@@ -170,7 +256,10 @@ class _Together:
             raise DifferentWaysError
         args = self.of([value.args for value in values])
         kwargs = {name: self.of([value.kwargs[name] for value in values]) for name in first.kwargs}
-        return args[0] if first.func is None else first.func(*args, **kwargs)
+        if first.func is None:
+            return args[0]
+        args, kwargs = map_tensors(torch.clone, (args, kwargs))  # a function may write in place
+        return first.func(*args, **kwargs)
 
 
 def _leaf(values: list[Leaf]) -> Tensor:
@@ -194,6 +283,11 @@ def _leaves(value: Any) -> list[Leaf]:
     return [leaf for item in value for leaf in _leaves(item)] if isinstance(value, list | tuple) else []
 
 
+def _unknown() -> None:
+    """What nobody can put together."""
+    raise DifferentWaysError
+
+
 def _with_item(value: Tensor, index: Any, item: Any) -> Tensor:
     """`value[index] = item`, in a copy."""
     copy = value.clone()
@@ -213,15 +307,12 @@ def _smallest(parts: Tensor) -> Tensor:
     return parts.amin(0)
 
 
-def _of_both(names: str) -> list[Any]:
-    return [
-        getattr(owner, name) for name in names.split() for owner in (torch, Tensor) if hasattr(owner, name)
-    ]
-
-
 _REDUCING: dict[Any, Callable[[Tensor], Tensor] | None] = {
-    **dict.fromkeys(_of_both("max amax"), _largest),
-    **dict.fromkeys(_of_both("min amin"), _smallest),
-    **dict.fromkeys(_of_both("std var median norm nanmedian prod"), None),
+    **dict.fromkeys(both("max amax"), _largest),
+    **dict.fromkeys(both("min amin"), _smallest),
+    **dict.fromkeys(both("std var median norm nanmedian prod logsumexp quantile nanquantile"), None),
+    **dict.fromkeys(both("corrcoef cov bincount histc"), None),
+    **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm), None),
 }
-"""Of samples one number, and what makes the batch's of those of the micro-batches; None: nothing does."""
+_SUMMING = frozenset((*both("sum mean"), *LOSSES))
+"""Of samples a number, and what makes the batch's of those of the micro-batches; None: nothing does."""

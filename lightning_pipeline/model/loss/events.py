@@ -6,8 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from lightning_pipeline.model.loss.calls import Call, Calls
+
 SHAPES, TARGETS, VALUES = range(3)
-Call = tuple[int, int] | None
 
 
 class Operand(NamedTuple):
@@ -66,6 +67,8 @@ class Whole:
             leaves out; None where they are made otherwise.
         ragged: Whether a mask picks samples, so that shapes go by values.
         reads: Whether a value of the batch was read as a number.
+        calls: All calls between units.
+        remembered: Whether this is another batch of the same shapes, so that its numbers are those of before.
         unclear: What draws random numbers that are not known to be those of the micro-batches.
     """
 
@@ -74,3 +77,5 @@ class Whole:
     ragged: bool = False
     reads: bool = False
     unclear: str = ""
+    calls: Calls = field(default_factory=Calls)
+    remembered: bool = False

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -291,8 +292,11 @@ class Follower:
         if not wholes or not self._plain or any(None in whole.targets for whole in wholes):
             return
         self._targets = [target for whole in wholes for target in whole.targets if target is not None]
-        if self._bends and len(self._by_shapes) < _MOST_SHAPES:
-            self._by_shapes[self._key] = wholes
+        differs = any(shares.differs for shares in self._paths)
+        if self._bends and not differs and len(self._by_shapes) < _MOST_SHAPES:
+            self._by_shapes[self._key] = [
+                replace(whole, remembered=True, calls=whole.calls.without_values()) for whole in wholes
+            ]
         if len(self._plain_paths) < _MOST_PATHS:
             self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
 

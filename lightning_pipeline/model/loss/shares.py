@@ -7,75 +7,19 @@ where it has the whole batch's divisor; so a term counts as its value times (div
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.loss.bent import Bent, bend, extreme
-from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Call, Event, Operand, Share, Whole
-from lightning_pipeline.model.loss.masks import as_indices, has_mask
+from lightning_pipeline.model.loss.calls import Form, Seen, pairs
+from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Event, Operand, Share, Whole
+from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING, both
+from lightning_pipeline.model.loss.masks import has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
-from lightning_pipeline.model.tensors import is_placeholder, storage_key, user_line
-
-
-class Observer:
-    """Sees the functions of one run of a step over the whole batch.
-
-    Args:
-        batch: Its tensors.
-    """
-
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self.whole = Whole()
-        self._batch = {storage_key(tensor): position for position, tensor in enumerate(batch)}
-        self._copies: list[Tensor] = []  # held, so that no memory is used twice
-        self._after: Call = None
-
-    def unit(self, number: int, nth: int) -> None:
-        """A unit was called."""
-        self._after = (number, nth)
-
-    def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        """Run a function and note what it was given."""
-        for written in _written(func, args, kwargs):
-            self._batch.pop(storage_key(written), None)
-        if func is Tensor.__getitem__ and has_mask(args[1]):
-            self.whole.ragged = True
-            args = (args[0], as_indices(args[1])) if is_placeholder(args[0]) else args
-        elif func in _SELECTING and is_placeholder(args[0]) and not is_placeholder(args[1]):
-            self.whole.ragged = True
-            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-            func, args = Tensor.__getitem__, (args[0].expand(shape), as_indices(args[1].expand(shape)))
-        elif func in _BY_VALUES:
-            self.whole.ragged = True
-        elif func in _READING and not is_placeholder(args[0]):
-            self.whole.reads = True
-        if func not in _RULES:
-            return self._copied(func, args, kwargs, run(func, args, kwargs))
-        operands = tuple(_operand(arg, copied=True) for arg in args[:2])
-        count = valid_targets(func, args, kwargs) if func in LOSSES else None
-        if count is not None:
-            self.whole.targets.append(self._place(func, args, kwargs))
-        result = run(func, args, kwargs)
-        event = Event(func, operands, _shape(result), count)
-        self.whole.events.setdefault(self._after, []).append(event)
-        return result
-
-    def _copied(self, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-        """Note which tensor of the batch a copy's values are of, as `labels[:, 1:].flatten()` makes one."""
-        if func in _TAKING and isinstance(result, Tensor) and not is_placeholder(result):
-            position = self._batch.get(storage_key(args[0])) if isinstance(args[0], Tensor) else None
-            if position is not None and result.dtype == args[0].dtype:
-                self._batch[storage_key(result)] = position
-                self._copies.append(result)
-        return result
-
-    def _place(self, func: Any, args: Any, kwargs: Any) -> tuple[int, int] | None:
-        call = reduction_of(func, args, kwargs)
-        position = self._batch.get(storage_key(call.target))
-        return None if position is None or call.weight is not None else (position, call.ignore_index)
+from lightning_pipeline.model.tensors import is_placeholder, user_line
 
 
 class Shares:
@@ -89,20 +33,24 @@ class Shares:
     Attributes:
         strayed: The line from where on the micro-batch went another way than the batch.
         taken: The functions that were called.
+        differs: Whether a number between units is another one in the whole batch, or may be in another one.
     """
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
         self.fraction, self.strayed = fraction, ""
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
+        self.differs, self.remembered = False, whole.remembered
         self._events: Iterator[Event] = iter(whole.events.get(None, ()))
         self._computed: list[tuple[Any, str, Tensor]] = []
+        self._calls: Iterator[Seen] | None = whole.calls.after(None)
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
         self._events, self.strayed = iter(self.whole.events.get((number, nth), ())), ""
+        self._calls = self.whole.calls.after((number, nth))
 
     def of(self, value: Any) -> Share | None:
         """The share of a tensor, or of the float that `item()` made of one; None where nothing is known."""
@@ -145,16 +93,31 @@ class Shares:
         """Run a function, and find the share of what it returns."""
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
-        if func in _SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
+        seen = self._seen(func)
+        if func in SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
             share = self.of(args[0])
             if self.bent(args[0]) is None and (share is None or not share.single):
                 return self._select(func, args, kwargs, run)
-        bent = bend(self, func, args, kwargs)  # before it is run: it may write in place
+        bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
         result = self._followed(func, args, kwargs, run)
-        self._keep_bent(
-            args[0] if func is Tensor.__setitem__ else result, bent or extreme(func, args, result)
-        )
+        made = args[0] if func is Tensor.__setitem__ else result
+        self._keep_bent(made, bent or extreme(self, func, args, result, seen))
         return result
+
+    def _seen(self, func: Any) -> Seen | None:
+        """The call in the whole batch's step; None from where on this one went another way."""
+        seen = None if self._calls is None else next(self._calls, None)
+        if seen is None or seen.func != func:  # what reads an attribute is made anew each time
+            self._calls = None
+            return None
+        return seen
+
+    def counts(self, value: Tensor, seen: Seen | None) -> bool:
+        """Whether a tensor has the micro-batch's part of the elements that the whole batch's has."""
+        theirs = None if seen is None else seen.args[0]
+        if not isinstance(theirs, Form):
+            return False
+        return math.isclose(value.numel(), self.fraction * math.prod(theirs.shape), rel_tol=1e-9)
 
     def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         if func not in _RULES:
@@ -165,19 +128,30 @@ class Shares:
             result = run(func, args, kwargs)
             self._keep(result, self.lost(*known))
             return result
-        operands = tuple(_operand(arg) for arg in args[:2])
+        operands = tuple(operand_of(arg) for arg in args[:2])
+        event = self._compared(event, operands, args)
         count = valid_targets(func, args, kwargs) if func in LOSSES and event.divisor is not None else None
         before = args[0]
-        if func in _IN_PLACE and isinstance(before, Tensor) and before.numel() == 1:
+        if func in IN_PLACE and isinstance(before, Tensor) and before.numel() == 1:
             before = before.clone()
             known[0] = _renamed(known[0], args[0], before)
         result = run(func, args, kwargs)
         if isinstance(result, Tensor):
-            mine = Event(func, operands, _shape(result), count)
+            mine = Event(func, operands, shape_of(result), count)
             step = _Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self.whole)
             share = _RULES[func](step)
             self._keep(result, share if share is None else share._replace(single=not step.grows))
         return result
+
+    def _compared(self, event: Event, operands: tuple[Operand, ...], args: Any) -> Event:
+        """What the whole batch's step was given; of one before, with the numbers that are given now."""
+        plain = [not isinstance(arg, Tensor) for arg in args[:2]]
+        if not self.whole.remembered:
+            both = zip(plain, operands, event.operands, strict=False)
+            self.differs |= any(is_plain and mine.value != theirs.value for is_plain, mine, theirs in both)
+            return event
+        both = zip(plain, operands, event.operands, strict=False)
+        return event._replace(operands=tuple(mine if is_plain else theirs for is_plain, mine, theirs in both))
 
     def _take(self, func: Any) -> Event | None:
         if not self.strayed:
@@ -204,11 +178,11 @@ class Shares:
         result = run(func, args, kwargs)
         if not found:
             return result
-        if func in _NUMBERS:
+        if func in NUMBERS:
             self._keep(result, found[0] if isinstance(result, float) else None)
-        elif func in _LINEAR and isinstance(result, Tensor):
+        elif func in LINEAR and isinstance(result, Tensor):
             self._keep(result, _mapped(found[0], args[0], result, lambda t: func(t, *args[1:], **kwargs)))
-        elif func in _JOINING:
+        elif func in JOINING:
             self._keep(result, self._joined(func, args, kwargs, result))
         elif isinstance(result, Tensor) and result.is_floating_point():
             self._keep(result, self.lost(*found))
@@ -284,6 +258,10 @@ class _Step(NamedTuple):
             return True
         return self.mine.operands[position].shape != self.whole.operands[position].shape
 
+    def has_pairs(self, position: int) -> bool:
+        """Whether an argument has something for each pair of samples; a micro-batch has those of its own."""
+        return pairs(self.mine.operands[position].shape, self.whole.operands[position].shape)
+
     def is_unclear(self, position: int) -> bool:
         """Whether an argument may have samples, just as many as the whole batch: a mask picked them."""
         mine, whole = self.mine.operands[position], self.whole.operands[position]
@@ -311,6 +289,7 @@ class _Step(NamedTuple):
         mine, whole = self.mine.operands[position].value, self.whole.operands[position].value
         if mine is None or whole is None:
             return None
+        self.shares.differs |= isinstance(mine, Tensor)  # in another batch it may be another
         return float(mine), float(whole)
 
     def origin_of(self, position: int) -> int:
@@ -442,6 +421,8 @@ def _times(
             if share is None
             else step.mapped(share._replace(origin=max(origin, share.origin)), position, change)
         )
+    if share is None and step.shares.bent(step.args[position]) is not None:
+        return None
     share = step.share(position)  # a number of the batch may by chance be this micro-batch's own
     if share.lost:
         return step.lost()
@@ -460,6 +441,8 @@ def _reduction(mean: bool) -> "Rule":
             event.operands[0].elements / max(1, math.prod(event.result)) for event in (step.mine, step.whole)
         )
         factor = mine / whole if mean and whole else 1.0
+        if step.known[0] is None and step.has_pairs(0):
+            return None
         if step.grows and step.known[0] is None and factor == 1:
             return None
         return step.mapped(
@@ -482,6 +465,8 @@ def _loss(step: _Step) -> Share | None:
     if step.mine.divisor is not None and step.whole.divisor is not None:
         whole = float(step.whole.divisor)
         return Share(((float(step.mine.divisor) / whole if whole else math.nan, step.result),), TARGETS)
+    if any(map(step.has_pairs, range(len(step.mine.operands)))):
+        return None
     counts = [
         max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands)
         for event in (step.mine, step.whole)
@@ -523,59 +508,24 @@ def _choice(step: _Step) -> Share | None:
 Rule = Callable[[_Step], Share | None]
 
 
-def _functions(*owners_and_names: tuple[Any, str]) -> list[Any]:
-    return [
-        function
-        for owner, names in owners_and_names
-        for name in names.split()
-        if (function := getattr(owner, name, None)) is not None
-    ]
-
-
-_BOTH = torch, Tensor
-
-
-def _both(names: str) -> list[Any]:
-    return _functions(*((owner, names) for owner in _BOTH))
-
-
 _RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_both("add add_ __add__ __radd__ __iadd__"), _sum_of_two(1, 1)),
-    **dict.fromkeys(_both("sub sub_ subtract __sub__ __isub__"), _sum_of_two(1, -1)),
-    **dict.fromkeys(_both("rsub __rsub__"), _sum_of_two(-1, 1)),
-    **dict.fromkeys(_both("mul mul_ multiply __mul__ __rmul__ __imul__"), _product),
-    **dict.fromkeys(_both("div div_ divide true_divide __truediv__ __itruediv__"), _quotient),
-    **dict.fromkeys(_both("sum"), _reduction(mean=False)),
-    **dict.fromkeys(_both("mean"), _reduction(mean=True)),
-    **dict.fromkeys(_both("dot vdot inner matmul mm mv __matmul__ einsum"), _contraction),
-    **dict.fromkeys(_both("where"), _choice),
+    **dict.fromkeys(both("add add_ __add__ __radd__ __iadd__"), _sum_of_two(1, 1)),
+    **dict.fromkeys(both("sub sub_ subtract __sub__ __isub__"), _sum_of_two(1, -1)),
+    **dict.fromkeys(both("rsub __rsub__"), _sum_of_two(-1, 1)),
+    **dict.fromkeys(both("mul mul_ multiply __mul__ __rmul__ __imul__"), _product),
+    **dict.fromkeys(both("div div_ divide true_divide __truediv__ __itruediv__"), _quotient),
+    **dict.fromkeys(both("sum"), _reduction(mean=False)),
+    **dict.fromkeys(both("mean"), _reduction(mean=True)),
+    **dict.fromkeys(both("dot vdot inner matmul mm mv __matmul__ einsum"), _contraction),
+    **dict.fromkeys(both("where"), _choice),
     **dict.fromkeys(LOSSES, _loss),
 }
-_IN_PLACE = frozenset(_both("add_ __iadd__ sub_ __isub__ mul_ __imul__ div_ __itruediv__"))
-_LINEAR_NAMES = (
-    "neg negative clone detach to float double half bfloat16 type type_as contiguous reshape view flatten",
-    "squeeze unsqueeze cpu cuda nan_to_num __getitem__ __neg__ positive",
-)
-_LINEAR = frozenset(function for names in _LINEAR_NAMES for function in _both(names))
-_JOINING = frozenset(_functions((torch, "stack cat hstack concat")))
-_NUMBERS = frozenset(_functions((Tensor, "item __float__")))
-_READING = frozenset(_functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
-_TAKING = frozenset(_both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
-_SELECTING = frozenset(_both("masked_select"))
-_BY_VALUES = frozenset(_both("masked_select nonzero unique argwhere"))
-FOLLOWED = frozenset(_RULES) | _SELECTING
+RULED = frozenset(_RULES)
+FOLLOWED = RULED | SELECTING
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """What a function changes in place, by its name."""
-    name = getattr(func, "__name__", "")
-    if name in ("__setitem__", "__set__") or name.startswith("__i") or name.removesuffix("__").endswith("_"):
-        yield from (arg for arg in args[:1] if isinstance(arg, Tensor))
-    if isinstance(kwargs.get("out"), Tensor):
-        yield kwargs["out"]
-
-
-def _operand(value: Any, *, copied: bool = False) -> Operand:
+def operand_of(value: Any, *, copied: bool = False) -> Operand:
+    """What is kept of an argument; a copy of a number that may change."""
     if isinstance(value, Tensor):
         shape = tuple(value.shape)
         if is_placeholder(value):
@@ -587,7 +537,8 @@ def _operand(value: Any, *, copied: bool = False) -> Operand:
     return Operand((), value if number else None)
 
 
-def _shape(result: Any) -> tuple[int, ...]:
+def shape_of(result: Any) -> tuple[int, ...]:
+    """Of a result; that of a number where it is no tensor."""
     return tuple(result.shape) if isinstance(result, Tensor) else ()
 
 

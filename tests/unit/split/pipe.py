@@ -138,9 +138,9 @@ def piped(
         total = sum(batch_size_of(args[0]) for args, _ in microbatches)
         if not splits[0].fits(step, total):
             microbatches, weights = split_arguments(batch, 1, count if each is not None else 0)
-        whole = (((batch, 0), {}), weights, 1.0) if follow else None
-        at_once = ((batch, 0), {}) if over_batch else None
         entire = ((batch, count if each is not None else 0), {})
+        whole = (entire, weights, 1.0) if follow else None
+        at_once = ((batch, 0), {}) if over_batch else None
         try:
             _run_batch(
                 splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire

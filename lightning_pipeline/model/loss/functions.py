@@ -1,0 +1,48 @@
+"""Functions of torch by what they do to numbers that are followed."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def functions(*owners_and_names: tuple[Any, str]) -> list[Any]:
+    """Those of each owner by these names, as far as it has them."""
+    return [
+        function
+        for owner, names in owners_and_names
+        for name in names.split()
+        if (function := getattr(owner, name, None)) is not None
+    ]
+
+
+_BOTH = torch, Tensor
+
+
+def both(names: str) -> list[Any]:
+    """Functions by these names and methods of tensors."""
+    return functions(*((owner, names) for owner in _BOTH))
+
+
+IN_PLACE = frozenset(both("add_ __iadd__ sub_ __isub__ mul_ __imul__ div_ __itruediv__"))
+_LINEAR_NAMES = (
+    "neg negative clone detach to float double half bfloat16 type type_as contiguous reshape view flatten",
+    "squeeze unsqueeze cpu cuda nan_to_num __getitem__ __neg__ positive",
+)
+LINEAR = frozenset(function for names in _LINEAR_NAMES for function in both(names))
+JOINING = frozenset(functions((torch, "stack cat hstack concat")))
+NUMBERS = frozenset(functions((Tensor, "item __float__")))
+READING = frozenset(functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
+TAKING = frozenset(both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
+SELECTING = frozenset(both("masked_select"))
+BY_VALUES = frozenset(both("masked_select nonzero unique argwhere"))
+
+
+def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    """What a function changes in place, by its name."""
+    name = getattr(func, "__name__", "")
+    if name in ("__setitem__", "__set__") or name.startswith("__i") or name.removesuffix("__").endswith("_"):
+        yield from (arg for arg in args[:1] if isinstance(arg, Tensor))
+    if isinstance(kwargs.get("out"), Tensor):
+        yield kwargs["out"]
