@@ -8,7 +8,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import Checkpoints
@@ -212,5 +212,7 @@ class RanksInStep:
             with self._saves.at_once():
                 save_and_requeue()
         if self.ending:
+            where = f"{trainer.global_step} optimizer steps, in epoch {trainer.current_epoch}"
+            rank_zero_info(f"SIGTERM: all ranks end after {where}")
             _lightning.set_received_sigterm(trainer)
         return raised

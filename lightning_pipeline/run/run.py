@@ -34,6 +34,7 @@ from lightning_pipeline.run.setup import (
     BY_HAND,
     Cut,
     Cutting,
+    batch_statistics,
     headline,
     hooks_undone,
     materialize,
@@ -162,11 +163,14 @@ class Pipeline:
         settings, trains = self._settings, self._trainer.training
         if trains and not self._module.automatic_optimization:
             return BY_HAND
-        return headline(
-            self._plans.plan(len(parts.args), forward_only=not trains), settings.schedule,
-            batch_size=parts.batch_size, replicas=self.groups.numbering.replicas,
+        plan = self._plans.plan(len(parts.args), forward_only=not trains)
+        text = headline(
+            plan, settings.schedule, batch_size=parts.batch_size, replicas=self.groups.numbering.replicas,
             asked=None if settings.num_microbatches == "auto" else number, trains=trains,
         )  # fmt: skip
+        if trains and plan.num_microbatches > 1 and trains_batch_norm(self._module):
+            text += f"\n{batch_statistics(plan, parts.batch_size)}"
+        return text
 
     def _cut(
         self, plugin: Precision, step: str, args: tuple[Any, ...], number: int, built: Construction | None,

@@ -1,10 +1,13 @@
 """How batches decide what a run does: how many there are, and into how many parts they are cut."""
 
+import io
 import itertools
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
 
+import lightning_utilities.core.rank_zero as rank_zero
 import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
@@ -23,13 +26,29 @@ class Normalised(Regression):
         self.net.insert(1, nn.BatchNorm1d(8, dtype=torch.float64))
 
 
-def fit_normalised() -> dict[str, Tensor]:
-    return fit({"stages": 2}, Normalised, max_epochs=1)[0]
+def fit_normalised(num_microbatches: int | str = "auto") -> tuple[dict[str, Tensor], str]:
+    module, run = Normalised(), trainer({"stages": 2, "num_microbatches": num_microbatches}, max_epochs=1)
+    lines, handler = io.StringIO(), logging.StreamHandler()
+    handler.setStream(lines)
+    rank_zero.log.addHandler(handler)
+    try:
+        run.fit(module, loader())
+    finally:
+        rank_zero.log.removeHandler(handler)
+    return weights(module), lines.getvalue()
 
 
-def test_batch_norm_trains_with_a_number_of_micro_batches_that_it_can(ranks: Ranks) -> None:
-    first, second = ranks(2)(fit_normalised)  # batches of 8 on 2 ranks are otherwise cut into 8
+def test_batch_norm_trains_with_a_number_of_micro_batches_that_it_can_and_says_so(ranks: Ranks) -> None:
+    (first, says), (second, _) = ranks(2)(fit_normalised)  # batches of 8 on 2 ranks are otherwise cut into 8
     assert_same((first, {}), (second, {}))
+    assert says.count("Batch norms see micro-batches of 2 samples, as under gradient accumulation") == 1
+    assert "PipelineStrategy(stages=1, num_microbatches=4)" in says
+
+
+def test_whole_batches_need_no_word_on_batch_norms(ranks: Ranks) -> None:
+    (first, says), _ = ranks(2)(fit_normalised, 1)
+    assert "Batch norms" not in says
+    assert_same((first, {}), (fit(None, Normalised, max_epochs=1)[0], {}))
 
 
 def only_validated() -> float:

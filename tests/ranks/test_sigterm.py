@@ -1,5 +1,6 @@
 """SIGTERM reaches one rank in the middle of a step: all ranks end after the same batch, with a checkpoint."""
 
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import lightning_utilities.core.rank_zero as rank_zero
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -27,6 +29,32 @@ class TerminatedInStep(Regression):
         if self.global_rank == self.rank and batch_idx == self.batch and self.current_epoch == 0:
             os.kill(os.getpid(), signal.SIGTERM)
         return self.loss(batch)
+
+
+class Lines(logging.Handler):
+    """Keeps what rank 0 tells the user."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def terminated_with_lines(rank: int, folder: str) -> list[str]:
+    lines = Lines()
+    rank_zero.log.addHandler(lines)
+    try:
+        terminated(rank, folder)
+    finally:
+        rank_zero.log.removeHandler(lines)
+    return lines.lines
+
+
+def test_rank_zero_says_how_far_the_run_came(ranks: Ranks, tmp_path: Path) -> None:
+    lines, _ = ranks(2)(terminated_with_lines, 1, str(tmp_path))
+    assert lines.count("SIGTERM: all ranks end after 2 optimizer steps, in epoch 0") == 1
 
 
 def terminated(rank: int, folder: str) -> tuple[str, int, dict[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ _WAYS = (
     ("changes something that the end", "return that from its forward"),
     ("changes beside its output", "return that from its forward"),
     ("between units", "write it in a hook such as on_train_batch_end, or inside a unit"),
-    (CIRCLE, "nothing does while each step of a recurrence needs the one before"),
+    (CIRCLE, "nothing does while a unit works again on what came after it"),
 )
 
 

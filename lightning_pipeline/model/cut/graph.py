@@ -39,7 +39,7 @@ def atoms_of(trace: Trace) -> list[Atom]:
     order = networkx.lexicographical_topological_sort(
         condensed, key=lambda node: (first[members[node][0]], node)
     )
-    return [Atom(members[node], _reason(members[node], reasons)) for node in order]
+    return [Atom(members[node], _reason(trace, members[node], reasons)) for node in order]
 
 
 def _unit_graph(trace: Trace) -> tuple["networkx.DiGraph[int]", list[tuple[frozenset[int], str]]]:
@@ -100,8 +100,12 @@ def _first_positions(trace: Trace) -> dict[int, float]:
     return positions
 
 
-def _reason(units: tuple[int, ...], reasons: list[tuple[frozenset[int], str]]) -> str:
+def _reason(trace: Trace, units: tuple[int, ...], reasons: list[tuple[frozenset[int], str]]) -> str:
     if len(units) == 1:
         return ""
     found = [text for group, text in reasons if len(group) > 1 and group <= set(units)]
-    return found[0] if found else CIRCLE
+    if found:
+        return found[0]
+    again = sorted(unit for unit in units if [call.unit for call in trace.calls].count(unit) > 1)
+    names = ", ".join(repr(trace.units[unit].name) for unit in again[:3])
+    return f"{CIRCLE}: {names} {'are' if len(again) > 1 else 'is'} called again" if again else CIRCLE

@@ -174,7 +174,8 @@ def _too_few(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> str:
     together = f"; kept together: {'; '.join(bound)}" if bound else ""
     return (
         f"{num_stages} stages were asked for, but the model has {len(atoms)} "
-        f"unit{'s' if len(atoms) != 1 else ''} to share out{together}: use stages<={len(atoms)}{advice}"
+        f"unit{'s' if len(atoms) != 1 else ''} to share out{together}: use at most "
+        f"{len(atoms)} stages, which are stages * stages_per_rank{advice}"
     )
 
 

@@ -2,7 +2,7 @@
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
-from lightning_pipeline.run.setup.headline import BY_HAND, headline, too_small
+from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, too_small
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
     as_the_loop_will,
@@ -18,6 +18,7 @@ __all__ = [
     "Cut",
     "Cutting",
     "as_the_loop_will",
+    "batch_statistics",
     "beside_module",
     "check_run",
     "compare_modules",

@@ -44,6 +44,21 @@ def headline(
     )
 
 
+def batch_statistics(plan: Plan, batch_size: int | None) -> str:
+    """What batch norms see, where a batch is cut.
+
+    Args:
+        plan: Of the first batch.
+        batch_size: Its samples; `None` where it does not tell.
+    """
+    of = "" if batch_size is None else f" of {batch_size / plan.num_microbatches:.3g} samples"
+    return (
+        f"Batch norms see micro-batches{of}, as under gradient accumulation: the numbers are those of one "
+        f"device with PipelineStrategy(stages=1, num_microbatches={plan.num_microbatches}), and those of a "
+        "plain run with num_microbatches=1"
+    )
+
+
 def _counted(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}{ending if number != 1 else ''}"
 

@@ -61,7 +61,10 @@ class Uneven(Module):
         ("one", r"unit wide holds \d\d% .* at most 1\.\d times as fast as one: it has no parts"),
         ("parts", r"unit wide holds .*: it is kept whole; units=\['wide\.\*'\] splits it"),
         ("segment", r"units layers.0 .. layers.3 \(4\) hold \d\d% .*segment of activation.*checkpoint each"),
-        ("circle", r"units layers.0 .. layers.3 \(4\) hold .*values flow in a circle.*recurrence"),
+        (
+            "circle",
+            r"units layers.0 .. layers.3 \(4\) hold .*circle between them: 'layers.0', .* are called again",
+        ),
     ],
 )
 def test_what_holds_most_of_the_cost_is_named_with_what_frees_it(kind, text):
