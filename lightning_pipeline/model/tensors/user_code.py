@@ -7,14 +7,15 @@ from typing import Any
 
 from torch import nn
 
-_LIBRARIES = (
+_LIBRARIES = {
     "torch",
     "lightning",
     "lightning_pipeline",
     "lightning_fabric",
     "pytorch_lightning",
     "torchmetrics",
-)
+    *sys.stdlib_module_names,
+}
 
 
 def user_line(root: nn.Module | None = None) -> str:
