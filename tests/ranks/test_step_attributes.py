@@ -270,3 +270,37 @@ def test_an_attribute_that_a_later_hook_sets_is_named_with_the_mend(ranks: Ranks
         RankFailure, match=r"no attribute 'shift'.*before on_fit_start.*set in __init__, setup"
     ):
         ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, SetLater)
+
+
+class KeepsByLoader(Regression):
+    """Keeps what it predicts in a list for each loader, and works it out at the end of the epoch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[list[Any]] = [[], []]
+
+    def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        out = self.net(batch[0])
+        self.kept[dataloader_idx].append((out, batch[1]))
+        self.log("val_loss", nn.functional.mse_loss(out, batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        for number, kept in enumerate(self.kept):
+            out, target = (torch.cat(column) for column in zip(*kept, strict=True))
+            self.log(f"rows_{number}", float(len(out)))
+            self.log(f"error_{number}", nn.functional.mse_loss(out, target))
+            kept.clear()
+
+
+def keep_by_loader(pipeline: dict[str, Any] | None) -> dict[str, float]:
+    module = KeepsByLoader()
+    run = trainer(pipeline, max_epochs=2)
+    run.fit(module, loader(8), [loader(16, seed=4), loader(12, seed=5)])
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_lists_in_a_list_have_what_all_micro_batches_added(ranks: Ranks) -> None:
+    expected = keep_by_loader(None)
+    assert expected["rows_1"] == 12
+    for found in ranks(2)(keep_by_loader, {"stages": 2, "num_microbatches": 2}):
+        assert found == pytest.approx(expected, rel=1e-6)

@@ -116,7 +116,7 @@ class StepState:
         before = start.inner[0][1] if start.inner and start.inner[0][0] is value else None
         if isinstance(value, list | deque) and before is not None and _is_grown(value, before):
             new = [value[index] for index in range(len(before), len(value))]
-            return _Grown(own_containers(new))
+            return _Grown(own_containers(new), _grown_inside(start))
         known = {
             id(item)
             for _, saved in start.inner
@@ -157,6 +157,7 @@ class StepState:
         try:
             if all(isinstance(result, _Grown) for result in results):
                 new = _merged(rule, [], [result.items for result in results], sizes, merge)
+                _put_inside(start, [result.inside for result in results], sizes, merge)
                 whole = type(before)([*before, *new], *_length(before))
             else:
                 results = [_all(before, result) for result in results]
@@ -273,10 +274,32 @@ def replay_from(place: Place) -> None:
 
 
 class _Grown:
-    """A list or deque at the end of which items were added: these."""
+    """A list or deque at the end of which items were added: these.
 
-    def __init__(self, items: list[Any]) -> None:
-        self.items = items
+    Args:
+        items: In order.
+        inside: What was added to lists inside it, by their place in what was kept of it.
+    """
+
+    def __init__(self, items: list[Any], inside: dict[int, list[Any]]) -> None:
+        self.items, self.inside = items, inside
+
+
+def _grown_inside(start: Kept) -> dict[int, list[Any]]:
+    """What was added to the lists inside a list, such as one for each loader."""
+    return {
+        index: own_containers(held[len(saved) :])
+        for index, (held, saved) in enumerate(start.inner)
+        if index and type(held) is list and len(held) > len(saved) and _is_grown(held, saved)
+    }
+
+
+def _put_inside(start: Kept, found: list[dict[int, list[Any]]], sizes: list[int], merge: Merge) -> None:
+    """Let the lists inside a list be as one device would have left them."""
+    for index in sorted({index for inside in found for index in inside}):
+        held, saved = start.inner[index]
+        new = _merged(usual, [], [inside.get(index, []) for inside in found], sizes, merge)
+        fill(held, [*saved, *new])
 
 
 def _is_grown(value: Any, before: Any) -> bool:
