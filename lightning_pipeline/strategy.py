@@ -168,6 +168,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         self._staging = Staging()
         self.num_nodes = 1
         self._closed: Pipeline | None = None
+        self.leaves_in_teardown = False
         if "pytorch_lightning" in sys.modules:
             rank_zero_warn(
                 "pytorch_lightning is imported, whose Trainer takes PipelineStrategy for an invalid name: "
@@ -559,7 +560,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
 
     def leave(self) -> None:
         """All of the user's hooks have run on this rank: wait for the others, whose last may yet fail."""
-        closed, self._closed = self._closed, None
+        closed, self._closed, self.leaves_in_teardown = self._closed, None, False
         if closed is not None:
             closed.leave()
 
@@ -585,6 +586,8 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
                 self.accelerator.teardown()
             if _lightning.brings_checkpoint_io(self):
                 self.checkpoint_io.teardown()
+            if self.leaves_in_teardown:
+                self.leave()
 
 
 PipelineStrategy.register_strategies(StrategyRegistry)

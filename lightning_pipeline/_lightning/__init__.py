@@ -22,8 +22,8 @@ from lightning_pipeline._lightning.logs import (
     logging_step,
     logs_this_batch,
 )
+from lightning_pipeline._lightning.outputs import NO_LOSS, explain_output, skip_without_loss
 from lightning_pipeline._lightning.trainer import (
-    NO_LOSS,
     STEPS,
     around_epoch_start,
     as_combined,
@@ -72,7 +72,6 @@ from lightning_pipeline._lightning.trainer import (
     silence_leaf_specs,
     silence_moved_checkpoints,
     silence_sync_dist_advice,
-    skip_without_loss,
     sync_module_states,
     syncs_batch_norm,
     takes,
@@ -111,6 +110,7 @@ __all__ = [
     "ddp_redirection",
     "evaluation_loop",
     "explain_ddp",
+    "explain_output",
     "explain_signature",
     "fetches_ahead",
     "gather_over",

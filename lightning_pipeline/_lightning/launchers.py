@@ -10,6 +10,9 @@ from lightning.pytorch import Trainer
 # Re-runs the script once per device. Since 1.6.
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher, _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+
+# Ends a run that only looked for a number, such as that of `Tuner.lr_find`. Since 1.4.
+from lightning.pytorch.utilities.exceptions import _TunerExitException
 from typing_extensions import override
 
 from lightning_pipeline.patching import patched
@@ -79,7 +82,11 @@ def _run_and_leave(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return function(*args, **kwargs)
     strategy: Any = trainer.strategy
     with _telling_checkpoint(trainer, strategy.expect_checkpoint):
-        result = function(*args, **kwargs)
+        try:
+            result = function(*args, **kwargs)
+        except _TunerExitException:  # the Trainer's hooks come next, and the strategy's teardown after them
+            strategy.leaves_in_teardown = True
+            raise
     strategy.leave()
     return result
 

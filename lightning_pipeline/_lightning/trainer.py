@@ -73,7 +73,6 @@ STEPS = {
 }
 
 __all__ = [
-    "NO_LOSS",
     "around_epoch_start",
     "as_combined",
     "backend_of",
@@ -121,7 +120,6 @@ __all__ = [
     "silence_leaf_specs",
     "silence_moved_checkpoints",
     "silence_sync_dist_advice",
-    "skip_without_loss",
     "sync_module_states",
     "syncs_batch_norm",
     "takes",
@@ -367,28 +365,6 @@ def batch_limit(trainer: Trainer, function: TrainerFn) -> int | float:
     names = {TrainerFn.FITTING: "train", TrainerFn.VALIDATING: "val", TrainerFn.TESTING: "test"}
     limit: int | float = getattr(trainer, f"limit_{names.get(function, 'predict')}_batches")
     return limit
-
-
-NO_LOSS = object()
-"""What a strategy's `training_step` returns where there is no loss."""
-
-
-def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
-    """Let a batch without a loss be skipped as on one device; gives the undoing.
-
-    Lightning refuses None where there are several ranks, for one of them could be alone with it; here all
-    ranks have the same. Since 2.0.
-    """
-    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
-    kind: Any = loop.output_result_cls
-
-    class Result(kind):  # type: ignore[misc]
-        @classmethod
-        def from_training_step_output(cls, training_step_output: Any, normalize: int = 1) -> Any:
-            given = None if training_step_output is NO_LOSS else training_step_output
-            return kind.from_training_step_output(given, normalize)
-
-    return patch(loop, "output_result_cls", Result)
 
 
 def explain_signature(trainer: Trainer, step: str, args: tuple[Any, ...], num_loaders: int) -> None:

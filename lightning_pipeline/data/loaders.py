@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeline._torch import tree_flatten, tree_unflatten
 from lightning_pipeline.data.draws import loader_kept
-from lightning_pipeline.data.peekable import Peekable
+from lightning_pipeline.data.peekable import Peekable, something_of
 from lightning_pipeline.ranks import Outlet
 
 
@@ -81,7 +81,8 @@ def needs_peeking(loader: Any) -> bool:
 def first_of(loaders: Any) -> tuple[Any] | None:
     """The first batch of a loader, or of each loader of a collection, in the collection's shape.
 
-    A map-style loader is read in this process, without its workers and without moving its sampler.
+    A map-style loader is read in this process, without its workers and without moving its sampler. What is
+    None, as where nothing of a batch could be read, trains nothing: the first batch is the next.
 
     Returns:
         The batch; `None` where a loader is empty, or where there is no loader, as in `[]`.
@@ -106,9 +107,13 @@ def _read_first(loader: Any) -> Any:
     assert isinstance(loader, DataLoader), f"{type(loader).__name__} was not made peekable"
     batches = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     with loader_kept(loader):
-        chosen = next(iter(batches))
-        if loader.batch_sampler is None:
-            return loader.collate_fn(loader.dataset[chosen])
-        if hasattr(loader.dataset, "__getitems__"):
-            return loader.collate_fn(loader.dataset.__getitems__(list(chosen)))
-        return loader.collate_fn([loader.dataset[index] for index in chosen])
+        return something_of(partial(_collated, loader, chosen) for chosen in batches)[-1]
+
+
+def _collated(loader: DataLoader[Any], chosen: Any) -> Any:
+    data: Any = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(data[chosen])
+    if hasattr(data, "__getitems__"):
+        return loader.collate_fn(data.__getitems__(list(chosen)))
+    return loader.collate_fn([data[index] for index in chosen])

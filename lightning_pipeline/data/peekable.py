@@ -1,6 +1,8 @@
 """The first item of an iterable, looked at before a run iterates it."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
@@ -14,6 +16,8 @@ from lightning_pipeline.data.draws import (
     state_of,
 )
 from lightning_pipeline.data.fingerprint import fingerprint
+
+_MOST_LOOKED_AT = 100
 
 
 class _Moment(NamedTuple):
@@ -55,7 +59,7 @@ class _Ahead(NamedTuple):
     """What was taken of an iterable that may not give it again.
 
     Attributes:
-        items: In their order.
+        items: In their order; None but for the last of a look.
         rest: Gives what comes behind them.
         before: Where random states and generators stood.
         after: Where they were then.
@@ -89,7 +93,7 @@ class Peekable:
         self._ahead: _Ahead | None = None
 
     def peek(self) -> Any:
-        """The first item of the next iteration. Random states are as before.
+        """The first item of the next iteration that is not None. Random states are as before.
 
         Raises:
             StopIteration: There is none.
@@ -103,24 +107,24 @@ class Peekable:
         start = _Moment.of(loader)
         items = iter(loader)
         begun = _Moment.of(loader)
-        first = next(items)
+        seen = something_of(partial(next, items) for _ in repeat(None))
         taken = _Moment.of(loader)
         drew = items is not loader and taken.drew_since(begun)
         # A DataLoader always draws a seed for its workers when it is iterated.
         begins_anew = not isinstance(loader, DataLoader) and (
             begun.drew_since(start) or begun.noted_since(start)
         )
-        ahead = _Ahead([first], items, start, taken, drew)
+        ahead = _Ahead(seen, items, start, taken, drew)
         self._ahead = self._repeated(ahead) if begins_anew else ahead
         self.keeps = self._ahead is not None
         start.draw()
-        return first
+        return seen[-1]
 
     def _repeated(self, ahead: _Ahead) -> _Ahead | None:
         """Look again, from where the first look began; `None` where it gives the same, and is as before."""
         ahead.before.again(self.loader)
         items = iter(self.loader)
-        second = _at_most_one(items)
+        second = _at_most(len(ahead.items), items)
         if [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]:
             ahead.before.again(self.loader)
             return None
@@ -163,8 +167,30 @@ class Peekable:
         return getattr(self.loader, name)
 
 
-def _at_most_one(items: Iterator[Any]) -> list[Any]:
+def something_of(items: Iterable[Callable[[], Any]]) -> list[Any]:
+    """Items up to the first that is not None, which Lightning's training passes over; made when asked.
+
+    Raises:
+        StopIteration: There are none.
+    """
+    found: list[Any] = []
     try:
-        return [next(items)]  # a loop would ask for an iterator again
+        for make in islice(items, _MOST_LOOKED_AT):
+            found.append(make())
+            if found[-1] is not None:
+                break
     except StopIteration:
-        return []
+        pass
+    if not found:
+        raise StopIteration
+    return found
+
+
+def _at_most(number: int, items: Iterator[Any]) -> list[Any]:
+    found = []
+    for _ in range(number):  # a loop over items would ask for an iterator again
+        try:
+            found.append(next(items))
+        except StopIteration:
+            break
+    return found

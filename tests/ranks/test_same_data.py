@@ -9,11 +9,19 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, random_split
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    default_collate,
+    random_split,
+)
 
 from lightning_pipeline.errors import BatchMismatchError
-from tests.pool import Pool, RankFailure
+from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
@@ -193,18 +201,59 @@ def test_batches_of_any_type_train(ranks: Ranks, number: Any) -> None:
         assert_same(found, expected)
 
 
+class SomeNothing(Regression):
+    """Of every second batch nothing is left, of the first one too, as where no sample can be read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collated = 0
+        self.seen: list[Any] = []
+
+    def collate(self, samples: Any) -> Any:
+        self.collated += 1
+        return default_collate(samples) if self.collated % 2 == 0 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((batch_idx, batch is None, bool(outputs)))
+
+
+def fit_some(pipeline: dict[str, Any] | None, streamed: bool) -> Any:
+    module, run = SomeNothing(), trainer(pipeline)
+    data = loader(16).dataset
+    loads = DataLoader(data, 4, collate_fn=module.collate)
+    run.fit(module, Batches([None, None, *loader(12)]) if streamed else loads)
+    return weights(module), logged(run), module.seen, module.collated
+
+
+@pytest.mark.parametrize("streamed", [True, False])
+def test_batches_of_nothing_are_passed_over(ranks: Ranks, streamed: bool) -> None:
+    expected = fit_some(None, streamed)
+    assert expected[2][:2] == [(0, True, False), (1, streamed, not streamed)]
+    for found in ranks(2)(fit_some, TWO, streamed):
+        assert found[2:] == expected[2:]
+        assert_same(found[:2], expected[:2])
+
+
 class NoLoss(Regression):
+    def __init__(self, mistyped: bool) -> None:
+        super().__init__()
+        self.mistyped = mistyped
+
     def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return {"mistyped": self.loss(batch)}
+        return {"mistyped": self.loss(batch)} if self.mistyped else 5.0
 
 
-def fit_without_loss() -> None:
-    trainer({"stages": 2}).fit(NoLoss(), loader())
+def fit_without_loss(pipeline: dict[str, Any] | None, mistyped: bool) -> str:
+    with pytest.raises(MisconfigurationException) as told:
+        trainer(pipeline).fit(NoLoss(mistyped), loader())
+    return str(told.value)
 
 
-def test_a_dict_without_a_loss_is_refused_as_on_one_device(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="training_step returned a dict without a loss; it must return"):
-        ranks(2)(fit_without_loss)
+@pytest.mark.parametrize("mistyped", [True, False])
+def test_a_step_without_a_loss_is_refused_in_the_words_of_one_device(ranks: Ranks, mistyped: bool) -> None:
+    expected = fit_without_loss(None, mistyped)
+    for found in ranks(2)(fit_without_loss, {"stages": 2}, mistyped):
+        assert found.startswith(expected)
 
 
 class Epochs(RandomSampler):

@@ -1,5 +1,6 @@
 """With what every user has on, such as progress bar, logger and checkpoints, a run is that of one device."""
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -125,7 +126,9 @@ def test_the_search_for_a_learning_rate_with_the_default_logger_is_that_of_one_d
 
 def seeded_search(pipeline: dict[str, Any], folder: str) -> list[float]:
     pl.seed_everything(3, verbose=False)
-    return searched(pipeline, folder)
+    found = searched(pipeline, folder)
+    assert not [one.name for one in threading.enumerate() if "lightning_pipeline" in one.name]
+    return found
 
 
 class Keeps(Callback):

@@ -5,6 +5,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -108,6 +109,7 @@ class Trace:
         host_random: Whether a unit draws from numpy's or Python's random state.
         result: What the returned value depends on, a part of `tail`.
         returned: Keys of the dictionary that the step returns.
+        returns: Class of what it returns; that of None where its end was not seen.
         sizes: Bytes of each piece of memory that is kept for the backward or handed on, by number.
         between: Operations of the code between units, by the number of the call that comes next.
         handed: Number of the memory behind each value (call, leaf).
@@ -147,6 +149,7 @@ class Trace:
     host_random: bool = False
     result: set[Tag] = field(default_factory=set)
     returned: list[Any] = field(default_factory=list)
+    returns: type = NoneType
     sizes: dict[int, int] = field(default_factory=dict)
     between: dict[int, list[Work]] = field(default_factory=lambda: defaultdict(list))
     handed: dict[tuple[int, int], int] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
@@ -154,7 +154,8 @@ class Tracer:
             self._end_early(error)
         else:
             self.observed.tail_read(result)
-            self.trace.returned = list(result) if isinstance(result, dict) else []
+            self.trace.returned = list(result) if isinstance(result, Mapping) else []
+            self.trace.returns = type(result)
             self.trace.result |= self.tags.union(tensors_in(result)) | self.keeping.take_waiting()
             if self.glue.unknown_line:
                 self._everything_alive()

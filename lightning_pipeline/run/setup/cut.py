@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
 from lightning_pipeline.hooks import Beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
@@ -72,6 +73,7 @@ class Cutting:
                 made.
 
         Raises:
+            MisconfigurationException: The training step returns no loss, in Lightning's own words.
             SplitError: The training step cannot be cut.
             PartitionError: The asked-for stages are not possible.
         """
@@ -101,6 +103,8 @@ class Cutting:
                 elif trains:
                     raise
                 chosen = self._agreed(choose)
+            if trains:
+                _lightning.explain_output(chosen.trace.returns, chosen.trace.returned)
             table: StageTable = self._from_zero.share(chosen.table)
             names = [row.units[0] for row in table.rows[1:]]
             if names != [row.units[0] for row in chosen.table().rows[1:]]:
