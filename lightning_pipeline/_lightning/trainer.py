@@ -422,20 +422,29 @@ def around_epoch_start(
 ) -> Callable[[], None]:
     """Call in before and after the loop over an epoch's batches gets its iterator; returns what undoes it.
 
-    `before` gets the fetcher, the number of batches already seen, and whether the loop makes a new iterator;
+    `before` gets the fetcher, the number of batches already seen of the data to come, and whether the loop makes a new iterator;
     `after` that number. Lightning resumes in the middle of an epoch with the loader's first batch. Since 2.0.
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_run_start
 
     def on_run_start(fetcher: Any) -> None:
-        seen = loop.batch_progress.current.ready
+        seen = 0 if _trains_after_the_end(loop) else loop.batch_progress.current.ready
         resuming = bool(getattr(trainer.fit_loop, "is_resuming", False)) or bool(loop.restarting)
         before(fetcher, seen, trainer.current_epoch > 0 and not resuming)
         original(fetcher)
         after(seen)
 
     return patch(loop, "on_run_start", on_run_start)
+
+
+def _trains_after_the_end(loop: Any) -> bool:
+    """Whether a resumed epoch whose last batch was seen trains on all batches of the next. Since 2.6.
+
+    So it does where the loader has no length, and nothing has been validated since that batch.
+    """
+    over = loop._is_training_done and loop._is_validation_done
+    return bool(loop.restarted_on_train_batch_end and loop.batch_progress.is_last_batch and not over)
 
 
 def before_fetch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None]:

@@ -189,3 +189,39 @@ def test_a_resumed_run_goes_on_in_the_order_of_one_device(ranks: Ranks, tmp_path
         for left, (found, *rest) in zip((8, 6), runs, strict=False):
             assert found == history[-left:]
             torch.testing.assert_close(rest, expected, rtol=1e-10, atol=1e-10)
+
+
+class Streamed(IterableDataset[Any]):
+    """Without a length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        data: Any = loader(8).dataset
+        yield from (data[index] for index in range(8))
+
+
+class NotesIndices(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, int, int]] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append((self.trainer.current_epoch, batch_idx, self.trainer.global_step))
+
+
+def resumed_after_the_last_batch(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    saves = ModelCheckpoint(folder, save_last=True, every_n_train_steps=4)
+    for epochs, resume in [(1, None), (3, f"{folder}/last.ckpt")]:
+        module = NotesIndices()
+        run = trainer(pipeline, max_epochs=epochs, callbacks=[saves], enable_checkpointing=True)
+        run.fit(module, DataLoader(Streamed(), batch_size=2), loader(4), ckpt_path=resume)
+    return module.seen, weights(module)
+
+
+def test_a_run_saved_after_the_last_batch_of_a_stream_goes_on_with_the_next_epoch(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    expected = resumed_after_the_last_batch(None, str(tmp_path / "one"))
+    assert [step for _, _, step in expected[0]] == list(range(4, 12))
+    for found in ranks(2)(resumed_after_the_last_batch, TWO, str(tmp_path / "two")):
+        assert found[0] == expected[0]
+        torch.testing.assert_close(found[1], expected[1], rtol=1e-10, atol=1e-10)

@@ -11,7 +11,7 @@ from tests.random_trainers import compare, run
 Ranks = Callable[[int], Pool]
 
 
-@pytest.mark.parametrize("seed", [11, 40, 42])
+@pytest.mark.parametrize("seed", [39, 40, 42])
 def test_a_random_trainer_does_what_it_does_on_one_device(ranks: Ranks, tmp_path: Path, seed: int) -> None:
     expected = run(None, seed, str(tmp_path / "one"))
     assert not isinstance(expected, str), expected
