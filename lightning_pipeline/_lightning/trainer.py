@@ -422,8 +422,9 @@ def around_epoch_start(
 ) -> Callable[[], None]:
     """Call in before and after the loop over an epoch's batches gets its iterator; returns what undoes it.
 
-    `before` gets the fetcher, the number of batches already seen of the data to come, and whether the loop makes a new iterator;
-    `after` that number. Lightning resumes in the middle of an epoch with the loader's first batch. Since 2.0.
+    `before` gets the fetcher, the number of batches already seen of the data to come, and whether the loop
+    makes a new iterator; `after` that number. Lightning resumes in the middle of an epoch with the loader's
+    first batch. Since 2.0.
     """
     loop = trainer.fit_loop.epoch_loop
     original = loop.on_run_start
