@@ -37,7 +37,6 @@ _BY_NAME = {
         r"test_trainer_datamodule_hook_system",
     ),
     "a test's own affair": (
-        r"test_warning_invalid_trainstep_output\[case[02]\]",  # the words of Lightning's error
         r"test_skip_training_step_not_allowed\[2\]",  # asks that several ranks refuse what is served here
         r"test_result_collection_reload",  # the step reads `fit_loop._results`, a private of Lightning's
         # They restore with `trainer._checkpoint_connector`, a private of Lightning's, when the run is over.
