@@ -16,6 +16,7 @@ Pipeline parallelism for the LightningModule you already have.
 `lightning-pipeline COMMAND --help` says more."""
 
 _COMMANDS = ("plan", "checkpoint")
+_OF_CHECKPOINT = ("convert", "consolidate", "inspect", "verify")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -34,8 +35,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("command", help="plan or checkpoint")
     parser.parse_args(given[:1] or ["--help"])
     if given[0] not in _COMMANDS:
-        close = difflib.get_close_matches(given[0], _COMMANDS, n=1)
-        meant = f"; did you mean {close[0]}?" if close else ""
+        close = difflib.get_close_matches(given[0], (*_COMMANDS, *_OF_CHECKPOINT), n=1)
+        whole = [f"checkpoint {one}" if one in _OF_CHECKPOINT else one for one in close]
+        meant = f"; did you mean {whole[0]}?" if whole else ""
         sys.exit(f"there is no command {given[0]!r}, but {' and '.join(_COMMANDS)}{meant}")
     # Late, for commands bring torch and Lightning, seconds that `--help` and `--version` need not take.
     from lightning_pipeline.commands import checkpoint, plan

@@ -1,5 +1,6 @@
 """The module and the batch that `lightning-pipeline plan` plans for, made from the user's classes."""
 
+import textwrap
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -12,6 +13,8 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning_pipeline._lightning import is_overridden
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.construction import without_weights
+
+_LONGEST = 300  # characters of what the user's code says
 
 
 def made_module(make: Callable[[], LightningModule], name: str, *, weights: bool) -> LightningModule:
@@ -108,7 +111,7 @@ def _reason(error: BaseException) -> str:
     """What the user's code raised; jsonargparse wraps that."""
     while error.__cause__ is not None and _raised_in(error).startswith("jsonargparse"):
         error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), _LONGEST, placeholder=' ...')}"
 
 
 def _raised_in(error: BaseException) -> str:

@@ -7,17 +7,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, Namespace
 from lightning.pytorch import LightningDataModule, LightningModule
+from typing_extensions import override
 
 from lightning_pipeline.commands.batch_spec import made_up_batch
 from lightning_pipeline.commands.config import defaults_from
 from lightning_pipeline.commands.inputs import first_batch, made_data, made_module
 from lightning_pipeline.commands.options import check_options, write_picture
 from lightning_pipeline.commands.progress import Progress
-from lightning_pipeline.commands.refusals import BriefParser
+from lightning_pipeline.commands.refusals import BriefParser, brief
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
 from lightning_pipeline.run import PRECISIONS, ForecastInput
@@ -54,7 +55,7 @@ def plan(arguments: Sequence[str] | None = None) -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python script.py` has it; an installed command has not
     parser = _parser()
-    parser.set_defaults(_from_config(arguments))
+    _take_config(parser, arguments)
     given = parser.parse_args(arguments)
     check_options(given, arguments)
     try:
@@ -72,12 +73,27 @@ def plan(arguments: Sequence[str] | None = None) -> None:
     print(text)
 
 
-def _from_config(arguments: list[str]) -> dict[str, Any]:
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+class _First(argparse.ArgumentParser):
+    """Refuses as the parser of all options does."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        raise ConfigurationError(message)
+
+
+def _take_config(parser: ArgumentParser, arguments: list[str]) -> None:
+    """What a config says are the defaults of the command's own options."""
+    first = _First(add_help=False, allow_abbrev=False)
     for name in ("--config", "--model", "--data"):
         first.add_argument(name)
     known, _ = first.parse_known_args(arguments)
-    return {} if known.config is None else defaults_from(known.config, known.model, known.data)
+    if known.config is None:
+        return
+    found = defaults_from(known.config, known.model, known.data)
+    try:
+        parser.set_defaults(found)
+    except (AttributeError, ImportError, TypeError, ValueError) as error:  # of a class that is not there
+        raise ConfigurationError(f"--config {known.config}: {brief(str(error), ())}") from error
 
 
 def _parser() -> ArgumentParser:

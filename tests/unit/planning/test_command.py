@@ -354,6 +354,55 @@ def test_typos_are_told_in_a_line_or_two(arguments: list[str], told: str) -> Non
     assert len(said.splitlines()) <= 2 and len(said) < 200
 
 
+BROKEN = {
+    "bytes": b"\xff\xfe\x00\x80",
+    "no yaml": b"model: [\n",
+    "no section": b"model: gpt\ntrainer: 3\n",
+    "no class": b"model: {class_path: gpt.GTP}\n",
+    "a number for a class": b"model: {class_path: 3}\n",
+    "a word for a number": b"trainer: {strategy: {class_path: PipelineStrategy, init_args: {stages: two}}}\n",
+    "no names": b"trainer: {strategy: {class_path: PipelineStrategy, init_args: [1]}}\n",
+    "nodes": b"trainer: {devices: 2, num_nodes: x, strategy: PipelineStrategy}\n",
+}
+TOLD = {
+    "bytes": "cannot be read: ",
+    "no yaml": "cannot be read: line 2, column 1: ",
+    "no section": "trainer is 3, not a section of arguments",
+    "no class": "module 'gpt' has no attribute 'GTP'; did you mean GPT?",
+    "a number for a class": "model is {'class_path': 3}, which names no class",
+    "a word for a number": "stages is 'two', which is no whole number",
+    "no names": "the strategy's init_args are [1], not by name",
+    "nodes": "no model: ",
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_config_that_is_none_is_refused_in_a_line(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(BROKEN[kind])
+    said = refusal("--config", str(path))
+    assert TOLD[kind] in said
+    assert len(said.splitlines()) == 1
+
+
+def test_an_option_without_a_value_and_a_command_of_checkpoints_are_told_in_a_line() -> None:
+    assert refusal("--model") == "ConfigurationError: argument --model: expected one argument"
+    with pytest.raises(SystemExit, match="there is no command 'verfy', .*; did you mean checkpoint verify"):
+        main(["verfy", "folder"])
+
+
+class SaysMuch(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        raise RuntimeError("no file\n" * 100)
+
+
+def test_what_the_users_code_says_in_many_lines_is_told_in_one() -> None:
+    said = refusal("--model", f"{__name__}.SaysMuch", "--batch", "8,4", "--stages", "2")
+    assert "SaysMuch cannot be built: RuntimeError: no file no file" in said
+    assert len(said.splitlines()) == 1 and len(said) < 450
+
+
 class Large(Whole):
     """7 billion parameters, initialised by rejection."""
 
