@@ -10,6 +10,7 @@ from lightning_pipeline._lightning.epochs import (
     hold_schedulers,
     is_last_batch,
     resume_from,
+    silence_unresumable_loaders,
     validate_by_the_clock_of,
 )
 from lightning_pipeline._lightning.hooks import around_hooks, before_hooks
@@ -151,6 +152,7 @@ __all__ = [
     "silence_leaf_specs",
     "silence_moved_checkpoints",
     "silence_sync_dist_advice",
+    "silence_unresumable_loaders",
     "skip_without_loss",
     "sync_module_states",
     "syncs_batch_norm",

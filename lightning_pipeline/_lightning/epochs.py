@@ -1,7 +1,8 @@
 """Where an epoch's loop stands, and what follows its end; private names of Lightning's loops."""
 
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from lightning.pytorch import Trainer
 
@@ -15,6 +16,7 @@ __all__ = [
     "hold_schedulers",
     "is_last_batch",
     "resume_from",
+    "silence_unresumable_loaders",
     "validate_by_the_clock_of",
 ]
 
@@ -32,6 +34,23 @@ def after_epoch(trainer: Trainer, call: Callable[[], None]) -> Callable[[], None
         call()
 
     return patch(loop, "on_advance_end", on_advance_end)
+
+
+def silence_unresumable_loaders() -> Callable[[], None]:
+    """Lightning warns of a loader that does not go to its place by itself; gives the undoing. Since 2.0.
+
+    It warns where the epoch's loop is set back, and cannot know that somebody else goes there.
+    """
+    filters, before = cast(list[Any], warnings.filters), len(warnings.filters)
+    warnings.filterwarnings("ignore", "You're resuming from a checkpoint that ended before the epoch ended")
+    ours = filters[0]
+    users = len(filters) == before  # the user has the same
+
+    def undo() -> None:
+        if not users and ours in warnings.filters:
+            cast(list[Any], warnings.filters).remove(ours)
+
+    return undo
 
 
 def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[[], None]:

@@ -12,14 +12,14 @@ import torch
 from tqdm import tqdm
 
 from lightning_pipeline.checkpoint import verify
-from lightning_pipeline.checkpoint.folder import MODEL, Manifest, read_manifest
+from lightning_pipeline.checkpoint.folder import MODEL, WAY_OUT, Manifest, read_manifest
 from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.commands.refusals import BriefParser
+from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.weights import Format, plan_conversion, unfinished, written_bytes
 from lightning_pipeline.weights import convert as write_conversion
 
-_MIB = 1 << 20
 _SECONDS = 0.1  # between looks at what is on disk
 _FLAGS = ("--force", "--dry_run")
 
@@ -71,13 +71,14 @@ def convert(
     planned = plan_conversion(
         Path(source), Path(target), kind=to, force=force, trust=trust_checkpoint, prefix=prefix, strip=strip
     )
-    print(planned)
     if dry_run:
+        print(planned)
         print("nothing was written: --dry_run")
         return
     with _progress(planned.source, planned.target, progress):
         write_conversion(planned)
-    print(f"wrote {target}, {_size(Path(target)) / _MIB:.1f} MiB")
+    print(planned)  # not before: a damaged source is refused while it is read
+    print(f"wrote {target}, {size_text(_size(Path(target)))}")
 
 
 def consolidate(
@@ -142,8 +143,8 @@ def inspect(folder: str) -> None:
         folder: The checkpoint folder.
     """
     manifest = read_manifest(Path(folder))
-    size = sum(entry["size"] for entry in manifest.files.values()) / _MIB
-    print(f"step {manifest.step}, epoch {manifest.epoch}, {len(manifest.files)} files, {size:.1f} MiB")
+    size = size_text(sum(entry["size"] for entry in manifest.files.values()))
+    print(f"step {manifest.step}, epoch {manifest.epoch}, {len(manifest.files)} files, {size}")
     for title, values in (("saved by", manifest.versions), ("from", manifest.topology)):
         told = {key: value for key, value in values.items() if not isinstance(value, list)}
         print(f"{title}: {', '.join(f'{key} {value}' for key, value in told.items())}")
@@ -196,6 +197,9 @@ def verify_folder(folder: str) -> None:
         folder: The checkpoint folder.
     """
     with Progress(unit="B") as progress:
-        manifest = verify(Path(folder), progress.tell)
+        try:
+            manifest = verify(Path(folder), progress.tell)
+        except CheckpointError as error:  # the advice in it is to run this command
+            raise type(error)(str(error).replace(WAY_OUT, "")) from error
     checked = "sizes" if manifest.integrity == "off" else f"sizes and {manifest.integrity}"
     print(f"{folder} is whole: {checked} of {len(manifest.files)} files are right")

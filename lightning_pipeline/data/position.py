@@ -37,6 +37,7 @@ class Position:
         self._saved: Mapping[str, Any] | None = None
         self._is_set = False
         self._loader_states: list[Any] = []  # the loop loads and forgets them before its first epoch
+        self._warn_again: Callable[[], None] = lambda: None
 
     def prepared(self) -> None:
         """A loader of training was prepared: the loop makes its iterator next, which draws from here."""
@@ -55,6 +56,7 @@ class Position:
             [
                 _lightning.around_epoch_start(self._trainer, self._before, self._after),
                 _lightning.before_fetch(self._trainer, self._fetch),
+                lambda: self._warn_again(),
             ]
         )
 
@@ -93,6 +95,8 @@ class Position:
             saved: From `state`; `None` for a checkpoint that another strategy wrote.
         """
         self._resumed, self._saved, self._is_set = True, saved, False
+        if saved is not None:
+            self._warn_again = _lightning.silence_unresumable_loaders()
 
     def epoch_starts(self) -> None:
         """An epoch begins, after a resume: its hooks draw from the states of the save."""
@@ -114,6 +118,7 @@ class Position:
                 self._created, self._to_iterate = self._now(), None
             return
         self._resumed, self._to_iterate = False, None
+        self._warn_again()
         if seen and self._hand_over_to_loaders():
             self._set("now")
             iter(fetcher)

@@ -30,6 +30,7 @@ from lightning_pipeline.checkpoint.folder import (
     write_tensors,
 )
 from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.weights.files import Weights, holds_weights_only, open_weights
 from lightning_pipeline.weights.save import save_weights
 
@@ -82,7 +83,7 @@ class Conversion:
         kept = "weights, optimizers and all else" if self.training else "the weights"
         return (
             f"{self.source} -> {self.target} ({_TITLES[self.kind]}): {kept}, "
-            f"{len(self.weights.tensors)} tensors of the model, {self.num_bytes / 2**20:.1f} MiB"
+            f"{len(self.weights.tensors)} tensors of the model, {size_text(self.num_bytes)}"
         )
 
 

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torchmetrics import SumMetric
 
 from lightning_pipeline import PipelineStrategy
 from tests.faults.cases import WHOLE, whole
 from tests.faults.chains import Seen, compare, link
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, loader
+from tests.ranks.lightning_cases import Regression, loader, trainer
 
 Ranks = Callable[[int], Pool]
 
@@ -112,6 +114,42 @@ def test_a_chain_goes_on_over_other_ranks_and_schedules(
         seen += part
         resume = stop
     assert compare(straight, (seen, weights)) == ""
+
+
+class Samples(Regression):
+    """Counts the samples of an epoch, in a metric and in what it logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.samples = SumMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.samples.update(len(batch[0]))
+        self.log("samples", self.samples, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+def resumed_in_an_epoch(folder: str) -> tuple[list[str], float, list[Any]]:
+    """What a run says that goes on after two of an epoch's four batches, and the samples that it counts."""
+    saver = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    options: dict[str, Any] = {"writes": True, "callbacks": [saver], "default_root_dir": folder}
+    cut = {"stages": 2, "num_microbatches": 2}
+    trainer(cut, max_steps=2, **options).fit(Samples(), loader(32))
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run = trainer(cut, max_epochs=1, **options)
+        run.fit(Samples(), loader(32), ckpt_path=f"{folder}/step=2.ckpt")
+        ours = [one for one in warnings.filters if "ended before the epoch" in str(one[1])]
+    return [str(one.message) for one in said], float(run.callback_metrics["samples"]), ours
+
+
+def test_a_resume_in_an_epoch_is_not_called_unreliable_and_metrics_begin_anew(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for said, samples, filters in ranks(2)(resumed_in_an_epoch, str(tmp_path)):
+        assert not [text for text in said if "resumable" in text]
+        assert samples == 16
+        assert not filters  # a later run's own warning is not lost
 
 
 class Dies(Notes):

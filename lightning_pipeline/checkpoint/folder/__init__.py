@@ -4,6 +4,7 @@ from lightning_pipeline.checkpoint.folder import faults
 from lightning_pipeline.checkpoint.folder.commit import clean, discard, point_link, publish, sync_folder
 from lightning_pipeline.checkpoint.folder.hashing import HashingStream
 from lightning_pipeline.checkpoint.folder.manifest import (
+    WAY_OUT,
     Manifest,
     read_manifest,
     stamp_file,
@@ -33,6 +34,7 @@ __all__ = [
     "METADATA",
     "MODEL",
     "OURS",
+    "WAY_OUT",
     "HashingStream",
     "Manifest",
     "Pace",

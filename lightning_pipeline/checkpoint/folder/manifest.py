@@ -13,11 +13,11 @@ from lightning_pipeline.checkpoint.folder import faults
 from lightning_pipeline.checkpoint.folder.hashing import checksum_of
 from lightning_pipeline.checkpoint.folder.mapped import stamp
 from lightning_pipeline.checkpoint.folder.names import FORMAT_VERSION, MANIFEST
-from lightning_pipeline.errors import CheckpointCorruptError, UnsafeCheckpointError
+from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError, UnsafeCheckpointError
 from lightning_pipeline.settings import INTEGRITY
 
 _LONGEST = 1 << 30  # bytes
-_AGAIN = "use another checkpoint; `lightning-pipeline checkpoint verify` says which are whole"
+WAY_OUT = "; use another checkpoint; `lightning-pipeline checkpoint verify` says which are whole"
 
 
 @dataclass(frozen=True)
@@ -76,24 +76,26 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint.
 
     Raises:
-        CheckpointCorruptError: There is none, it was changed, or it is of a newer format.
+        CheckpointError: There is no such folder.
+        CheckpointCorruptError: There is no manifest in it, it was changed, or it is of a newer format.
     """
     path = folder / MANIFEST
     if not folder.exists():
-        raise CheckpointCorruptError(f"checkpoint {folder} does not exist")
+        raise CheckpointError(f"there is no checkpoint {folder}")
     if folder.is_file():
-        raise CheckpointCorruptError(
-            f"{folder} is one file, as one device writes it, not a checkpoint folder: `ckpt_path=` takes it"
+        raise CheckpointError(
+            f"{folder} is one file, not a checkpoint folder, and so has no manifest to compare with: "
+            "`ckpt_path=` and `lightning-pipeline checkpoint convert` take it"
         )
     try:
         size = look_at(folder, MANIFEST).st_size
         if size > _LONGEST:
-            raise CheckpointCorruptError(f"checkpoint file {path} is damaged: it has {size} bytes; {_AGAIN}")
+            raise CheckpointCorruptError(f"checkpoint file {path} is damaged: it has {size} bytes{WAY_OUT}")
         content = path.read_bytes()
     except FileNotFoundError:
         raise CheckpointCorruptError(
             f"checkpoint {folder} has no {MANIFEST}: its save was not finished, or it was written by another "
-            f"program; {_AGAIN}"
+            f"program{WAY_OUT}"
         ) from None
     except OSError as error:
         raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}") from error
@@ -116,9 +118,9 @@ def parse_manifest(path: Path, content: bytes) -> Manifest:
         checksum = found.pop("checksum")
         whole = checksum == hashlib.sha256(_text(found)).hexdigest()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointCorruptError(f"checkpoint file {path} is damaged ({error!r}); {_AGAIN}") from None
+        raise CheckpointCorruptError(f"checkpoint file {path} is damaged ({error!r}){WAY_OUT}") from None
     if not whole or content != _text({**found, "checksum": checksum}):
-        raise CheckpointCorruptError(f"checkpoint file {path} is damaged: its checksum is wrong; {_AGAIN}")
+        raise CheckpointCorruptError(f"checkpoint file {path} is damaged: its checksum is wrong{WAY_OUT}")
     if version != FORMAT_VERSION or found.get("integrity") not in INTEGRITY:
         raise CheckpointCorruptError(
             f"checkpoint file {path} has format {version}, and this version of lightning_pipeline reads "
@@ -138,7 +140,7 @@ def _check_types(path: Path, found: Mapping[str, Any]) -> None:
     wrong += [f"files[{name!r}]" for name, entry in entries if not _is_entry(entry)]
     if wrong:
         raise CheckpointCorruptError(
-            f"checkpoint file {path} is not what this program writes, in {', '.join(wrong)}; {_AGAIN}"
+            f"checkpoint file {path} is not what this program writes, in {', '.join(wrong)}{WAY_OUT}"
         )
 
 
@@ -198,12 +200,12 @@ def stamp_file(folder: Path, name: str, manifest: Manifest) -> tuple[int, int]:
         look_at(folder, name)
         found = stamp(path)
     except FileNotFoundError:
-        raise CheckpointCorruptError(f"checkpoint file {path} is missing; {_AGAIN}") from None
+        raise CheckpointCorruptError(f"checkpoint file {path} is missing{WAY_OUT}") from None
     except OSError as error:
-        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}{WAY_OUT}") from error
     if found[0] != expected:
         raise CheckpointCorruptError(
-            f"checkpoint file {path} has {found[0]} bytes instead of {expected}; {_AGAIN}"
+            f"checkpoint file {path} has {found[0]} bytes instead of {expected}{WAY_OUT}"
         )
     return found
 
@@ -220,9 +222,9 @@ def verify_file(folder: Path, name: str, manifest: Manifest) -> None:
     try:
         found = checksum_of(path, manifest.integrity)
     except OSError as error:
-        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}; {_AGAIN}") from error
+        raise CheckpointCorruptError(f"checkpoint file {path} cannot be read: {error}{WAY_OUT}") from error
     if found != expected:
         raise CheckpointCorruptError(
             f"checkpoint file {path} was changed after it was written: its {manifest.integrity} is "
-            f"{found}, not {expected}; {_AGAIN}"
+            f"{found}, not {expected}{WAY_OUT}"
         )

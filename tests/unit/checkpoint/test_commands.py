@@ -11,6 +11,7 @@ import pytest
 from lightning_pipeline.__main__ import main
 from lightning_pipeline.checkpoint import verify
 from lightning_pipeline.checkpoint.folder.manifest import Manifest, write_manifest
+from lightning_pipeline.model.cut import size_text
 from tests.checkpoint_parts import save
 from tests.unit.checkpoint.test_hostile import Evil, seal
 
@@ -25,7 +26,9 @@ def folder(tmp_path: Path) -> Path:
 def test_inspect_prints_what_is_inside(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["checkpoint", "inspect", str(folder)])
     printed = capsys.readouterr().out
-    assert printed.startswith("step 7, epoch 1, 3 files, 0.0 MiB\nsaved by: ")
+    size = size_text(sum(file.stat().st_size for file in folder.iterdir() if file.name != "manifest.json"))
+    assert printed.startswith(f"step 7, epoch 1, 3 files, {size}\nsaved by: ")
+    assert size.endswith(" KiB")
     assert "from: ranks 1\n" in printed
     assert "model: 2 tensors, 72 elements, 288 B (float32)\n" in printed
     assert "  layer0.bias: float32 [8], 32 B\n  layer0.weight: float32 [8, 8], 256 B\n" in printed
@@ -77,6 +80,45 @@ def test_python_m_does_the_same(
     (folder / "__0_0.distcp").unlink()
     with pytest.raises(SystemExit, match=r"CheckpointCorruptError: .*__0_0\.distcp"):
         run_module(monkeypatch, "checkpoint", "verify", str(folder))
+
+
+def refused(*arguments: str) -> str:
+    with pytest.raises(SystemExit) as ended:
+        main(["checkpoint", *arguments])
+    return str(ended.value)
+
+
+@pytest.mark.parametrize("command", ["verify", "inspect"])
+def test_one_file_and_no_file_are_not_called_damaged(folder: Path, command: str) -> None:
+    one = folder.with_name("one.ckpt")
+    one.write_bytes(b"whatever one device wrote")
+    told = refused(command, str(one))
+    assert told.startswith(f"CheckpointError: {one} is one file, not a checkpoint folder")
+    gone = folder.with_name("gone.ckpt")
+    assert refused(command, str(gone)) == f"CheckpointError: there is no checkpoint {gone}"
+
+
+def test_a_damaged_checkpoint_is_refused_in_words_that_fit_the_command(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = folder / "__0_0.distcp"
+    written.write_bytes(bytes(written.stat().st_size))
+    told = refused("verify", str(folder))
+    assert told.startswith(f"CheckpointCorruptError: checkpoint file {written} was changed")
+    assert "checkpoint verify" not in told
+    capsys.readouterr()
+    told = refused("consolidate", str(folder), str(folder.with_name("out.ckpt")))
+    assert "`lightning-pipeline checkpoint verify` says which are whole" in told
+    assert "->" not in capsys.readouterr().out
+
+
+def test_consolidate_says_what_it_wrote(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = folder.with_name("out.ckpt")
+    main(["checkpoint", "consolidate", str(folder), str(out)])
+    assert capsys.readouterr().out == (
+        f"{folder} -> {out} (one-file checkpoint): weights, optimizers and all else, 2 tensors of the model, "
+        f"288 B\nwrote {out}, {size_text(out.stat().st_size)}\n"
+    )
 
 
 def test_verify_tells_how_many_bytes_it_has_read(folder: Path) -> None:
