@@ -21,6 +21,7 @@ from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.commands.refusals import BriefParser, brief
 from lightning_pipeline.errors import ConfigurationError, PartitionError, SplitError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, sweep
+from lightning_pipeline.model.cut import size_text
 from lightning_pipeline.run import PRECISIONS, ForecastInput
 from lightning_pipeline.schedules import Schedule, get_schedule
 from lightning_pipeline.settings import Settings, read_settings
@@ -70,7 +71,19 @@ def plan(arguments: Sequence[str] | None = None) -> None:
             f"{error}\nOr a shape or type in --batch {given.batch} is not what training_step takes: ids are "
             "whole numbers, such as 16,65:int64, and without a type numbers are float32"
         ) from error
+    if not given.json and given.device is None and given.tflops is None and not given.measure:
+        print(f"{_assumed(_assumptions(given, None), may_measure=given.devices is None)}\n")
     print(text)
+
+
+def _assumed(known: Assumptions, *, may_measure: bool) -> str:
+    """What a device is taken for where nobody has said it."""
+    memory = "memory not limited" if known.memory is None else f"memory of {size_text(known.memory)}"
+    measured = ", or --measure" if may_measure else ""
+    return (
+        f"assumed device: 100 TFLOP/s, {memory}, links of {known.link_bytes / 1e9:g} GB/s: "
+        f"--device {'|'.join(DEVICES)}{measured}"
+    )
 
 
 class _First(argparse.ArgumentParser):
@@ -237,7 +250,7 @@ def _schedule(given: Namespace) -> str | Schedule | None:
     return None if named is None else str(named)
 
 
-def _assumptions(given: Namespace, prospect: ForecastInput) -> Assumptions:
+def _assumptions(given: Namespace, prospect: ForecastInput | None) -> Assumptions:
     scales = (
         ("link", "link_bytes", 1e9), ("latency", "latency", 1e-6), ("tflops", "flops", 1e12),
         ("bandwidth", "bandwidth", 1e9), ("memory", "memory", _GIB), ("node", "node_size", 1),
@@ -246,7 +259,8 @@ def _assumptions(given: Namespace, prospect: ForecastInput) -> Assumptions:
     said = {field: given[name] * scale for name, field, scale in scales if given[name] is not None}
     if given.device is not None:
         return Assumptions.of_device(given.device, **said)
-    known = prospect.assumptions if given.link is None or given.latency is None else Assumptions()
+    asks = given.link is None or given.latency is None
+    known = prospect.assumptions if prospect is not None and asks else Assumptions()
     return replace(known, **said, link_measured=known.link_measured and given.link is None)
 
 

@@ -18,8 +18,8 @@ from lightning_pipeline.forecast.workload import (
     strategy_text,
 )
 from lightning_pipeline.model.cut import StageTable, common_prefix, size_text, text_table, units_text
-from lightning_pipeline.schedules import Schedule, available_schedules, draw
-from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, title_of
+from lightning_pipeline.schedules import Schedule, available_schedules
+from lightning_pipeline.schedules.drawing import Panel, Picture, arrange, beginning, title_of
 from lightning_pipeline.schedules.plans import waits
 
 _PICTURE_WIDTH = 120
@@ -200,8 +200,10 @@ def _axis_unit(seconds: float) -> tuple[str, float]:
 
 
 def _picture(prediction: Prediction) -> str:
-    beginning, *rest = draw(prediction.simulation, width=_PICTURE_WIDTH).split("\n\n")
-    return beginning + ("\n(the beginning; --svg FILE, or .svg, has all of it)" if rest else "")
+    drawn, goes_on = beginning(prediction.simulation, _PICTURE_WIDTH)
+    return drawn + (
+        "\n(the beginning; --svg FILE writes all of it, .svg has it in Python)" if goes_on else ""
+    )
 
 
 def forecast(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.workload.profile import StageProfile
-from lightning_pipeline.forecast.workload.texts import days_text, number_text
+from lightning_pipeline.forecast.workload.texts import days_text, number_text, operations_text
 
 BACKWARD_OVER_FORWARD = 2.0
 """Operations of a backward over those of a forward, by which a model's operations are counted everywhere."""
@@ -51,7 +51,7 @@ class Rates:
             each = number_text(self.tokens_per_s_per_device)
             parts.append(f"{number_text(self.tokens_per_s)} tokens/s, {each} a device")
         mfu = "" if self.mfu is None else f" (MFU {self.mfu:.1%})"
-        parts.append(f"{number_text(self.tflops_per_device)} TFLOP/s a device{mfu}")
+        parts.append(f"{operations_text(1e12 * self.tflops_per_device)}/s a device{mfu}")
         days = None if tokens is None else self.days(tokens)
         if days is not None and tokens is not None:
             parts.append(f"{days_text(86400 * days)} for {tokens:.3g} tokens")

@@ -43,6 +43,25 @@ def draw(
     )
 
 
+def beginning(simulation: Simulation, width: int) -> tuple[str, bool]:
+    """The first lines of a picture, with every rank at work in them, and whether more follows.
+
+    Ranks that begin late, as where a message takes much longer than an action, are brought in by a column
+    that stands for more time.
+
+    Args:
+        simulation: What to draw.
+        width: Characters in a line.
+    """
+    num_ranks = simulation.plan.num_ranks
+    starts = [min((t.start for t in _actions_of(simulation, rank)), default=0.0) for rank in range(num_ranks)]
+    cell = max(len(_label(t, simulation.plan.num_stages > num_ranks)) for t in simulation.actions)
+    seen = 0.75 * max(1, (width - len(f"rank {num_ranks - 1} | ") + 1) // (cell + 1))
+    column = max(_column(simulation), max(starts) / seen)
+    first, *rest = draw(simulation, column=column, width=width).split("\n\n")
+    return first, bool(rest)
+
+
 def _lines(names: list[str], rows: list[list[str]], cell: int) -> str:
     return "\n".join(
         (name + " ".join(_padded(word, cell) for word in row)).rstrip()

@@ -112,7 +112,7 @@ def test_a_dry_run_tells_and_writes_nothing(
     assert sorted(tmp_path.iterdir()) == before
     assert capsys.readouterr().out == (
         f"{source} -> {tmp_path / 'new' / 'a.ckpt'} (one-file checkpoint): the weights, 3 tensors of the model, "
-        "SIZE\nnothing was written: --dry_run\n"
+        "7.8 KiB\nnothing was written: --dry_run\n"
     )
 
 

@@ -31,6 +31,11 @@ __all__ = ["in_examples"]  # a fixture of every test here
 
 def test_a_config_of_lightning_cli_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, "--config", CONFIG, *CLASSES)
+    assumed, _, text = text.partition("\n\n")
+    assert assumed.startswith(
+        "assumed device: 100 TFLOP/s, memory not limited, links of 25 GB/s: --device b200|"
+    )
+    assert assumed.endswith("|mi300x, or --measure")
     assert text.startswith("GPT, 701,952 parameters, on 2 ranks; 4 micro-batches of a batch of 16")
     assert "Memory with 1F1B\n" in text
     assert "1F1B, as predicted\nrank 0 | F0 F1" in text
@@ -69,6 +74,9 @@ def test_a_model_and_a_shape_are_enough(capsys: pytest.CaptureFixture[str], tmp_
     assert ", on 4 ranks; 16 micro-batches of a batch of 32" in text
     assert "Memory of a device is 51.2 MiB" in text
     assert picture.read_text().startswith("<svg")
+    drawn = re.findall(r"^rank \d \| (.*)$", text, flags=re.MULTILINE)
+    assert len(drawn) == 4 and all("F0" in line for line in drawn)  # messages take longer than forwards
+    assert "\n(the beginning; --svg FILE writes all of it, .svg has it in Python)\n" in text
 
 
 def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,6 +90,7 @@ def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) ->
         " ".join(text.split()),
     )
     assert link is not None, text
+    assert "FLOP/s a device" in text and "TFLOP/s" not in text
     assert 1e-5 < float(link[1]) * {"us": 1e-6, "ms": 1e-3}[link[2]] < 0.1
     assert 0.01 < float(link[3]) < 1000
 
@@ -147,7 +156,7 @@ def test_a_sweep_leaves_out_what_the_model_cannot_be_cut_into(
 ) -> None:
     text = run(
         capsys, *GPT, "--model.layers=1", "--batch=16,65:int64", "--sweep", "--sweep_stages", "[2,512]",
-        "--sweep_microbatches", "[4]", "--sweep_schedules", "[gpipe]",
+        "--sweep_microbatches", "[4]", "--sweep_schedules", "[gpipe]", "--tflops=100",
     )  # fmt: skip
     assert len(text.partition("\n\n")[0].splitlines()) == 3
 
@@ -223,7 +232,7 @@ def test_the_schedule_asked_for_is_said_not_to_fit_and_numbers_have_units(
 def test_a_sweep_over_stages_needs_no_number_of_stages(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(
         capsys, *GPT, "--model.layers=2", "--batch=4,9:int64", "--sweep", "--sweep_stages=[1,2]",
-        "--sweep_microbatches=[4]", "--sweep_schedules=[GPIPE]",
+        "--sweep_microbatches=[4]", "--sweep_schedules=[GPIPE]", "--device=l4",
     )  # fmt: skip
     rows = text.partition("\n\n")[0].splitlines()[2:]
     assert sorted(row.split()[:3] for row in rows) == [["1", "4", "GPipe"], ["2", "4", "GPipe"]]
