@@ -91,7 +91,7 @@ def test_a_module_that_reads_numbers_while_built_has_no_weights(capsys: pytest.C
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         text = run(capsys, "--model", here("Item"), "--batch=8,8", "--stages=2")
-    assert text.startswith("Item, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8")
+    assert "\n\nItem, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8" in text
 
 
 def test_a_module_that_reads_memory_while_built_is_built_with_weights(
@@ -99,15 +99,15 @@ def test_a_module_that_reads_memory_while_built_is_built_with_weights(
 ) -> None:
     with pytest.warns(UserWarning, match="Memory is built with its weights, for without them it fails with"):
         text = run(capsys, "--model", here("Memory"), "--batch=8,8", "--stages=2")
-    assert text.startswith("Memory, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8")
+    assert "\n\nMemory, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8" in text
 
 
 def test_layers_and_data_made_in_setup_are_there(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--model", here("InSetup"), "--stages=2"]
     text = run(capsys, *given, "--batch=8,8")
-    assert text.startswith("InSetup, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8")
+    assert "\n\nInSetup, 288 parameters, on 2 ranks; 8 micro-batches of a batch of 8" in text
     text = run(capsys, *given, "--model.own_data=true")
-    assert text.startswith("InSetup, 288 parameters, on 2 ranks; 4 micro-batches of a batch of 4")
+    assert "\n\nInSetup, 288 parameters, on 2 ranks; 4 micro-batches of a batch of 4" in text
     module = InSetup()
     assert "InSetup, 288 parameters" in str(PipelineStrategy(2).plan(module, torch.randn(8, 8)))
     assert not hasattr(module, "net")
@@ -118,7 +118,7 @@ def test_several_loaders_give_the_batch_that_a_trainer_would_get(
     capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
     text = run(capsys, "--model", here("Item"), "--data", here("Data"), f"--data.kind={kind}", "--stages=2")
-    assert text.startswith("Item, 288 parameters, on 2 ranks; 6 micro-batches of a batch of 6")
+    assert "\n\nItem, 288 parameters, on 2 ranks; 6 micro-batches of a batch of 6" in text
 
 
 def test_what_fails_in_the_user_s_code_is_told_in_a_line() -> None:

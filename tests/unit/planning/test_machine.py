@@ -302,4 +302,4 @@ def test_pictures_are_written_as_their_suffix_says(
 
 def test_fewer_micro_batches_than_asked_for_are_told(capsys: pytest.CaptureFixture[str]) -> None:
     text = run(capsys, *SMALL, "--num_microbatches", "32")
-    assert text.startswith("32 micro-batches were asked for; a batch of 16 makes 16.\n")
+    assert "\n\n32 micro-batches were asked for; a batch of 16 makes 16.\n" in text
