@@ -277,30 +277,45 @@ class KeepsByLoader(Regression):
 
     def __init__(self) -> None:
         super().__init__()
-        self.kept: list[list[Any]] = [[], []]
+        self.kept: list[list[Any]] | dict[int, list[Any]] = [[], []]
+        self.losses: list[Tensor] = []
 
     def validation_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
         out = self.net(batch[0])
         self.kept[dataloader_idx].append((out, batch[1]))
-        self.log("val_loss", nn.functional.mse_loss(out, batch[1]))
+        self.losses.append(nn.functional.mse_loss(out, batch[1]))
+        self.log("val_loss", self.losses[-1])
 
     def on_validation_epoch_end(self) -> None:
-        for number, kept in enumerate(self.kept):
+        self.log("batches", float(len(self.losses)))
+        self.log("mean_of_batches", torch.stack(self.losses).mean())
+        self.losses.clear()
+        for number in range(2):
+            kept = self.kept[number]
+            self.log(f"batches_{number}", float(len(kept)))
             out, target = (torch.cat(column) for column in zip(*kept, strict=True))
             self.log(f"rows_{number}", float(len(out)))
             self.log(f"error_{number}", nn.functional.mse_loss(out, target))
             kept.clear()
 
 
-def keep_by_loader(pipeline: dict[str, Any] | None) -> dict[str, float]:
-    module = KeepsByLoader()
+class KeepsInDictionary(KeepsByLoader):
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = {0: [], 1: []}
+
+
+def keep_by_loader(pipeline: dict[str, Any] | None, kind: type[KeepsByLoader]) -> dict[str, float]:
+    module = kind()
     run = trainer(pipeline, max_epochs=2)
-    run.fit(module, loader(8), [loader(16, seed=4), loader(12, seed=5)])
+    run.fit(module, loader(8), [loader(16, seed=4), loader(10, seed=5)])
     return {name: float(value) for name, value in run.callback_metrics.items()}
 
 
-def test_lists_in_a_list_have_what_all_micro_batches_added(ranks: Ranks) -> None:
-    expected = keep_by_loader(None)
-    assert expected["rows_1"] == 12
-    for found in ranks(2)(keep_by_loader, {"stages": 2, "num_microbatches": 2}):
+@pytest.mark.parametrize("kind", [KeepsByLoader, KeepsInDictionary])
+def test_lists_in_containers_have_what_one_device_added(ranks: Ranks, kind: type[KeepsByLoader]) -> None:
+    """The last batch has 2 samples, so that a micro-batch's list is as long as it has samples."""
+    expected = keep_by_loader(None, kind)
+    assert (expected["rows_1"], expected["batches"], expected["batches_1"]) == (10, 4, 2)
+    for found in ranks(2)(keep_by_loader, {"stages": 2, "num_microbatches": 2}, kind):
         assert found == pytest.approx(expected, rel=1e-6)

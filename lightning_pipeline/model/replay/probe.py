@@ -371,12 +371,7 @@ class _Runs:
             self.anew.add(effect.place.label)
         if effect.deep and isinstance(value, Tensor) and not is_placeholder(value):
             return value.detach().clone()
-        known = {
-            id(item)
-            for _, saved in self._start[effect.place.label].inner
-            for item in (saved.values() if isinstance(saved, dict) else saved)
-        }
-        return own_containers(value, known | self._known)
+        return own_containers(value, self._start[effect.place.label].items() | self._known)
 
 
 def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _MadeUp]":

@@ -235,10 +235,10 @@ _RULES: list[Rule] = [
     same,
     summed,
     added,
-    merged,
-    averaged,
     joined,
     one_by_one,
+    merged,  # takes a list of as many items as there are samples for one of samples
+    averaged,
     largest,
     smallest,
     first,
@@ -294,6 +294,8 @@ def goes_on(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
 def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
     if rule is same and not equal(trial.one, trial.other):
         return False
+    if rule in (joined, one_by_one) and _begins_anew(start, trial):
+        return False
     # What is added up goes on from what was there; what begins anew does not.
     if rule in (summed, added) and (rule is summed) is not equal(trial.after, trial.whole):
         return False
@@ -303,12 +305,22 @@ def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
         return False
 
 
+def _begins_anew(start: Any, trial: Trial) -> bool:
+    """Whether a list is emptied first, so that nothing is added to what a batch before has left."""
+    if not isinstance(start, list) or not all(isinstance(left, list) for left in (trial.other, trial.after)):
+        return False
+    return len(trial.after) == len(trial.other) > len(start)
+
+
 def _rule_by_key(start: Any, trials: Sequence[Trial], merge: Merge) -> Rule | None:
     if all(callable(value) for trial in trials for result in trial[:4] for value in result.values()):
         return same if len(trials[0].one) == len(trials[0].whole) else None  # hooks
     rules: dict[Any, Rule] = {}
     for key in dict.fromkeys(key for trial in trials for result in trial[:4] for key in result):
         inner = [trial.entry(key) for trial in trials]
+        held = start.get(key)
+        if isinstance(held, list | deque | set) and all(equal(r, held) for t in inner for r in t[:4]):
+            continue  # nothing is known of it, such as of the list of another loader
         missing = any(value is MISSING for trial in inner for value in trial[:4])
         rule = None if missing else rule_for(start.get(key, MISSING), inner, merge)
         if rule is None:

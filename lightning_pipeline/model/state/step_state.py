@@ -117,12 +117,7 @@ class StepState:
         if isinstance(value, list | deque) and before is not None and _is_grown(value, before):
             new = [value[index] for index in range(len(before), len(value))]
             return _Grown(own_containers(new), _grown_inside(start))
-        known = {
-            id(item)
-            for _, saved in start.inner
-            for item in (saved.values() if isinstance(saved, dict) else saved)
-        }
-        return own_containers(value, known)
+        return own_containers(value, start.items())
 
     def settle(self, merge: Merge) -> None:
         """Let each place be as one device would have left it.
@@ -151,7 +146,8 @@ class StepState:
         place, start = effect.place, self._start[effect.place.label]
         results = [found[place.label] for found in self._results]
         before = start.value if not start.tensors else start.tensors[0][1]
-        if start.inner and start.inner[0][0] is start.value:
+        inside = start.inner and start.inner[0][0] is start.value
+        if inside:
             before = start.inner[0][1]
         rule = self._rules.get(place.label, usual) or usual
         try:
@@ -160,6 +156,7 @@ class StepState:
                 _put_inside(start, [result.inside for result in results], sizes, merge)
                 whole = type(before)([*before, *new], *_length(before))
             else:
+                before = start.before() if inside else before
                 results = [_all(before, result) for result in results]
                 whole = _merged(rule, before, results, sizes, merge)
         except NoFit:
@@ -177,8 +174,7 @@ class StepState:
             return
         old = start.value
         if isinstance(old, list | dict | set | deque) and type(whole) in (type(old), list, dict, set):
-            fill(old, whole)
-            whole = old
+            whole = _filled(old, whole)
         place.put(whole)
 
     # ---- what other ranks are told
@@ -300,6 +296,17 @@ def _put_inside(start: Kept, found: list[dict[int, list[Any]]], sizes: list[int]
         held, saved = start.inner[index]
         new = _merged(usual, [], [inside.get(index, []) for inside in found], sizes, merge)
         fill(held, [*saved, *new])
+
+
+def _filled(old: Any, whole: Any) -> Any:
+    """A container with other contents; those in a dictionary stay the ones that others know, too."""
+    if type(old) is dict and type(whole) is dict:
+        for key, item in whole.items():
+            known = old.get(key)
+            if known is not item and type(known) is type(item) and isinstance(known, list | dict):
+                whole = {**whole, key: _filled(known, item)}
+    fill(old, whole)
+    return old
 
 
 def _is_grown(value: Any, before: Any) -> bool:

@@ -445,6 +445,36 @@ class Kept(NamedTuple):
             tensors.append((value, value.detach().clone(), value._version))
         return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0)
 
+    def items(self) -> set[int]:
+        """Identities of what stood in the containers, but for containers that have changed since."""
+        changed = self._changed()
+        return {id(item) for _, saved in self.inner for _, item in items_of(saved)} - changed
+
+    def before(self) -> Any:
+        """A container as it was, with others in the place of those in it that have changed since."""
+        changed, kept = self._changed(), {id(held): saved for held, saved in self.inner}
+
+        def as_it_was(value: Any) -> Any:
+            if id(value) not in changed:
+                return value
+            copy = kept[id(value)].copy()
+            if isinstance(copy, dict | list | deque):
+                for key, item in list(items_of(copy)):
+                    copy[key] = as_it_was(item)
+            return copy
+
+        return as_it_was(self.value) if id(self.value) in changed else kept.get(id(self.value), self.value)
+
+    def _changed(self) -> set[int]:
+        changed = {id(held) for held, saved in self.inner if _is_changed((held, _contents(saved)))}
+        while more := {
+            id(held)
+            for held, saved in self.inner
+            if id(held) not in changed and any(id(item) in changed for _, item in items_of(saved))
+        }:
+            changed |= more
+        return changed
+
     def give_back(self, place: Place) -> None:
         """Let the place be as it was."""
         if place.get() is not self.value:
