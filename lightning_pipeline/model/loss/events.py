@@ -41,7 +41,8 @@ class Share(NamedTuple):
 
     `origin` is what the factors were read from: one of `SHAPES`, `TARGETS` (of a loss over classes) and
     `VALUES`. `lost` is the line from where on the value could not be followed,
-    `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean.
+    `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean, and
+    `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
     """
 
     terms: tuple[tuple[float, Tensor], ...]
@@ -49,6 +50,7 @@ class Share(NamedTuple):
     lost: str = ""
     picked: bool = False
     single: bool = False
+    apart: bool = False
 
     def total(self) -> Tensor | None:
         """The part as a number; None where nothing counts."""

@@ -87,7 +87,7 @@ class Shares:
         """Whether it is nothing but the value by the number of samples."""
         if share.lost:
             return share.origin == SHAPES
-        return len(share.terms) == 1 and math.isclose(share.terms[0][0], self.fraction, rel_tol=1e-12)
+        return not share.apart and len(share.terms) == 1 and math.isclose(share.terms[0][0], self.fraction, rel_tol=1e-12)
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
@@ -229,7 +229,8 @@ class Shares:
 
     def _keep(self, value: Any, share: Share | None) -> None:
         if share is not None:
-            self._known[id(value)] = (value, share)
+            apart = not _is_own(share, value) if isinstance(value, Tensor) else share.apart
+            self._known[id(value)] = (value, share._replace(apart=apart))
         else:
             self._known.pop(id(value), None)
 

@@ -104,6 +104,18 @@ def added(total: Tensor, *others: Tensor) -> Tensor:
     return total
 
 
+def test_a_sum_over_as_many_samples_as_there_are_micro_batches_is_no_mean() -> None:
+    """Of a micro-batch that keeps none, nothing by the batch's count has a mean's factor, and the value is 0/0."""
+
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        kept = batch["x"][:, 0, 0] == 1
+        return (logits.square().mean((1, 2)) * kept).sum() / kept.sum()
+
+    data = {name: value[:6] if value.dim() else value for name, value in batch().items()}
+    data["x"][:, 0, 0] = torch.tensor([1, 1, 1, 0, 0, 0])
+    assert_whole(Step(loss), data, 2, 3)
+
+
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_loss_is_that_of_the_whole_batch(name: str) -> None:
     assert_whole(Step(LOSSES[name]), batch(), 2, 7 if len(name) % 2 else 3)
