@@ -9,7 +9,7 @@ from torch import nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut.liveness import Liveness
 from lightning_pipeline.model.tensors import Structure, TensorSpec
-from lightning_pipeline.model.trace import Call, PortSpec, Trace, plain_leaves, plain_state
+from lightning_pipeline.model.trace import Call, Place, PortSpec, Trace, plain_leaves, plain_state
 
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
@@ -66,6 +66,7 @@ class StepRoutes:
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
         self._modules = modules
+        self._passing: set[Hashable] = set()  # places that only change within a run
         self.start = Node(base)
         self.add(base)
 
@@ -88,6 +89,42 @@ class StepRoutes:
             node = node.following.setdefault(unit, Node(route))
         node.ends = route
         return self._join(self.base.trace, route.trace)
+
+    def unknown(self, changed: Sequence[Place]) -> list[Hashable]:
+        """Which of the places that a run of the step has changed are not known to be.
+
+        Args:
+            changed: The places.
+        """
+        known = {effect.place.identity for effect in self.base.trace.effects} | self._passing
+        return [place.identity for place in changed if place.identity not in known]
+
+    def learn(self, trace: Trace, places: Sequence[Hashable]) -> bool:
+        """Take what a step leaves behind from one more trace. Whether that is more than was known.
+
+        Args:
+            trace: Of a known way or another.
+            places: That made it worth a trace; those that it does not show are left alone from now on.
+        """
+        more = self._join(self.base.trace, trace)
+        if more and trace.path in self.known and (same := self.known[trace.path]) is not self.base:
+            self._join(same.trace, trace)
+        known = {effect.place.identity for effect in self.base.trace.effects}
+        self._passing.update(place for place in places if place not in known)
+        return more
+
+    def put(self, routes: Sequence[Route]) -> None:
+        """The same ways, of which more is known.
+
+        Args:
+            routes: All of them.
+        """
+        self.decided.clear()
+        self.by_reads.clear()
+        for route in routes:
+            if route.number == self.base.number:
+                self.base = route
+            self.add(route)
 
     @staticmethod
     def _join(base: Trace, other: Trace) -> bool:

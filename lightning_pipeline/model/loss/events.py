@@ -41,8 +41,8 @@ class Share(NamedTuple):
 
     `origin` is what the factors were read from: one of `SHAPES`, `TARGETS` (of a loss over classes) and
     `VALUES`. `lost` is the line from where on the value could not be followed,
-    `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean, and
-    `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
+    `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean,
+    and `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
     """
 
     terms: tuple[tuple[float, Tensor], ...]

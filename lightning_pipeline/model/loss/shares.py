@@ -87,7 +87,9 @@ class Shares:
         """Whether it is nothing but the value by the number of samples."""
         if share.lost:
             return share.origin == SHAPES
-        return not share.apart and len(share.terms) == 1 and math.isclose(share.terms[0][0], self.fraction, rel_tol=1e-12)
+        if share.apart or len(share.terms) != 1:
+            return False
+        return math.isclose(share.terms[0][0], self.fraction, rel_tol=1e-12)
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""

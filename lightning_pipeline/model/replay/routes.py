@@ -30,9 +30,10 @@ from lightning_pipeline.model.cut import (
 )
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import TensorSpec, result_dtypes
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, result_dtypes
 from lightning_pipeline.model.trace import (
     Call,
+    Effect,
     Owner,
     Surroundings,
     Trace,
@@ -192,19 +193,24 @@ class RouteFinder:
             seeds: Sets its random numbers.
             reads: Takes the numbers that are read.
         """
-        step = routes.base.trace.step
+        step, effects = routes.base.trace.step, routes.base.trace.effects
         with self._numbers_kept():
             try:
-                with self._apart(step):
-                    reads.changes = self._changes()
+                with _values_kept(effects), self._apart(step):
+                    reads.changes = self._changes(effects)
+                    around = Surroundings(self._root, self._others())
                     route = self._walk(microbatch, seeds, routes, reads)
+                    more = routes.unknown(around.look())
             except CannotRepeatError:
                 reads.tell_all = False
                 return routes.base
-            if route is not None:
+            if route is not None and not more:
                 return route
             reads.tell_all = False  # the run ended where the way is new
             trace = self._traced(step, microbatch, seeds(), routes.calls)
+        if routes.learn(trace, more):
+            self._forget(step)
+            routes.put([self._route(one.number, one.trace, one.liveness) for one in routes.known.values()])
         known = routes.known.get(trace.path)
         if known is None:
             self._check(trace)
@@ -247,8 +253,10 @@ class RouteFinder:
             self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
         return self._outputs[key]
 
-    def _changes(self) -> Callable[[], bool]:
-        """What tells whether anything has changed since."""
+    def _changes(self, effects: Sequence[Effect]) -> Callable[[], bool]:
+        """What tells whether anything has changed since; of a step that writes weights it has."""
+        if any(isinstance(effect.place.get(), nn.Parameter) for effect in effects if effect.deep):
+            return lambda: True
         around = Surroundings(self._root, self._others())
         buffers = [(buffer, buffer._version) for buffer in self._root.buffers() if not buffer.is_inference()]
         around.look()
@@ -282,6 +290,19 @@ class RouteFinder:
                 f"{trace.step} takes another way through the model than the one that it was cut by{more}: "
                 f"{reason}. Choose a partition that keeps these together"
             )
+
+
+@contextmanager
+def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
+    """For a run of a step that writes weights in place: their values are put back."""
+    found = [effect.place.get() for effect in effects if effect.deep]
+    weights = [one for one in found if isinstance(one, nn.Parameter) and not is_placeholder(one)]
+    kept = [(weight, weight.detach().clone()) for weight in weights]
+    try:
+        yield
+    finally:
+        for weight, before in kept:
+            weight.data.copy_(before)
 
 
 def _is_getter(func: Any) -> bool:
