@@ -383,11 +383,15 @@ class Stages:
         self.split.mode.forget()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         from_last = self._members.from_last
-        left = from_last.share(self.split.left_at_end, "gathering what steps left on the last stage")
-        came = make_whole(
-            self._module, callbacks, self.split, self.owns(), self._members.replica,
-            self._settings.gather_weights, staged=staged,
-        )  # fmt: skip
+        try:
+            left = from_last.share(self.split.left_at_end, "gathering what steps left on the last stage")
+            came = make_whole(
+                self._module, callbacks, self.split, self.owns(), self._members.replica,
+                self._settings.gather_weights, staged=staged,
+            )  # fmt: skip
+        except BaseException:  # another rank has failed
+            self.split.restore()
+            raise
         self.split.restore(came, on_meta=True)
         if not from_last.is_source:
             self.split.take_at_end(left)

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline.checkpoint.consolidate import verify
 from lightning_pipeline.checkpoint.folder import faults
+from lightning_pipeline.patching import standing
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import names_in
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -88,7 +89,7 @@ class RemovesLate(SavesLate):
         self.trainer.strategy.remove_checkpoint(f"{self.folder}/first.ckpt")
 
 
-def fail_in_the_last_removal(folder: str) -> tuple[str, float]:
+def fail_in_the_last_removal(folder: str) -> tuple[str, float, list[str]]:
     """Only global rank 0 removes."""
     module = RemovesLate()
     module.folder = folder
@@ -101,11 +102,12 @@ def fail_in_the_last_removal(folder: str) -> tuple[str, float]:
     started = time.monotonic()
     with faults.injected(fail), pytest.raises(Exception) as caught:  # noqa: PT011  # the caller compares
         trainer(BACKGROUND, max_epochs=1).fit(module, loader())
-    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started
+    return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - started, standing()
 
 
 def test_a_failure_of_one_rank_at_the_end_is_told_to_the_other(ranks: Ranks, tmp_path: Path) -> None:
-    for text, seconds in ranks(2)(fail_in_the_last_removal, str(tmp_path)):
+    for text, seconds, replaced in ranks(2)(fail_in_the_last_removal, str(tmp_path)):
+        assert replaced == []
         assert "nobody expects this" in text
         assert seconds < 20
     assert verify(tmp_path / "fitted.ckpt").step == 3
