@@ -138,7 +138,5 @@ def _forget_settings() -> None:
     torch.set_grad_enabled(True)
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(1)
-    for _ in range(
-        3
-    ):  # what finalizers let go of, such as groups and their threads, is garbage of the next round
+    for _ in range(3):  # what finalizers let go of, such as groups and threads, is garbage of the next
         gc.collect()
