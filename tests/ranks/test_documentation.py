@@ -214,7 +214,7 @@ def test_the_blocks_of_a_page_run_one_after_the_other(
                 folder = run_command(ranks, words, folder, block.ranks or 1)
         else:
             ranks(1)(run_block, page, once(block.text), block.line, str(folder), group=False, timeout=LONG)
-    if page == "docs/how-it-works.md":
+    if page == "docs/same-numbers.md":
         assert ranks(1)(counted_labels, page, group=False, timeout=LONG) == [1]
 
 
