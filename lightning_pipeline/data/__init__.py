@@ -3,6 +3,7 @@
 from lightning_pipeline.data.draws import random_states, seeded, set_random_states
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
+from lightning_pipeline.data.mappings import of_class, unfillable, with_values
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import (
     batch_size_of,
@@ -23,9 +24,12 @@ __all__ = [
     "how_cut",
     "is_guess",
     "merge_outputs",
+    "of_class",
     "random_states",
     "seeded",
     "set_random_states",
     "signature_of",
     "split_batch",
+    "unfillable",
+    "with_values",
 ]

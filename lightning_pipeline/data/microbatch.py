@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from lightning_pipeline.data.mappings import unfillable, with_values
 from lightning_pipeline.errors import ConfigurationError
 
 Array = Tensor | np.ndarray[Any, Any]
@@ -45,11 +46,11 @@ def batch_size_of(batch: Any) -> int:
 def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list[tuple[Any, int]]:
     """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
 
-    Every tensor whose first dimension is the batch's, and every list of that length, is split. Dicts,
-    tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to all
-    micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings, numbers,
-    other objects. A shared tensor whose length happens to be the batch's is split too: override then. A
-    batch with nothing to split, such as a number or None, is one micro-batch.
+    Every tensor whose first dimension is the batch's, and every list of that length, is split. Mappings of
+    any class, tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to
+    all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings,
+    numbers, other objects. A shared tensor whose length happens to be the batch's is split too: override
+    then. A batch with nothing to split, such as a number or None, is one micro-batch.
 
     Args:
         batch: What the dataloader gave.
@@ -139,7 +140,15 @@ def _take(value: Any, start: int, end: int, size: int, *, top: bool = False) -> 
         return value[start:end]
     if isinstance(value, PackedSequence):
         raise ConfigurationError(f"a PackedSequence cannot be split by samples: {_OVERRIDE}")
+    if _knows_its_size(value, size):
+        return value[start:end]
     return _rebuild(value, lambda item, _: _take(item, start, end, size))
+
+
+def _knows_its_size(value: Any, size: int) -> bool:
+    """Whether it is a mapping that is cut as a tensor is, such as a `TensorDict`."""
+    own = getattr(value, "batch_size", None) if isinstance(value, Mapping) else None
+    return isinstance(own, torch.Size) and len(own) > 0 and own[0] == size
 
 
 def _is_split(array: Array, size: int) -> bool:
@@ -198,7 +207,7 @@ def _rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """The same container with changed items; `change` gets each item and its key."""
     if isinstance(value, Mapping):
         changed = {key: change(item, key) for key, item in value.items()}
-        return changed if type(value) is dict else _refill(value, changed)
+        return changed if type(value) is dict else _filled(value, changed)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(change(item, index) for index, item in enumerate(value)))
     if isinstance(value, list | tuple):
@@ -211,14 +220,11 @@ def _rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     return value
 
 
-def _refill(mapping: Any, changed: dict[Any, Any]) -> Any:
-    """A copy of the user's own mapping type, with other values."""
-    result = copy.copy(mapping)
-    if not hasattr(result, "__setitem__"):
-        return changed
-    for key, item in changed.items():
-        result[key] = item
-    return result
+def _filled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    made = with_values(mapping, items)
+    if made is None:
+        raise ConfigurationError(f"{unfillable(type(mapping))}; or {_OVERRIDE}")
+    return made
 
 
 def signature_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:

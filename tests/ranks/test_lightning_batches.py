@@ -12,10 +12,12 @@ import pytest
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
+from transformers import BatchEncoding
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, trainer, weights
+from tests.unit.runtime.test_microbatch import ReadOnly, Written
 
 Ranks = Callable[[int], Pool]
 
@@ -213,4 +215,49 @@ def fit_numbers(pipeline: dict[str, Any] | None) -> Any:
 def test_lists_of_numbers_are_loaders_as_on_one_device(ranks: Ranks) -> None:
     expected = fit_numbers(None)
     for found in ranks(2)(fit_numbers, {"stages": 2}):
+        assert_same(found, expected)
+
+
+class InMapping(Regression):
+    """Its batches are mappings of the user's own class, and its first unit takes one whole."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.net[0] = OfMapping(self.net[0])
+        self.kind = kind
+
+    def loss(self, batch: Any) -> Tensor:
+        assert type(batch) is self.kind
+        return nn.functional.mse_loss(self.net(batch), batch["y"])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
+class OfMapping(nn.Module):
+    def __init__(self, first: nn.Module) -> None:
+        super().__init__()
+        self.first = first
+
+    def forward(self, batch: Any) -> Tensor:
+        return self.first(batch["x"])
+
+
+def fit_mappings(pipeline: dict[str, Any] | None, kind: Any) -> Any:
+    def collate(samples: Any) -> Any:
+        x, y = default_collate(samples)
+        return kind({"x": x, "y": y})
+
+    module, run = InMapping(kind), trainer(pipeline, max_epochs=1)
+    run.fit(module, loader(collate_fn=collate), loader(seed=4, collate_fn=collate))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("kind", [ReadOnly, Written, BatchEncoding])
+def test_batches_that_are_mappings_of_any_class_train_as_on_one_device(ranks: Ranks, kind: Any) -> None:
+    expected = fit_mappings(None, kind)
+    for found in ranks(2)(fit_mappings, {"stages": 2, "num_microbatches": 2}, kind, group=False):
         assert_same(found, expected)

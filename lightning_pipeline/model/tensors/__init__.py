@@ -34,12 +34,11 @@ from lightning_pipeline.model.tensors.saved import (
     storage_bytes,
     top_hooks,
 )
-from lightning_pipeline.model.tensors.shape_rules import by_shape_alone
+from lightning_pipeline.model.tensors.shape_rules import TensorSpec, by_shape_alone
 from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
     NOTHING,
     Structure,
-    TensorSpec,
     describe,
     flatten,
     leaves_in,

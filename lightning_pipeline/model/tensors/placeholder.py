@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import FakeTensorMode
 from lightning_pipeline.model.tensors.operations import Operation, is_placeholder, written_tensors
-from lightning_pipeline.model.tensors.shape_rules import real_masks_counted, shapes_by_rule
-from lightning_pipeline.model.tensors.structure import TensorSpec
+from lightning_pipeline.model.tensors.shape_rules import TensorSpec, real_masks_counted, shapes_by_rule
 
 
 class Watcher(Protocol):

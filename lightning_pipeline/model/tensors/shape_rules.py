@@ -1,17 +1,16 @@
-"""Shapes of results that torch does not work out without values, though they are known here.
+"""What a tensor is but for its values, and shapes that torch does not work out without them.
 
 A mask, or the lengths of sequences, come from the batch more often than not. Every stage has the batch, so
 how many elements such a mask selects is known on every stage, whether or not the values are.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline._torch import FakeTensor
-from lightning_pipeline.model.tensors.structure import TensorSpec
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -20,6 +19,52 @@ _OF_SHAPE = (
     _aten.new_full.default, _aten.new_zeros.default, _aten.new_ones.default,
 )  # fmt: skip
 _BY_INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
+
+
+class TensorSpec(NamedTuple):
+    """Everything about a tensor but its values. `stride` is None where the memory has gaps or overlaps."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    dtype: torch.dtype
+    device: str
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> "TensorSpec":
+        """Describe `tensor`."""
+        stride = tensor.stride() if _is_dense(tensor) else None
+        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
+
+    def resized(self, shape: tuple[int, ...]) -> "TensorSpec":
+        """The same in another shape, with the elements in order."""
+        if shape == self.shape:
+            return self
+        stride, following = [], 1
+        for size in reversed(shape):
+            stride.append(following)
+            following *= size
+        return self._replace(shape=shape, stride=tuple(reversed(stride)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes."""
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
 
 
 def real_masks_counted(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.operations import is_placeholder
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
-from lightning_pipeline.model.tensors.structure import TensorSpec
+from lightning_pipeline.model.tensors.shape_rules import TensorSpec
 from lightning_pipeline.model.tensors.tags import Tag
 from lightning_pipeline.model.tensors.user_code import user_line
 

@@ -13,45 +13,14 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_pipeline.data import of_class, unfillable, with_values
+from lightning_pipeline.errors import ConfigurationError
+
 Leaf = TypeVar("Leaf")
 _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, type,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
-
-
-class TensorSpec(NamedTuple):
-    """Everything about a tensor but its values. `stride` is None where the memory has gaps or overlaps."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...] | None
-    dtype: torch.dtype
-    device: str
-    requires_grad: bool
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> "TensorSpec":
-        """Describe `tensor`."""
-        stride = tensor.stride() if _is_dense(tensor) else None
-        return cls(tuple(tensor.shape), stride, tensor.dtype, tensor.device.type, tensor.requires_grad)
-
-    def resized(self, shape: tuple[int, ...]) -> "TensorSpec":
-        """The same in another shape, with the elements in order."""
-        if shape == self.shape:
-            return self
-        stride, following = [], 1
-        for size in reversed(shape):
-            stride.append(following)
-            following *= size
-        return self._replace(shape=shape, stride=tuple(reversed(stride)))
-
-    @property
-    def num_bytes(self) -> int:
-        """Size in bytes."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
 
 
 class Opaque(NamedTuple):
@@ -70,18 +39,6 @@ class Structure(NamedTuple):
     kind: str
     payload: Any
     children: tuple["Structure", ...] = ()
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def flatten(value: Any) -> tuple[list[Tensor], Structure]:
@@ -116,6 +73,9 @@ def describe(value: Any, tensors: list[Tensor], given: Mapping[int, int] | None 
         names = tuple(field.name for field in dataclasses.fields(value))
         children = tuple(describe(_held(value, name), tensors, given) for name in names)
         return Structure("dataclass", (type(value), names), children)
+    if isinstance(value, Mapping):  # after the common classes: it takes longer to tell
+        children = tuple(describe(item, tensors, given) for item in value.values())
+        return Structure("dict", (type(value), tuple(value)), children)
     return Structure("constant", Opaque(f"{type(value).__module__}.{type(value).__qualname__}"))
 
 
@@ -147,15 +107,12 @@ def _rebuild_sequence(cls: type, children: list[Any]) -> Any:
 
 def _rebuild_dict(payload: tuple[type, tuple[Any, ...]], children: list[Any]) -> Any:
     cls, keys = payload
-    items = dict(zip(keys, children, strict=True))
-    if dataclasses.is_dataclass(cls):  # Hugging Face's ModelOutput is a dictionary and a dataclass
-        return cls(**items)
-    return items if cls is dict else _rebuild_mapping(cls, items)
+    return _filled(cls, of_class(cls, dict(zip(keys, children, strict=True))))
 
 
-def _rebuild_mapping(cls: type, items: dict[Any, Any]) -> Any:
-    made = cls()
-    made.update(items)
+def _filled(cls: type, made: Any) -> Any:
+    if made is None:
+        raise ConfigurationError(unfillable(cls))
     return made
 
 
@@ -177,7 +134,7 @@ _REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
 
 
 def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
-    """Every object of a class inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
+    """Every object of a class inside lists, tuples, mappings and dataclasses of `value`, in order."""
     if isinstance(value, kind):
         yield value
     elif isinstance(value, dict):
@@ -189,6 +146,9 @@ def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from leaves_in(_held(value, field.name, None), kind)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from leaves_in(item, kind)
 
 
 def _held(value: Any, name: str, *default: Any) -> Any:
@@ -200,7 +160,7 @@ def _held(value: Any, name: str, *default: Any) -> Any:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Every tensor inside lists, tuples, dictionaries and dataclasses of `value`, in order."""
+    """Every tensor inside lists, tuples, mappings and dataclasses of `value`, in order."""
     return leaves_in(value, Tensor)
 
 
@@ -217,6 +177,10 @@ def map_leaves(function: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) ->
         names = tuple(field.name for field in dataclasses.fields(value))
         children = [map_leaves(function, _held(value, name), kind) for name in names]
         return _rebuild_dataclass((type(value), names), children)
+    if isinstance(value, Mapping):
+        mapped = {key: map_leaves(function, item, kind) for key, item in value.items()}
+        same = all(mapped[key] is item for key, item in value.items())
+        return value if same else _filled(type(value), with_values(value, mapped))
     return value
 
 

@@ -1,7 +1,9 @@
 """Cutting batches and merging what came back."""
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
+from lightning_pipeline.data.fingerprint import fingerprint
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import batch_size_of, signature_of, split_batch
 from lightning_pipeline.errors import ConfigurationError
@@ -73,6 +76,87 @@ def test_containers_keep_their_types() -> None:
     assert sample.image.shape == (2,)
     assert sample.name == "a"
     assert batch[1]["ids"].tolist() == [0, 1, 2, 3]
+
+
+class ReadOnly(Mapping[str, Any]):
+    """Keeps its values inside, and something beside them."""
+
+    def __init__(self, items: Any = (), source: str = "nowhere") -> None:
+        self.kept, self.source = dict(items), source
+
+    def __getitem__(self, key: str) -> Any:
+        return self.kept[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
+class Written(ReadOnly, MutableMapping[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        self.kept[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.kept[key]
+
+
+class Constant(dict[str, Any]):
+    def __setitem__(self, key: str, value: Any) -> None:
+        raise TypeError("cannot be written")
+
+    update = __setitem__  # type: ignore[assignment]
+
+
+class Sized(Written):
+    """Refuses values of another length, and is cut as a tensor is: as tensordict's."""
+
+    batch_size = torch.Size([4])
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        assert value.shape[:1] == self.batch_size
+        self.kept[key] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, str):
+            return self.kept[key]
+        part = Sized({name: value[key] for name, value in self.kept.items()}, self.source)
+        part.batch_size = torch.Size([len(part["x"])])
+        return part
+
+
+@pytest.mark.parametrize("make", [ReadOnly, Written, Constant, Sized, UserDict, MappingProxyType])
+def test_mappings_of_any_class_are_cut_and_stay_as_they_were(make: Any) -> None:
+    batch = make({"x": torch.arange(4), "y": torch.arange(4.0)})
+    if isinstance(batch, ReadOnly):
+        batch.source = "file"
+    parts = [part for part, _ in split_batch({"inside": batch}, 2)]
+    assert [type(part["inside"]) for part in parts] == [type(batch)] * 2
+    assert [part["inside"]["x"].tolist() for part in parts] == [[0, 1], [2, 3]]
+    assert [part["inside"]["y"].tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
+    assert batch["x"].tolist() == [0, 1, 2, 3]
+    assert not isinstance(batch, ReadOnly) or {part["inside"].source for part in parts} == {"file"}
+
+
+def test_fingerprints_look_into_mappings_of_any_class() -> None:
+    one, same, other = (fingerprint((ReadOnly({"x": torch.full((2,), n)}), 1)) for n in (1.0, 1.0, 2.0))
+    assert one == same != other
+
+
+class Stubborn(ReadOnly):
+    def __init__(self, x: Tensor) -> None:
+        super().__init__({"x": x})
+
+    def __copy__(self) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def test_a_mapping_that_can_be_filled_in_no_way_is_refused_by_its_name() -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"a .*Stubborn cannot be made .*Stubborn\(\{\.\.\.\}\).*split_batch"
+    ):
+        split_batch(Stubborn(torch.arange(4)), 2)
 
 
 def test_lists_of_dicts_are_samples() -> None:

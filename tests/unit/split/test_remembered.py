@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import FakeTensorMode
+from lightning_pipeline.model.tensors import TensorSpec
 from lightning_pipeline.model.tensors.cache import PlaceholderCache
 from lightning_pipeline.model.tensors.operations import is_placeholder
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
-from lightning_pipeline.model.tensors.structure import TensorSpec
 from tests.unit.split.nets import Net, assert_works, batch_of
 
 
