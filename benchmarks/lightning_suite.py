@@ -36,6 +36,8 @@ STAGES = "LIGHTNING_SUITE_STAGES"
 # ---- the plugin
 
 _given: list[str] = []
+_failed_in: list[str] = []
+"""Where the test of now has failed first: a complaint about what it left behind comes on top."""
 
 
 def pytest_configure(config: Any) -> None:
@@ -53,7 +55,10 @@ def _watch(stages: int) -> None:
     signature = inspect.signature(inspect.unwrap(original))
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = signature.bind_partial(self, *args, **kwargs).arguments
+        try:
+            given = signature.bind_partial(self, *args, **kwargs).arguments
+        except TypeError:  # a test of wrong arguments: in Lightning's words
+            return original(self, *args, **kwargs)
         plain = (
             given.get("strategy", "auto") == "auto"
             and given.get("accelerator", "auto") in ("auto", "cpu")
@@ -81,12 +86,14 @@ def _watch(stages: int) -> None:
 def pytest_runtest_setup(item: Any) -> None:
     """Forget the Trainers of the test before."""
     _given.clear()
+    _failed_in.clear()
 
 
 def pytest_runtest_logreport(report: Any) -> None:
     """Write down how a test ended."""
-    if RESULTS not in os.environ or (report.when != "call" and report.passed):
+    if RESULTS not in os.environ or (report.when != "call" and (report.passed or _failed_in)):
         return
+    _failed_in.extend([report.when] if report.failed else [])
     line = {
         "test": report.nodeid, "outcome": report.outcome, "trainers": sorted(set(_given)),
         "reason": _reason(report) if report.failed else "",

@@ -4,6 +4,7 @@ __all__ = [
     "BatchMismatchError",
     "CheckpointCorruptError",
     "CheckpointError",
+    "CheckpointNotFoundError",
     "CheckpointWriteError",
     "ConfigMismatchError",
     "ConfigurationError",
@@ -70,6 +71,10 @@ class BatchMismatchError(PipelineError):
 
 class CheckpointError(PipelineError):
     """A checkpoint could not be written or read."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing where a checkpoint is to be read. Names the path; raised on every rank."""
 
 
 class CheckpointWriteError(CheckpointError):

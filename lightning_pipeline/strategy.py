@@ -554,6 +554,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
     @pipelined
     @override
     def on_exception(self, exception: BaseException) -> None:
+        super().on_exception(exception)
         running = self._pipeline or self._closed
         if running is not None:
             running.fail(exception)

@@ -25,7 +25,7 @@ from lightning_pipeline.checkpoint.contents import (
 from lightning_pipeline.checkpoint.folder import load_object
 from lightning_pipeline.checkpoint.load import Opened, Staged, Target, apply
 from lightning_pipeline.checkpoint.ranks import Ranks
-from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError
+from lightning_pipeline.errors import CheckpointCorruptError, CheckpointError, CheckpointNotFoundError
 
 Get = Callable[[str], Any]
 
@@ -75,6 +75,8 @@ def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str
 def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
     if get is not None:
         found = get(str(path))
+    elif not path.exists():
+        raise CheckpointNotFoundError(f"there is no checkpoint {path}")
     elif not path.is_file():
         raise CheckpointCorruptError(f"checkpoint {path} is no plain file, nor a folder: it was not opened")
     else:

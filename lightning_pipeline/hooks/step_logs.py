@@ -273,7 +273,7 @@ def _scalar(name: str, value: Any, device: torch.device) -> Tensor | None:
             return None
     if not isinstance(value, Tensor | int | float):
         raise ConfigurationError(
-            f"self.log({name!r}, {value!r}) was called, but {type(value).__name__} values cannot be logged"
+            f"`self.log({name}, {value})` was called, but `{type(value).__name__}` values cannot be logged"
         )
     if not isinstance(value, Tensor):
         value = torch.tensor(value, dtype=_wide(torch.get_default_dtype()))

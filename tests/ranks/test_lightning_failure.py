@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_pipeline.errors import ConfigMismatchError, StageFailedError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 
@@ -55,6 +56,30 @@ def test_both_ranks_report_the_first_cause(ranks: Ranks, tmp_path: Any, kind: st
         assert outcome.seconds < 10
         assert "ValueError: too much" in outcome.output
     assert "StageFailedError" in outcomes[1 - origin].output or "Error" in outcomes[1 - origin].output
+
+
+class RaisesAtEnd(Regression):
+    raises = True
+
+    def on_train_epoch_end(self) -> None:
+        if self.raises:
+            raise ValueError("too much")
+
+
+def fit_again() -> str:
+    module, pipeline = RaisesAtEnd(), {"stages": 2, "num_microbatches": 2}
+    with pytest.raises((ValueError, StageFailedError)):
+        trainer(pipeline).fit(module, loader())
+    module.raises = False
+    with pytest.raises(ConfigMismatchError) as told:
+        trainer(pipeline).fit(module, loader())
+    return str(told.value)
+
+
+def test_the_module_of_a_run_that_failed_is_told_from_one_that_differs(ranks: Ranks) -> None:
+    for told in ranks(2)(fit_again, group=False):
+        assert "the module is what a run that failed has left" in told
+        assert "parameter net.0.weight is empty on global rank 0" in told or "on global rank 1" in told
 
 
 class Closures(Regression):

@@ -119,6 +119,20 @@ def test_a_checkpoint_plugin_writes_and_reads_its_own_format(
     torch.testing.assert_close(resumed, whole, rtol=1e-10, atol=1e-10)
 
 
+def resume_from_nothing(folder: str) -> str:
+    with pytest.raises(FileNotFoundError) as told:
+        trainer(TWO, max_epochs=1).fit(Scheduled(), loader(), ckpt_path=f"{folder}/random.ckpt")
+    return f"{type(told.value).__name__}: {told.value}"
+
+
+def test_a_checkpoint_that_is_not_there_is_the_error_of_one_device_on_all_ranks(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    for told in ranks(2)(resume_from_nothing, str(tmp_path), group=False):
+        assert told.startswith("CheckpointNotFoundError: ")
+        assert f"there is no checkpoint {tmp_path}/random.ckpt" in told
+
+
 class WithNet(pl.LightningModule):
     """As project templates are: the network and a half-made optimizer are hyper-parameters."""
 

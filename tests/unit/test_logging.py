@@ -91,6 +91,8 @@ def test_what_cannot_be_logged_is_refused() -> None:
         recorder.log(0, "m", MeanMetric())
     with pytest.raises(ConfigurationError, match="2 elements"):
         recorder.log(0, "m", torch.zeros(2))
+    with pytest.raises(ValueError, match=r"`self\.log\(m, None\)` was called, but `NoneType` values cannot"):
+        recorder.log(0, "m", None)
     with pytest.raises(ConfigurationError, match="sync_dist_group"):
         recorder.log(0, "m", 1.0, sync_dist_group=object())
 

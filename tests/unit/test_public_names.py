@@ -18,6 +18,7 @@ PUBLIC = {
         "BatchMismatchError",
         "CheckpointCorruptError",
         "CheckpointError",
+        "CheckpointNotFoundError",
         "CheckpointWriteError",
         "ConfigMismatchError",
         "ConfigurationError",

@@ -165,7 +165,22 @@ def compare_modules(module: LightningModule, world: Company) -> None:
     own = _structure(module)
     checksums = world.gather("comparing the modules", zlib.crc32(repr(own).encode()))
     if len(set(checksums.values())) > 1:
-        _refuse(world.gather("comparing the modules", own))
+        told = world.gather("comparing the modules", own)
+        _refuse_remains(told)
+        _refuse(told)
+
+
+def _refuse_remains(told: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise where the ranks have empty parameters in place of other stages', as a failed run leaves them."""
+    for name in told[min(told)]:
+        empty = [rank for rank, own in sorted(told.items()) if own.get(name, "").startswith(_EMPTY)]
+        if 0 < len(empty) < len(told):
+            where = f"{name} is empty on global rank {', '.join(map(str, empty))}"
+            raise ConfigMismatchError(
+                "the module is what a run that failed has left: each rank still has the weights of its own "
+                f"stages, and no others ({where}). Make the module anew before the next run, or load it from "
+                "a checkpoint"
+            )
 
 
 def compare_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any], world: Company) -> None:
@@ -194,6 +209,10 @@ def compare_optimizers(optimizers: Sequence[Optimizer], schedulers: Sequence[Any
             f"monitor={config.monitor!r}"
         )
     _refuse(world.gather("comparing the optimizers", own))
+
+
+_EMPTY = "(0,) "
+"""How the structure of a module tells of a parameter without elements."""
 
 
 def _text(value: Any) -> str:
