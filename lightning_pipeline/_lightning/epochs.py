@@ -1,10 +1,14 @@
 """Where an epoch's loop stands, and what follows its end; private names of Lightning's loops."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
+
+# What the loops count, and what holds it. Since 1.5.
+from lightning.pytorch.loops.loop import _Loop
+from lightning.pytorch.loops.progress import _BaseProgress
 
 from lightning_pipeline.patching import patch
 
@@ -15,6 +19,7 @@ __all__ = [
     "fetches_ahead",
     "hold_schedulers",
     "is_last_batch",
+    "progress_of",
     "resume_from",
     "silence_unresumable_loaders",
     "validate_by_the_clock_of",
@@ -119,3 +124,17 @@ def batches_of_epoch(trainer: Trainer) -> int:
 def fetches_ahead(fetcher: Any) -> bool:
     """Whether a fetcher reads batches when it is iterated: of loaders without a length. Since 2.0."""
     return fetcher.length is None
+
+
+def progress_of(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How far the loops are: the numbers of each tracker, with its name. They stay the same dictionaries.
+
+    `trainer.global_step` and its like are read from them. Since 1.5.
+    """
+    loops = ("fit_loop", "validate_loop", "test_loop", "predict_loop")
+    pending: list[tuple[str, Any]] = [(f"trainer.{name}", getattr(trainer, name)) for name in loops]
+    for label, held in pending:
+        if isinstance(held, _BaseProgress):
+            yield f"{label}.", vars(held)
+        kinds = (_Loop, _BaseProgress)
+        pending += [(f"{label}.{name}", one) for name, one in vars(held).items() if isinstance(one, kinds)]

@@ -8,8 +8,9 @@ from typing import Any
 
 from lightning.pytorch import Callback, Trainer
 
+from lightning_pipeline._lightning import progress_of
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
-from lightning_pipeline.model.trace import MISSING, ClassOwner, FoundOwner, Owner
+from lightning_pipeline.model.trace import MISSING, ClassOwner, FoundOwner, Numbers, Owner
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
 
@@ -24,23 +25,28 @@ class Beside:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._code: Code | None = None
+        self._progress = [Numbers(_always(held), label) for label, held in progress_of(trainer)]
 
     def owners(self) -> list[Owner]:
         """All of them, as they are now."""
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
-        return [*_objects(self._trainer), *_optimizers(self._trainer), *owners_in_code(self._code)]
+        objects, optimizers = list(_objects(self._trainer)), list(_optimizers(self._trainer))
+        return [*objects, *optimizers, *owners_in_code(self._code), *self._progress]
 
 
 def _objects(trainer: Trainer) -> Iterator[Owner]:
     data = getattr(trainer, "datamodule", None)
     if data is not None and are_the_users(type(data).__module__):
         yield Owner(vars(data), "datamodule.", _OF_LIGHTNING)
+        yield Numbers(_always(vars(data)), "datamodule.")
         held = {name: value for name, value in vars(data).items() if name not in _OF_LIGHTNING}
         yield from _below(held, "datamodule")
     for number, callback in enumerate(trainer.callbacks):  # type: ignore[attr-defined]  # set by a connector
         if are_the_users(type(callback).__module__):
-            yield Owner(vars(callback), f"callback {number} {type(callback).__name__}.")
+            label = f"callback {number} {type(callback).__name__}."
+            yield Owner(vars(callback), label)
+            yield Numbers(_always(vars(callback)), label)
 
 
 def _below(held: Mapping[str, Any], label: str) -> Iterator[Owner]:
@@ -55,10 +61,16 @@ def _optimizers(trainer: Trainer) -> Iterator[Owner]:
     made = trainer.strategy._own_optimizers if hasattr(trainer.strategy, "_own_optimizers") else []
     for number, optimizer in enumerate(made):
         for place in range(len(optimizer.param_groups)):
-            yield FoundOwner(_group(optimizer, place), f"optimizer {number}, group {place}: ", ("params",))
+            group, label = _group(optimizer, place), f"optimizer {number}, group {place}: "
+            yield FoundOwner(group, label, ("params",))
+            yield Numbers(group, label)
     configs = trainer.strategy._schedulers if hasattr(trainer.strategy, "_schedulers") else []
     for number, config in enumerate(configs):
         yield Owner(vars(config.scheduler), f"scheduler {number}: ", ("optimizer", "step"))
+
+
+def _always(entries: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: entries
 
 
 def _group(optimizer: Any, place: int) -> Callable[[], dict[Any, Any]]:

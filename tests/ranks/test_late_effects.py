@@ -1,11 +1,13 @@
 """What a step leaves behind in some of its batches only, and weights that it writes in place."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch import Callback
 from torch import Tensor
 
 from tests.pool import Pool
@@ -39,6 +41,77 @@ class Late(Regression):
             self.means.append(mean)
 
 
+CONDITIONS: dict[str, Callable[["Conditional"], Any]] = {
+    "global_step": lambda module: module.global_step % 4 == 1,
+    "fraction": lambda module: module.trainer.global_step / 6 > 0.4,
+    "among": lambda module: module.global_step in {1, 4},
+    "rounded": lambda module: int(module.global_step * 0.5) == 1,
+    "epoch": lambda module: module.trainer.current_epoch > 0,
+    "last": lambda module: module.trainer.is_last_batch,
+    "loop": lambda module: module.trainer.fit_loop.epoch_loop.total_batch_idx == 3,
+    "rate": lambda module: module.optimizers().param_groups[0]["lr"] < 0.085,
+    "own": lambda module: module.own % 2 == 1,
+    "mean": lambda module: module.running > 1.5,
+    "keys": lambda module: module.held.get("batches", 0) == 1,
+    "object": lambda module: module.beside.batches == 2,
+    "set": lambda module: module.first is not None,
+    "callback": lambda module: module.trainer.callbacks[0].batches == 2,
+    "number": lambda module: module.history and module.global_step == 2,
+}
+
+
+class Counting(Callback):
+    """Counts batches."""
+
+    def __init__(self) -> None:
+        self.batches = 0
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batches += 1
+
+
+class Conditional(Regression):
+    """Leaves something behind where a condition holds that the first batch does not meet."""
+
+    def __init__(self, condition: str) -> None:
+        super().__init__()
+        self.condition = condition
+        self.losses: list[Tensor] = []
+        self.number, self.counts = 0, dict[str, int]()
+        self.register_buffer("batches", torch.zeros(()))
+        self.own, self.running, self.first = 0, 1.0, None
+        self.held, self.beside = dict[str, int](), SimpleNamespace(batches=0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        if self.condition == "number":
+            self.history = [loss.item()]
+        if CONDITIONS[self.condition](self):
+            self.losses.append(loss.detach())
+            self.number += 1
+            self.counts["late"] = self.counts.get("late", 0) + 1
+            self.batches += 1
+        self._count(loss)
+        return loss
+
+    def _count(self, loss: Tensor) -> None:
+        match self.condition:
+            case "own":
+                self.own += 1
+            case "mean":
+                self.running *= 1.2
+            case "keys":
+                self.held["batches"] = self.held.get("batches", 0) + 1
+            case "object":
+                self.beside.batches += 1
+            case "set":
+                self.first = loss.detach() if self.first is None else self.first
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+
 class Decayed(Regression):
     """Each step writes weights in place."""
 
@@ -65,6 +138,26 @@ def test_effects_of_later_batches_are_those_of_one_device(ranks: Ranks, pipeline
         assert rest == list(expected[2:])
         assert losses == pytest.approx(expected[0])
         assert means == pytest.approx(expected[1])
+
+
+def left_by_conditions(pipeline: dict[str, Any] | None) -> dict[str, tuple[Any, ...]]:
+    found = {}
+    for condition in CONDITIONS:
+        module = Conditional(condition)
+        options: dict[str, Any] = {"callbacks": [Counting()], "limit_val_batches": 0}
+        trainer(pipeline, max_epochs=2, **options).fit(module, loader(24))
+        losses = [float(loss) for loss in module.losses]
+        found[condition] = module.number, module.counts, float(module.batches), losses
+    return found
+
+
+def test_what_depends_on_numbers_that_change_is_left_once_on_every_rank(ranks: Ranks) -> None:
+    expected = left_by_conditions(None)
+    assert {condition for condition, (number, *_) in expected.items() if not 0 < number < 6} == set()
+    for found in ranks(2)(left_by_conditions, {"stages": 2, "num_microbatches": 4}):
+        for condition, (*counts, losses) in expected.items():
+            assert list(found[condition][:-1]) == counts, condition
+            assert found[condition][-1] == pytest.approx(losses), condition
 
 
 def decay(pipeline: dict[str, Any] | None) -> dict[str, Tensor]:

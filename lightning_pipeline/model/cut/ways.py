@@ -1,6 +1,6 @@
 """The ways of a step through the model: which units a micro-batch calls, in order, and what crosses cuts."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +9,22 @@ from torch import nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut.liveness import Liveness
 from lightning_pipeline.model.tensors import Structure, TensorSpec
-from lightning_pipeline.model.trace import Call, Place, PortSpec, Trace, plain_leaves, plain_state
+from lightning_pipeline.model.trace import (
+    INDEX,
+    MISSING,
+    Call,
+    Decisions,
+    Expression,
+    Owner,
+    Place,
+    PortSpec,
+    Trace,
+    outcome,
+    plain_leaves,
+    plain_state,
+)
 
+_MOST_KEYS = 20
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
@@ -63,6 +77,8 @@ class StepRoutes:
         self.base = base
         self.known = {base.trace.path: base}
         self.ports: dict[tuple[int, int], PortSpec] = {}
+        self.decisions = dict[Expression, None]()  # by numbers that change between batches
+        self._numbers: dict[str, Place] = {}
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
         self._modules = modules
@@ -83,12 +99,27 @@ class StepRoutes:
     def add(self, route: Route) -> bool:
         """One more. Whether the step leaves something else behind on it."""
         self.known[route.trace.path] = route
+        self._decides(route.trace.decisions, route.trace.numbers)
         self.ports.update(route.trace.ports)
         node = self.start
         for unit in route.trace.path:
             node = node.following.setdefault(unit, Node(route))
         node.ends = route
         return self._join(self.base.trace, route.trace)
+
+    def looked(self, decisions: Decisions, places: Iterable[Place]) -> None:
+        """A run of the step has shown by which numbers it decides.
+
+        Args:
+            decisions: Made in it.
+            places: Of the numbers.
+        """
+        labels = decisions.labels()
+        self._decides(decisions.made, {place.label: place for place in places if place.label in labels})
+
+    def _decides(self, decisions: Iterable[Expression], numbers: Mapping[str, Place]) -> None:
+        self.decisions.update(dict.fromkeys(decisions))
+        self._numbers.update(numbers)
 
     def unknown(self, changed: Sequence[Place]) -> list[Hashable]:
         """Which of the places that a run of the step has changed are not known to be.
@@ -107,6 +138,7 @@ class StepRoutes:
             places: That made it worth a trace; those that it does not show are left alone from now on.
         """
         more = self._join(self.base.trace, trace)
+        self._decides(trace.decisions, trace.numbers)
         if more and trace.path in self.known and (same := self.known[trace.path]) is not self.base:
             self._join(same.trace, trace)
         known = {effect.place.identity for effect in self.base.trace.effects}
@@ -140,20 +172,46 @@ class StepRoutes:
 
     def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
         """What the way depends on, beside the numbers that code between units reads from tensors."""
-        trace = self.base.trace
-        index = microbatch[0][1] if trace.steered_by_index else None
-        if trace.steered:
-            return plain_leaves(*microbatch), state, index, signature_of(*microbatch)
-        return plain_leaves(*microbatch), state, index
+        leaves, numbers = plain_leaves(*microbatch), self._outcomes(microbatch)
+        if self.base.trace.steered:
+            return leaves, state, numbers, signature_of(*microbatch)
+        return leaves, state, numbers
 
-    def state(self, root: nn.Module) -> Hashable:
-        """Flags and numbers of the module that a way may be chosen by."""
-        changed = {
-            (effect.place.owner.identity, effect.place.key)
+    def _outcomes(self, microbatch: Microbatch) -> tuple[Any, ...]:
+        """What is decided for a micro-batch by numbers that change between batches."""
+
+        def at(label: str) -> Any:
+            if label == INDEX:
+                return microbatch[0][1]
+            place = self._numbers.get(label)
+            return None if place is None else place.get()
+
+        return tuple(outcome(expression, at) for expression in self.decisions)
+
+    def state(self, root: nn.Module) -> tuple[Hashable, Hashable]:
+        """Flags and numbers of the module that a way may be chosen by, and what the step has set itself."""
+        places = {
+            effect.place.identity: effect.place
             for route in self.known.values()
             for effect in route.trace.effects
         }
-        return plain_state(root, self._modules, changed)
+        return plain_state(root, self._modules, set(places)), _set_yet(places.values())
+
+
+def _set_yet(places: Iterable[Place]) -> tuple[Hashable, ...]:
+    """For each place whether something stands there; the value of a flag, the first keys of a dictionary."""
+    read = dict[int, Mapping[Any, Any]]()  # an owner's entries may have to be put together
+    found: list[Hashable] = []
+    for owner, key, _ in places:
+        if type(owner) is Owner:
+            value = owner.read().get(key, MISSING)
+        else:
+            value = read.setdefault(id(owner), owner.read()).get(key, MISSING)
+        if type(value) is dict:
+            found.append(tuple(key for key in list(value)[:_MOST_KEYS] if type(key) is str))
+        else:
+            found.append(value if value is None or type(value) is bool else value is MISSING)
+    return tuple(found)
 
 
 class StageDone(BaseException):

@@ -5,7 +5,6 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data import signature_of
@@ -16,10 +15,9 @@ from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.state import Apart, CannotRepeatError
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in, unflatten
-from lightning_pipeline.model.trace import UnitPatches, reentrant_checkpoint_replaced
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, operands_of, tensors_in, unflatten
+from lightning_pipeline.model.trace import SCALAR_READS, UnitPatches, guess, reentrant_checkpoint_replaced
 
-SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _UNLIKELY = 0.7310585786300049  # a number that no micro-batch has by chance
 
 
@@ -87,9 +85,7 @@ class Rehearsal(Replay):
         if func._schema.name not in SCALAR_READS:
             return super().placeholder_operation(func, args, kwargs, run)
         dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor) and is_placeholder(arg))
-        if func._schema.name != SCALAR_READS[0] or dtype is torch.bool:
-            return False
-        return _UNLIKELY if dtype.is_floating_point else 1
+        return guess(func, dtype, _UNLIKELY)
 
 
 class _NewWay(BaseException):
@@ -114,7 +110,7 @@ class Walk(Replay):
         super().__init__(view, 0, None, seeds)
         self.is_last = False  # so that nothing is logged
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
-        self.follow = self._note
+        self.follow, self._is_guess = self._note, False
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
@@ -134,9 +130,20 @@ class Walk(Replay):
         return self._node.ends
 
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
+        self._is_guess = False
         result = run(func, args, kwargs)
-        self._reads.note(func, result)
+        if not self._is_guess:
+            self._reads.note(func, result)
         return result
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Answer where a number is read, as the trace does: what is left behind after it counts, too."""
+        if func._schema.name not in SCALAR_READS:
+            return super().placeholder_operation(func, args, kwargs, run)
+        self._is_guess = True
+        return guess(func, next(operands_of(args, kwargs)).dtype)
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""

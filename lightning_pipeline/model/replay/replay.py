@@ -268,7 +268,7 @@ class Replay(GlueRun):
         line = f" [at {user_line(self._view.root)}]" if line is None else line
         return SplitError(
             f"{what}, which is not what {self._view.step} did when it was traced: the path through the "
-            "model varies by something that stages do not follow, such as shapes or global_step. Choose by "
+            "model varies by something that stages do not follow, such as shapes or the clock. Choose by "
             "an attribute, a drawn number or what is in the batch, or put the choice into the forward of one "
             f"module and keep that whole with PipelineStrategy(units=['<its name>']){line}"
         )

@@ -33,11 +33,15 @@ from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, result_dtypes
 from lightning_pipeline.model.trace import (
     Call,
+    Decisions,
     Effect,
     Owner,
     Surroundings,
     Trace,
+    numbers_beside,
+    numbers_changed,
     plain_state,
+    with_noted_index,
 )
 
 _MOST_DECIDED = 1024
@@ -95,8 +99,9 @@ class RouteFinder:
         known = self._steps.get(trace.step)
         if known is None:
             known = self._steps[trace.step] = StepRoutes(self._route(0, trace, liveness), self._modules)
-            if trace.leaves is not None and known.state(self._root) == self._at_start:
-                known.decided[trace.leaves, self._at_start, None] = known.base
+            state = known.state(self._root)
+            if trace.leaves is not None and not trace.effects and state[0] == self._at_start:
+                known.decided[trace.leaves, state, tuple(trace.decisions.values())] = known.base
         return known
 
     def _route(self, number: int, trace: Trace, liveness: Liveness) -> Route:
@@ -142,7 +147,7 @@ class RouteFinder:
             route = self._find(routes, microbatch, seeds, Reads())
             if len(routes.decided) > _MOST_DECIDED:
                 routes.decided.clear()
-            routes.decided[key] = route
+            routes.decided[self._key(routes, microbatch)] = route
         return route
 
     def _glance(
@@ -173,10 +178,14 @@ class RouteFinder:
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
         if reads.tell_all and not reads.changed:
+            key = self._key(routes, microbatch)
             for number in range(len(reads.values)):
                 routes.by_reads.setdefault((key, tuple(reads.values[:number])))
             routes.by_reads[key, tuple(reads.values)] = route
         return route
+
+    def _key(self, routes: StepRoutes, microbatch: Microbatch) -> Hashable:
+        return routes.key(microbatch, routes.state(self._root))
 
     def _find(
         self,
@@ -193,21 +202,41 @@ class RouteFinder:
             seeds: Sets its random numbers.
             reads: Takes the numbers that are read.
         """
-        step, effects = routes.base.trace.step, routes.base.trace.effects
+        step = routes.base.trace.step
         with self._numbers_kept():
-            try:
-                with _values_kept(effects), self._apart(step):
-                    reads.changes = self._changes(effects)
-                    around = Surroundings(self._root, self._others())
-                    route = self._walk(microbatch, seeds, routes, reads)
-                    more = routes.unknown(around.look())
-            except CannotRepeatError:
-                reads.tell_all = False
-                return routes.base
-            if route is not None and not more:
-                return route
+            known = self._look(routes, microbatch, seeds, reads)
+            if not isinstance(known, list):
+                return known
             reads.tell_all = False  # the run ended where the way is new
-            trace = self._traced(step, microbatch, seeds(), routes.calls)
+            route = self._learned(routes, self._traced(step, microbatch, seeds(), routes.calls), known)
+            self._look(routes, microbatch, seeds, Reads())  # by which numbers it decides on this way
+        return route
+
+    def _look(
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
+        reads: "Reads",
+    ) -> Route | list[Hashable]:  # fmt: skip
+        """The way of one micro-batch; of one that is new, or on which more is left behind, what more."""
+        step, effects = routes.base.trace.step, routes.base.trace.effects
+        decisions, others = Decisions(), self._others()
+        numbers = [*numbers_beside(others), *numbers_changed(effects)]
+        noted = with_noted_index(microbatch[0], decisions), microbatch[1]
+        try:
+            with _values_kept(effects), self._apart(step), decisions.noting(numbers):
+                reads.changes = self._changes(effects)
+                around = Surroundings(self._root, others)
+                route = self._walk(noted, seeds, routes, reads)
+                more = routes.unknown(around.look())
+        except CannotRepeatError:
+            reads.tell_all = False
+            return routes.base
+        finally:
+            routes.looked(decisions, numbers)
+        return more if route is None or more else route
+
+    def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
+        """One more trace."""
+        step = trace.step
         if routes.learn(trace, more):
             self._forget(step)
             routes.put([self._route(one.number, one.trace, one.liveness) for one in routes.known.values()])
@@ -294,15 +323,15 @@ class RouteFinder:
 
 @contextmanager
 def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
-    """For a run of a step that writes weights in place: their values are put back."""
+    """For a run of a step that writes weights and other tensors in place: their values are put back."""
     found = [effect.place.get() for effect in effects if effect.deep]
-    weights = [one for one in found if isinstance(one, nn.Parameter) and not is_placeholder(one)]
-    kept = [(weight, weight.detach().clone()) for weight in weights]
+    here = [one for one in found if isinstance(one, Tensor) and not (is_placeholder(one) or one.is_meta)]
+    kept = [(tensor, tensor.detach().clone()) for tensor in here]
     try:
         yield
     finally:
-        for weight, before in kept:
-            weight.data.copy_(before)
+        for tensor, before in kept:
+            tensor.data.copy_(before)
 
 
 def _is_getter(func: Any) -> bool:

@@ -1,7 +1,19 @@
 """One step of the whole module, run once without its work, and what was seen."""
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
-from lightning_pipeline.model.trace.choices import plain_leaves, plain_state
+from lightning_pipeline.model.trace.choices import (
+    INDEX,
+    SCALAR_READS,
+    Decisions,
+    Expression,
+    guess,
+    numbers_beside,
+    numbers_changed,
+    outcome,
+    plain_leaves,
+    plain_state,
+    with_noted_index,
+)
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.patches import (
     BackwardHooks,
@@ -17,6 +29,7 @@ from lightning_pipeline.model.trace.places import (
     FoundOwner,
     Guard,
     Kept,
+    Numbers,
     Owner,
     Place,
     Replayed,
@@ -39,14 +52,19 @@ from lightning_pipeline.model.trace.units import find_units, finer_names
 
 __all__ = [
     "FLOPS_PER_BYTE",
+    "INDEX",
     "MISSING",
+    "SCALAR_READS",
     "BackwardHooks",
     "Call",
     "ClassOwner",
+    "Decisions",
     "Effect",
+    "Expression",
     "FoundOwner",
     "Guard",
     "Kept",
+    "Numbers",
     "Owner",
     "Place",
     "PortSpec",
@@ -64,9 +82,13 @@ __all__ = [
     "around_metrics",
     "find_units",
     "finer_names",
+    "guess",
     "has_backward_hooks",
     "metrics_of",
     "named_metrics",
+    "numbers_beside",
+    "numbers_changed",
+    "outcome",
     "plain_leaves",
     "plain_state",
     "reentrant_checkpoint_replaced",
@@ -76,4 +98,5 @@ __all__ = [
     "tensors_held",
     "trace_step",
     "untraced",
+    "with_noted_index",
 ]

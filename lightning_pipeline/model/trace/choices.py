@@ -1,50 +1,257 @@
-"""What the choice of units may depend on beside shapes: the index of the batch, numbers in it, attributes."""
+"""What the choice of units, and what a step leaves behind, may depend on beside shapes.
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+Numbers in the batch, attributes, and numbers that change between batches, such as `trainer.global_step`.
+While a step is run to see what it does, numbers of a class of ours stand where those are. They compute as
+plain ones do, and each comparison is noted as an expression of where its numbers stand. A later batch in
+which all that was ever compared comes out as in one before goes the same way, and need not be looked at.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
+
+Expression = tuple[Any, ...]
+"""`("at", label)` for the number of a place; else a function's name and its operands, these or numbers."""
+AT = "at"
+INDEX = "the index of the batch"
+SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, str)
-_COMPARED = (
-    "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __bool__ __mod__ __rmod__ __floordiv__ __add__ __radd__ "
-    "__sub__ __rsub__ __mul__ __rmul__ __and__ __rand__"
-)
+_MOST_OPERANDS, _MOST_MADE = 40, 200
+_BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"]
+_COMPARED = ["eq", "ne", "lt", "le", "gt", "ge"]
+_UNARY = ["neg", "pos", "abs", "invert"]
+_GIVEN: dict[str, Callable[..., Any]] = {
+    "bool": bool, "int": int, "float": float, "index": operator.index, "trunc": math.trunc,
+    "floor": math.floor, "ceil": math.ceil, "round": round, "hash": operator.pos,
+}  # fmt: skip
+_FUNCTIONS = {name: getattr(operator, name) for name in (*_BINARY, *_COMPARED, *_UNARY)} | _GIVEN
 
 
-class NotedIndex(int):
-    """The index of a batch, in a trace: notes whether code computes with it, which may choose a way."""
+class Decisions:
+    """What code decides by the numbers that stand for others.
 
-    noted: list[bool]
+    Attributes:
+        made: Each expression that was compared or given away, with what came out.
+    """
 
-    @classmethod
-    def of(cls, args: Sequence[Any]) -> "NotedIndex | None":
-        """For the second argument of a step; None where that is no index."""
-        if len(args) < 2 or type(args[1]) is not int:
-            return None
-        index = cls(args[1])
-        index.noted = []
-        return index
+    def __init__(self) -> None:
+        self.made: dict[Expression, Any] = {}
+        self._is_open, self._values = True, dict[str, Any]()
 
-    __hash__ = int.__hash__
+    def stand_in(self, value: Any, label: str) -> Any:
+        """What stands for a number.
+
+        Args:
+            value: The number.
+            label: Of its place.
+        """
+        self._values[label] = value
+        return self.number(value, (AT, label))
+
+    def number(self, value: Any, expression: Expression) -> Any:
+        """A number that was computed; too long an expression counts as decided by each of its numbers."""
+        if not isinstance(value, _NUMBERS) or len(list(_leaves(expression))) > _MOST_OPERANDS:
+            self._note_leaves(expression)
+            return value
+        made = NotedFloat(value) if isinstance(value, float) else NotedInt(value)
+        made.decisions, made.expression = self, expression
+        return made
+
+    def note(self, expression: Expression, result: Any) -> None:
+        """Something was decided."""
+        if self._is_open and len(self.made) < _MOST_MADE:
+            self.made[expression] = result
+        elif self._is_open:
+            self._note_leaves(expression)
+
+    def _note_leaves(self, expression: Expression) -> None:
+        for leaf in _leaves(expression):
+            if type(leaf) is tuple and self._is_open:
+                self.made[leaf] = self._values[leaf[1]]
+
+    def labels(self) -> set[str]:
+        """Of the numbers that something was decided by."""
+        return {leaf[1] for made in self.made for leaf in _leaves(made) if type(leaf) is tuple}
+
+    @contextmanager
+    def noting(self, places: Iterable[Place]) -> Iterator[None]:
+        """Inside, numbers that note what is done with them stand in some places.
+
+        Args:
+            places: Those where a number stands are used.
+        """
+        held = []
+        for place in places:
+            value = place.get()
+            if type(value) in _NUMBERS:
+                held.append((place, value, one := self.stand_in(value, place.label)))
+                place.put(one)
+        try:
+            yield
+        finally:
+            self._is_open = False
+            for place, value, one in held:
+                now = place.get()
+                if now is one:
+                    place.put(value)
+                elif isinstance(now, Noted):
+                    place.put(now.plain())
 
 
-def _noting(name: str) -> Any:
-    def compared(self: NotedIndex, *others: Any) -> Any:
-        self.noted.append(True)
-        return getattr(int, name)(self, *others)
+class Noted:
+    """A number that notes what it is compared with."""
 
-    compared.__name__ = name
-    return compared
+    decisions: Decisions
+    expression: Expression
+
+    def plain(self) -> Any:
+        """The number alone."""
+        raise NotImplementedError
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return type(self.plain()), (self.plain(),)
 
 
-for _name in _COMPARED.split():
-    setattr(NotedIndex, _name, _noting(_name))
+class NotedInt(Noted, int):
+    """A whole number, or a flag, that does."""
+
+    def plain(self) -> int:
+        """The number alone."""
+        return int.__int__(self)
 
 
-def with_noted_index(args: tuple[Any, ...], index: NotedIndex | None) -> tuple[Any, ...]:
-    """Arguments of a step with an index that notes what is done with it."""
-    return args if index is None else (args[0], index, *args[2:])
+class NotedFloat(Noted, float):
+    """A number with a fraction that does."""
+
+    def plain(self) -> float:
+        """The number alone."""
+        return float.__float__(self)
+
+
+def _operand(value: Any) -> Any:
+    if isinstance(value, Noted):
+        return value.expression
+    return value if type(value) in _NUMBERS else MISSING
+
+
+def _plain(value: Any) -> Any:
+    return value.plain() if isinstance(value, Noted) else value
+
+
+def _binary(name: str, *, reflected: bool = False) -> Any:
+    def compute(self: Noted, other: Any, *rest: Any) -> Any:
+        if _operand(other) is MISSING or rest:  # a tensor computes itself
+            return NotImplemented
+        pair = (other, self) if reflected else (self, other)
+        expression = (name, *map(_operand, pair))
+        value = _FUNCTIONS[name](*map(_plain, pair))
+        if name in _COMPARED:
+            self.decisions.note(expression, value)
+            return value
+        return self.decisions.number(value, expression)
+
+    return compute
+
+
+def _unary(name: str) -> Any:
+    def compute(self: Noted) -> Any:
+        return self.decisions.number(_FUNCTIONS[name](self.plain()), (name, self.expression))
+
+    return compute
+
+
+def _given(name: str) -> Any:
+    def give(self: Noted, *digits: Any) -> Any:
+        value = _FUNCTIONS[name](self.plain(), *digits)
+        self.decisions.note((name, self.expression, *digits), value)
+        return hash(value) if name == "hash" else value
+
+    return give
+
+
+def _quotient_and_rest(self: Any, other: Any) -> tuple[Any, Any]:
+    return self // other, self % other
+
+
+for _kind in (NotedInt, NotedFloat):
+    for _name in _BINARY:
+        _own = _name.rstrip("_")
+        if hasattr(_kind, f"__{_own}__"):
+            setattr(_kind, f"__{_own}__", _binary(_name))
+            setattr(_kind, f"__r{_own}__", _binary(_name, reflected=True))
+    for _name in _COMPARED:
+        setattr(_kind, f"__{_name}__", _binary(_name))
+    for _name in _UNARY:
+        if hasattr(_kind, f"__{_name}__"):
+            setattr(_kind, f"__{_name}__", _unary(_name))
+    for _name in _GIVEN:
+        setattr(_kind, f"__{_name}__", _given(_name))
+    _kind.__divmod__ = _quotient_and_rest
+
+
+def _leaves(expression: Any) -> Iterator[Any]:
+    if type(expression) is not tuple or expression[0] == AT:
+        yield expression
+        return
+    for operand in expression[1:]:
+        yield from _leaves(operand)
+
+
+def outcome(expression: Expression, at: Callable[[str], Any]) -> Any:
+    """What an expression comes to now; None where no number does.
+
+    Args:
+        expression: That was noted.
+        at: Gives the number that stands in a place, by label.
+    """
+    try:
+        return _value(expression, at)
+    except (ArithmeticError, TypeError, ValueError):
+        return None
+
+
+def _value(expression: Any, at: Callable[[str], Any]) -> Any:
+    if type(expression) is not tuple:
+        return expression
+    name, *operands = expression
+    if name == AT:
+        value = at(operands[0])
+        return value if type(value) in _NUMBERS else None
+    return _FUNCTIONS[name](*[_value(operand, at) for operand in operands])
+
+
+def with_noted_index(args: tuple[Any, ...], decisions: Decisions) -> tuple[Any, ...]:
+    """Arguments of a step with an index of the batch that notes what is done with it."""
+    if len(args) < 2 or type(args[1]) is not int:
+        return args
+    return args[0], decisions.stand_in(args[1], INDEX), *args[2:]
+
+
+def numbers_beside(others: Iterable[Owner]) -> Iterator[Place]:
+    """Places of numbers that a step may read beside the module."""
+    for owner in others:
+        if isinstance(owner, Numbers):
+            for key in owner.read():
+                yield owner.place(key)
+
+
+def numbers_changed(effects: Iterable[Effect]) -> Iterator[Place]:
+    """Places of numbers that a step changes itself, those in dictionaries too; flags are known otherwise."""
+    for effect in effects:
+        value = effect.place.get()
+        if type(value) is dict:
+            inside = Owner(value, f"{effect.place.label}.")
+            yield from (inside.place(key) for key, one in value.items() if type(one) in (int, float))
+        elif type(value) in (int, float) and type(effect.place.owner) is not Memory:
+            yield effect.place
 
 
 def plain_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
@@ -83,6 +290,19 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
             if type(value) in _PLAIN and (own, name) not in left_out
         ]
     return tuple(found)
+
+
+def guess(func: Any, dtype: torch.dtype, fraction: float = 1.0) -> bool | int | float:
+    """The number in a placeholder, where nobody can know it.
+
+    Args:
+        func: The operation that reads it, one of `SCALAR_READS`.
+        dtype: Of the placeholder.
+        fraction: What to say where it may have one.
+    """
+    if func._schema.name != SCALAR_READS[0] or dtype is torch.bool:
+        return False
+    return fraction if dtype.is_floating_point else 1
 
 
 def is_tensor_read(func: Any) -> bool:

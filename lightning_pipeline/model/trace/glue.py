@@ -23,12 +23,11 @@ from lightning_pipeline.model.tensors import (
     weights_needed,
     written_tensors,
 )
-from lightning_pipeline.model.trace.choices import is_tensor_read
+from lightning_pipeline.model.trace.choices import SCALAR_READS, guess, is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Observation, refuse
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
-SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -194,10 +193,7 @@ class Glue:
         if not self.unknown_line:
             self.unknown_line = user_line(self._observed.root)
         self._observed.trace.tail |= self._observed.tags.union(operands)
-        dtype = operands[0].dtype
-        if func._schema.name != "aten::_local_scalar_dense" or dtype is torch.bool:
-            return False
-        return 1.0 if dtype.is_floating_point else 1
+        return guess(func, operands[0].dtype)
 
     def data_set(self, state: Tensor, value: Tensor) -> None:
         """A weight is given another's values: the last stage, which has these at the end, needs it too."""

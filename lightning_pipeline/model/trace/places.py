@@ -98,6 +98,31 @@ class Owner:
         return key not in self._but
 
 
+class Numbers(Owner):
+    """Entries that a step may decide by, which are not looked at for changes.
+
+    Args:
+        find: Gives them.
+        label: Begins the label of each.
+    """
+
+    def __init__(self, find: Callable[[], dict[Any, Any]], label: str) -> None:
+        super().__init__({}, label)
+        self._find = find
+
+    def read(self) -> Mapping[Any, Any]:
+        """Those that are numbers."""
+        return {key: value for key, value in self._find().items() if isinstance(value, int | float)}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._find()[key] = value
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return False
+
+
 class ListOwner(Owner):
     """The items of a list."""
 
@@ -330,7 +355,7 @@ class Surroundings:
 
     def __init__(self, root: nn.Module, others: Iterable[Owner] = ()) -> None:
         owners = [*_owners(root), GradMode(), Flags(root), Memory(root), *others]
-        self._seen = [_Seen(owner) for owner in owners]
+        self._seen = [_Seen(owner) for owner in owners if not isinstance(owner, Numbers)]
 
     def iterators(self) -> list[Place]:
         """Places of iterators from which a step may take."""
@@ -503,6 +528,7 @@ class Standing:
         self._kept = [
             (owner, {key: Kept.of(value) for key, value in owner.read().items() if owner.watches(key)})
             for owner in owners
+            if not isinstance(owner, Numbers)
         ]
 
     def restore(self) -> None:

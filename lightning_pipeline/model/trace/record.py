@@ -26,6 +26,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
+from lightning_pipeline.model.trace.choices import Expression
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
@@ -120,7 +121,8 @@ class Trace:
         weighted_inside: Those by weights of the classes: the unit's name, and the line.
         steered: Whether code between units reads a random number or a value of the batch, which may choose
             what it calls next.
-        steered_by_index: Whether it compares the index of the batch, or computes with it.
+        decisions: What it decides by numbers that change between batches, with what came out.
+        numbers: Where those of them stand that are beside the module, by label.
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
         constants: Whether what depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
@@ -159,7 +161,8 @@ class Trace:
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
     weighted_inside: dict[str, str] = field(default_factory=dict)
     steered: bool = False
-    steered_by_index: bool = False
+    decisions: dict[Expression, Any] = field(default_factory=dict)
+    numbers: dict[str, Place] = field(default_factory=dict)
     leaves: Hashable = None
     is_made_up: bool = False
     constants: bool = False

@@ -34,7 +34,7 @@ from lightning_pipeline.model.trace.checkpointing import (
     Regions,
     reentrant_checkpoint_replaced,
 )
-from lightning_pipeline.model.trace.choices import NotedIndex, plain_leaves, with_noted_index
+from lightning_pipeline.model.trace.choices import Decisions, numbers_beside, plain_leaves, with_noted_index
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations
@@ -433,7 +433,9 @@ def _traced(
     look: Look, forward_context: ContextFactory, porting: Porting | None,
 ) -> Trace:  # fmt: skip
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    clone = with_noted_index(clone[0], index := NotedIndex.of(batch[0])), clone[1]
+    decisions = Decisions()
+    clone = with_noted_index(clone[0], decisions), clone[1]
+    numbers = {place.label: place for place in numbers_beside(look.others)}
     saved, outside = ModuleState(root), Standing(look.others)
     grad_mode = torch.is_grad_enabled()
     tracer = None
@@ -442,7 +444,11 @@ def _traced(
         weightless = stand_ins.put_into(root)
         tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
         # Code that torch.compile meets under a dispatch mode it would leave uncompiled for good.
-        with random_state_kept(Generators(root.modules())), torch.compiler.set_stance("force_eager"):
+        with (
+            random_state_kept(Generators(root.modules())),
+            torch.compiler.set_stance("force_eager"),
+            decisions.noting(numbers.values()),
+        ):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
         if tracer is not None:
@@ -454,7 +460,8 @@ def _traced(
         for place, replayed in kept:
             place.put(replayed)
     trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
-    trace.steered_by_index = index is not None and bool(index.noted)
+    trace.decisions = decisions.made
+    trace.numbers = {label: numbers[label] for label in decisions.labels() & numbers.keys()}
     made = tracer.observed.made
     del tracer, clone
     forget_placeholders(made)
