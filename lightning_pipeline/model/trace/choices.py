@@ -116,6 +116,10 @@ class Noted:
         """The number alone."""
         raise NotImplementedError
 
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        number: Any = self
+        return number // other, number % other
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return type(self.plain()), (self.plain(),)
 
@@ -177,10 +181,6 @@ def _given(name: str) -> Any:
     return give
 
 
-def _quotient_and_rest(self: Any, other: Any) -> tuple[Any, Any]:
-    return self // other, self % other
-
-
 for _kind in (NotedInt, NotedFloat):
     for _name in _BINARY:
         _own = _name.rstrip("_")
@@ -194,7 +194,6 @@ for _kind in (NotedInt, NotedFloat):
             setattr(_kind, f"__{_name}__", _unary(_name))
     for _name in _GIVEN:
         setattr(_kind, f"__{_name}__", _given(_name))
-    _kind.__divmod__ = _quotient_and_rest
 
 
 def _leaves(expression: Any) -> Iterator[Any]:
