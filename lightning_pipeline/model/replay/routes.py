@@ -36,6 +36,7 @@ from lightning_pipeline.model.trace import (
     Decisions,
     Effect,
     Owner,
+    Replayed,
     Surroundings,
     Trace,
     numbers_beside,
@@ -323,7 +324,9 @@ class RouteFinder:
 
 @contextmanager
 def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
-    """For a run of a step that writes weights and other tensors in place: their values are put back."""
+    """For a run of a step that writes tensors in place or takes from iterators: these are put back."""
+    iterators = [one for effect in effects if isinstance(one := effect.place.get(), Replayed)]
+    places = [iterator.at for iterator in iterators]
     found = [effect.place.get() for effect in effects if effect.deep]
     here = [one for one in found if isinstance(one, Tensor) and not (is_placeholder(one) or one.is_meta)]
     kept = [(tensor, tensor.detach().clone()) for tensor in here]
@@ -332,6 +335,8 @@ def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
     finally:
         for tensor, before in kept:
             tensor.data.copy_(before)
+        for iterator, place in zip(iterators, places, strict=True):
+            iterator.at = place
 
 
 def _is_getter(func: Any) -> bool:
