@@ -45,6 +45,7 @@ class Decisions:
     def __init__(self) -> None:
         self.made: dict[Expression, Any] = {}
         self._is_open, self._values = True, dict[str, Any]()
+        self._computed: list[Noted] = []
 
     def stand_in(self, value: Any, label: str) -> Any:
         """What stands for a number.
@@ -54,15 +55,21 @@ class Decisions:
             label: Of its place.
         """
         self._values[label] = value
-        return self.number(value, (AT, label))
+        return self._noted(value, (AT, label))
 
     def number(self, value: Any, expression: Expression) -> Any:
         """A number that was computed; too long an expression counts as decided by each of its numbers."""
         if not isinstance(value, _NUMBERS) or len(list(_leaves(expression))) > _MOST_OPERANDS:
             self._note_leaves(expression)
             return value
+        made = self._noted(value, expression)
+        if isinstance(made, NotedInt):
+            self._computed.append(made)
+        return made
+
+    def _noted(self, value: float, expression: Expression) -> "Noted":
         made = NotedFloat(value) if isinstance(value, float) else NotedInt(value)
-        made.decisions, made.expression = self, expression
+        made.decisions, made.expression, made.is_used = self, expression, False
         return made
 
     def note(self, expression: Expression, result: Any) -> None:
@@ -97,24 +104,44 @@ class Decisions:
         try:
             yield
         finally:
-            self._is_open = False
             for place, value, one in held:
                 now = place.get()
                 if now is one:
                     place.put(value)
                 elif isinstance(now, Noted):
+                    now.is_used = True
                     place.put(now.plain())
+            for number in self._computed:  # to where nobody sees it, such as the index of a list
+                if not number.is_used:
+                    self.note(number.expression, number.plain())
+            self._is_open = False
+            self._computed.clear()
 
 
 class Noted:
-    """A number that notes what it is compared with."""
+    """A number that notes what it is compared with.
+
+    Attributes:
+        decisions: Where it does so.
+        expression: Of the places that it comes from.
+        is_used: Whether what was done with it is known.
+    """
 
     decisions: Decisions
     expression: Expression
+    is_used: bool
 
     def plain(self) -> Any:
         """The number alone."""
         raise NotImplementedError
+
+    def __str__(self) -> str:
+        self.is_used = True
+        return str(self.plain())
+
+    def __format__(self, how: str) -> str:
+        self.is_used = True
+        return format(self.plain(), how)
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         number: Any = self
@@ -142,6 +169,7 @@ class NotedFloat(Noted, float):
 
 def _operand(value: Any) -> Any:
     if isinstance(value, Noted):
+        value.is_used = True
         return value.expression
     return value if type(value) in _NUMBERS else MISSING
 
@@ -153,6 +181,7 @@ def _plain(value: Any) -> Any:
 def _binary(name: str, *, reflected: bool = False) -> Any:
     def compute(self: Noted, other: Any, *rest: Any) -> Any:
         if _operand(other) is MISSING or rest:  # a tensor computes itself
+            self.is_used = True
             return NotImplemented
         pair = (other, self) if reflected else (self, other)
         expression = (name, *map(_operand, pair))
@@ -167,6 +196,7 @@ def _binary(name: str, *, reflected: bool = False) -> Any:
 
 def _unary(name: str) -> Any:
     def compute(self: Noted) -> Any:
+        self.is_used = True
         return self.decisions.number(_FUNCTIONS[name](self.plain()), (name, self.expression))
 
     return compute
@@ -174,6 +204,7 @@ def _unary(name: str) -> Any:
 
 def _given(name: str) -> Any:
     def give(self: Noted, *digits: Any) -> Any:
+        self.is_used = True
         value = _FUNCTIONS[name](self.plain(), *digits)
         self.decisions.note((name, self.expression, *digits), value)
         return hash(value) if name == "hash" else value
