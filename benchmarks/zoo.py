@@ -12,6 +12,7 @@ where the model allows it. One line for each (model type, class).
 import gc
 import json
 import multiprocessing
+import os
 import re
 import resource
 import signal
@@ -35,7 +36,9 @@ from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
 from lightning_pipeline.model.tensors.structure import map_tensors
 
 MOST_BYTES = 6 << 30  # that a process may hold: what takes more fails alone
-PAIRS_A_PROCESS = 100  # what libraries keep of each adds up: at the bound everything fails
+PAIRS_A_PROCESS = 40  # what libraries keep of each adds up: at the bound everything fails
+_FULL = 3  # how a process ends that is at the bound: the pair is run once more, in a fresh one
+_AT_BOUND = re.compile(r"allocate memory|bad_alloc|MemoryError")
 
 # ---- one pair
 
@@ -129,6 +132,14 @@ def _work(todo: list[tuple[str, str]], records: Path, now: Path, seconds: int, v
         try:
             with limited(seconds):
                 record = run_pair(kind, name, variant=variant)
+            if index and _AT_BOUND.search(record.get("why", "")):
+                os._exit(_FULL)  # what runs after it in this process may fail for that alone
+        except MemoryError:
+            os._exit(_FULL)
+        except RuntimeError as error:
+            if not _AT_BOUND.search(str(error)):
+                raise
+            os._exit(_FULL)
         except TimeoutError as error:
             record = {"type": kind, "class": name, "variant": variant, "outcome": "slow", "why": str(error)}
         if "more than" in record.get("why", "") and record["why"].startswith("TimeoutError"):
@@ -166,6 +177,7 @@ def sweep(records: Path, todo: list[tuple[str, str]], workers: int, seconds: int
     """Run pairs in processes that are started again where one dies."""
     shares = {index: todo[index::workers] for index in range(workers)}
     running: dict[int, Any] = {}
+    alone: set[tuple[str, str]] = set()  # begin a process of their own
     context = multiprocessing.get_context("spawn")
     while any(shares.values()) or running:
         for index, share in list(shares.items()):
@@ -175,8 +187,11 @@ def sweep(records: Path, todo: list[tuple[str, str]], workers: int, seconds: int
                 if running[index].is_alive():
                     continue
                 died = running.pop(index).exitcode
-                if died and now.exists():
-                    kind, name = json.loads(now.read_text())
+                kind, name = json.loads(now.read_text()) if now.exists() else ("", "")
+                if died == _FULL and (kind, name) not in alone:
+                    alone.add((kind, name))
+                    shares[index] = share[share.index((kind, name)) :]
+                elif died and kind:
                     _append(
                         records,
                         {
