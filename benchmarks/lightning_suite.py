@@ -30,7 +30,10 @@ from lightning_lockstep import LAYERS, RESULTS, TIMEOUT, run_pairs
 PARTS = (
     "loops", "core", "callbacks", "tuner", "checkpointing", "trainer", "models", "loggers", "profilers",
 )  # fmt: skip
-NOT_HERE = "not spawn and not fork and not ddp and not fsdp and not deepspeed"
+NOT_HERE = (
+    "not spawn and not fork and not ddp and not fsdp and not deepspeed and not spike_detection_integration"
+)
+"""Tests of other strategies; the last starts processes of its own."""
 STAGES = "LIGHTNING_SUITE_STAGES"
 
 # ---- the plugin

@@ -104,6 +104,25 @@ def test_a_fast_run_takes_the_default_logger(ranks: Ranks, tmp_path: Path, steps
         assert_same(found, expected)
 
 
+class Loading(Regression):
+    batch_size = 8
+
+    def train_dataloader(self) -> Any:
+        return loader(batch_size=self.batch_size)
+
+    def val_dataloader(self) -> Any:
+        return loader(batch_size=self.batch_size)
+
+
+def scaled(folder: str) -> int | None:
+    run = trainer(TWO, writes=True, fast_dev_run=True, default_root_dir=folder)
+    return Tuner(run).scale_batch_size(Loading())
+
+
+def test_a_fast_run_passes_the_search_for_a_batch_size_over(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2)(scaled, str(tmp_path)) == [None, None]
+
+
 def searched(pipeline: dict[str, Any] | None, folder: str) -> list[float]:
     module = Regression()
     run = trainer(pipeline, writes=True, default_root_dir=folder)

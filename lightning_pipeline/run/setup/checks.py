@@ -39,7 +39,11 @@ from lightning_pipeline.ranks import Company
 from lightning_pipeline.settings import Problems, Settings
 
 _REFUSED: tuple[tuple[type[Callback], str], ...] = (
-    (BatchSizeFinder, "tries sizes until one rank is out of memory, and the others wait for it"),
+    (
+        BatchSizeFinder,
+        "tries sizes until one rank is out of memory, and the others wait for it; Lightning "
+        "refuses it with its own strategies of several processes",
+    ),
     (ModelPruning, "gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 )
 
@@ -106,7 +110,8 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
 def _callbacks(trainer: Trainer) -> Iterator[str]:
     for callback in getattr(trainer, "callbacks", ()):
         for kind, reason in _REFUSED:
-            if isinstance(callback, kind):
+            passed_over = kind is BatchSizeFinder and trainer.fast_dev_run  # type: ignore[attr-defined]
+            if isinstance(callback, kind) and not passed_over:
                 yield f"callback {type(callback).__name__} {reason}: remove it"
 
 
