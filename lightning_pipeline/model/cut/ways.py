@@ -19,12 +19,13 @@ from lightning_pipeline.model.trace import (
     Place,
     PortSpec,
     Trace,
+    leaves_of,
     outcome,
     plain_leaves,
     plain_state,
 )
 
-_MOST_KEYS = 20
+_MOST_KEYS, _MOST_DECISIONS = 20, 200
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
@@ -118,8 +119,15 @@ class StepRoutes:
         self._decides(decisions.made, {place.label: place for place in places if place.label in labels})
 
     def _decides(self, decisions: Iterable[Expression], numbers: Mapping[str, Place]) -> None:
-        self.decisions.update(dict.fromkeys(decisions))
+        """Where there are too many, as with the clock in them, the numbers themselves stand for all."""
         self._numbers.update(numbers)
+        known = self.decisions
+        self.decisions = {
+            **known,
+            **{one: None for one in decisions if not set(leaves_of(one)) <= known.keys()},
+        }
+        if len(self.decisions) > _MOST_DECISIONS:
+            self.decisions = {leaf: None for one in self.decisions for leaf in leaves_of(one)}
 
     def unknown(self, changed: Sequence[Place]) -> list[Hashable]:
         """Which of the places that a run of the step has changed are not known to be.

@@ -59,7 +59,7 @@ class Decisions:
 
     def number(self, value: Any, expression: Expression) -> Any:
         """A number that was computed; too long an expression counts as decided by each of its numbers."""
-        if not isinstance(value, _NUMBERS) or len(list(_leaves(expression))) > _MOST_OPERANDS:
+        if not isinstance(value, _NUMBERS) or _size(expression) > _MOST_OPERANDS:
             self._note_leaves(expression)
             return value
         made = self._noted(value, expression)
@@ -80,13 +80,13 @@ class Decisions:
             self._note_leaves(expression)
 
     def _note_leaves(self, expression: Expression) -> None:
-        for leaf in _leaves(expression):
-            if type(leaf) is tuple and self._is_open:
+        for leaf in leaves_of(expression):
+            if self._is_open:
                 self.made[leaf] = self._values[leaf[1]]
 
     def labels(self) -> set[str]:
         """Of the numbers that something was decided by."""
-        return {leaf[1] for made in self.made for leaf in _leaves(made) if type(leaf) is tuple}
+        return {leaf[1] for made in self.made for leaf in leaves_of(made)}
 
     @contextmanager
     def noting(self, places: Iterable[Place]) -> Iterator[None]:
@@ -227,12 +227,17 @@ for _kind in (NotedInt, NotedFloat):
         setattr(_kind, f"__{_name}__", _given(_name))
 
 
-def _leaves(expression: Any) -> Iterator[Any]:
-    if type(expression) is not tuple or expression[0] == AT:
+def leaves_of(expression: Any) -> Iterator[Expression]:
+    """The places in an expression, each as an expression of its own."""
+    if type(expression) is tuple and expression[0] == AT:
         yield expression
-        return
-    for operand in expression[1:]:
-        yield from _leaves(operand)
+    elif type(expression) is tuple:
+        for operand in expression[1:]:
+            yield from leaves_of(operand)
+
+
+def _size(expression: Any) -> int:
+    return 1 + sum(map(_size, expression[1:])) if type(expression) is tuple else 1
 
 
 def outcome(expression: Expression, at: Callable[[str], Any]) -> Any:

@@ -101,3 +101,24 @@ def test_a_batch_is_looked_at_only_where_a_decision_is_new():
         ways = split._finder._steps["training_step"]
         assert list(map(operator.itemgetter(2), ways.decided)) == [(True,), (False,)]
     assert found.module is None or found.module.batches == 9
+
+
+class Unsteady(Net):
+    """Compares a count of its own with another number each time, as with the clock."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches = 0
+
+    def training_step(self, batch, batch_idx):
+        any(self.batches < -1 - 100 * float(batch_idx) - number for number in range(60))
+        self.batches += 1
+        return self.loss(self.body(self.emb(batch["x"])), batch)
+
+
+def test_numbers_compared_with_ever_new_ones_are_known_by_themselves():
+    found = piped(seeded(Unsteady), batch_of(), 2, steps=6, each=lambda module, number: batch_of())
+    for split in found.splits:
+        decisions = split._finder._steps["training_step"].decisions
+        assert len(decisions) < 10
+        assert ("at", "batches") in decisions
