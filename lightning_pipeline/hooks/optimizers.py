@@ -125,8 +125,8 @@ class OwnParts:
         }
         specs = {name: state for part in gather(own) for name, state in part.items()}
         for parameter in filter(is_placeholder, every):
-            name = names[id(parameter)]
-            if name in specs:
+            name = names.get(id(parameter))  # none where its module has been taken away
+            if name is not None and name in specs:
                 made = partial(_stand_in, split, name)
                 optimizer.state[parameter] = tree_map(made, specs[name])
         found = dict(optimizer.state)

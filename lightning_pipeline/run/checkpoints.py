@@ -198,6 +198,8 @@ class CheckpointHooks(Answers, PlainStrategy):
             return module.state_dict()
         stages = self._pipeline.stages
         own = {**stages.own_state(), **extra_states(module, stages.owns())}
+        self._names, self._written = stages.names(), stages.written_names()  # hooks may have added some
+        self._pipeline.order = [name for name, _ in module.named_parameters()]
         return as_told(module, own, held_states(module))
 
     @pipelined

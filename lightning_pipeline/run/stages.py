@@ -134,7 +134,8 @@ class Stages:
         )  # fmt: skip
         self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
         self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
-        start_equal(held_states(self._module).values(), split.shared, groups, self._placement)
+        self._equal: list[Tensor] = []
+        self._start_equal()
 
         def ends(logged: bool) -> bool:
             raised, others = end_batch(logged, self.hooks.has_changed())
@@ -191,6 +192,26 @@ class Stages:
         split.looks_again = getattr(trainer.strategy, "asked", False)
         split.set_aside = lambda: loggers_set_aside(trainer)
 
+    def _start_equal(self) -> None:
+        """Give what is new here the same values on all replicas and stages that have it."""
+        known = set(map(id, self._equal))
+        new = [tensor for tensor in held_states(self._module).values() if id(tensor) not in known]
+        here = set(map(id, new))
+        shared = [one for one in self.split.shared if one.parameter is None or id(one.parameter) in here]
+        start_equal(new, shared, self._members.groups, self._placement)
+        self._equal = list(held_states(self._module).values())
+
+    def take_in(self) -> None:
+        """Before a batch or a checkpoint: what hooks have added goes to its stages; all ranks call."""
+        split, groups = self.split, self._members.groups
+        if not split.take_in():
+            return
+        exchange(self._trainer.optimizers, {id(tensor): made for tensor, made in split.stand_ins.items()})
+        groups.share((shared.stages for shared in split.shared), self._placement)
+        self._start_equal()
+        self.gradients.list_anew()
+        self.hooks = self._hooks_elsewhere()
+
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
         """Let optimizers list the whole model, and step over what this rank holds.
 
@@ -200,8 +221,12 @@ class Stages:
         refuse_unserved(optimizers)
         exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
         self.own_parts = OwnParts(optimizers)
-        originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
-        self._undo += [lambda: exchange(optimizers, originals), self.own_parts.remove]
+
+        def whole() -> None:
+            originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
+            exchange(optimizers, originals)
+
+        self._undo += [whole, self.own_parts.remove]
 
     def to_device(self, device: torch.device) -> None:
         """Move this rank's parameters, buffers and metrics."""
@@ -231,6 +256,7 @@ class Stages:
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
+        self.take_in()
         return self.split.owned_states()
 
     def owns(self) -> Owns:
@@ -257,6 +283,7 @@ class Stages:
             stepping: Whether the optimizer steps on it.
         """
         trainer = self._trainer
+        self.take_in()
         if not self._module.automatic_optimization:
             return self.lockstep.batch("training_step", args)
         of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
@@ -280,6 +307,7 @@ class Stages:
             batch_idx: Of the batch.
         """
         trainer = self._trainer
+        self.take_in()
         uncut = self.lockstep.takes(
             step, lambda: split_arguments(self._module, args, self.steps.num_microbatches).args[0]
         )

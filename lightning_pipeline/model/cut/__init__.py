@@ -3,6 +3,7 @@
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
 from lightning_pipeline.model.cut.advice import too_large
 from lightning_pipeline.model.cut.graph import torn
+from lightning_pipeline.model.cut.growth import ModuleTree
 from lightning_pipeline.model.cut.liveness import (
     Liveness,
     ValueKey,
@@ -26,6 +27,7 @@ from lightning_pipeline.model.cut.ways import Microbatch, Route, StageDone, Step
 __all__ = [
     "Liveness",
     "Microbatch",
+    "ModuleTree",
     "Partition",
     "Route",
     "StageActivations",

@@ -9,13 +9,13 @@ from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.model.cut.graph import Atom, atoms_of
 from lightning_pipeline.model.cut.liveness import Liveness, liveness_of, stages_of_states
 from lightning_pipeline.model.cut.table import StageRow, StageTable
-from lightning_pipeline.model.trace import Trace, finer_names
+from lightning_pipeline.model.trace import Trace, Unit, finer_names
 
 SLACK = 0.02  # how much slower the slowest stage may be for a smaller message
 BACKWARD_SHARE = 2.0  # a backward costs about twice a forward
 
 
-@dataclass(frozen=True)
+@dataclass
 class Partition:
     """The units shared out over stages.
 
@@ -51,6 +51,22 @@ class Partition:
         """Numbers of the units of a stage, in order."""
         start, end = self.bounds[stage], self.bounds[stage + 1]
         return [unit for atom in self.atoms[start:end] for unit in atom.units]
+
+    def take_in(self, unit: Unit, stage: int) -> None:
+        """One more unit, which has come in a run.
+
+        Args:
+            unit: It gets the next number.
+            stage: Where it goes.
+        """
+        units, place = self.trace.units, self.bounds[stage + 1] - 1
+        units.append(unit)
+        atom = replace(self.atoms[place], units=(*self.atoms[place].units, len(units) - 1))
+        self.atoms = (*self.atoms[:place], atom, *self.atoms[place + 1 :])
+        if self.num_parameters:
+            counts = list(self.num_parameters)
+            counts[stage] += unit.num_parameters
+            self.num_parameters = tuple(counts)
 
     def liveness(self, trace: Trace | None = None) -> Liveness:
         """What crosses the cuts, in the step it was chosen from or in another one."""

@@ -52,6 +52,13 @@ class KnownSteps:
     def __getitem__(self, step: str) -> Trace:
         return self._known[step][0]
 
+    def forget(self) -> list[Trace]:
+        """Trace each step anew when it comes, as the module has changed; returns the traces there were."""
+        traces = self.traces
+        self._known.clear()
+        self._seen_again.clear()
+        return traces
+
     @property
     def traces(self) -> list[Trace]:
         """Those of all steps."""

@@ -130,6 +130,7 @@ class SplitModel(OutsideSteps):
             sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
         )  # fmt: skip
         self._modules = list(root.modules())
+        self._earlier: list[Trace] = []  # of the module as it was before it changed
         self.scaled: Callable[[Tensor], Tensor] = lambda seed: seed
         self.beside: Callable[[], Iterable[Any]] = list
         self.looks_again = False
@@ -155,6 +156,7 @@ class SplitModel(OutsideSteps):
         self.count: SavedCount | None = None
         self.worst = Peaks()
         self._install()
+        self.watch_growth()
 
     def _program(self, stage: int) -> StageProgram:
         last = stage == self._end
@@ -185,11 +187,24 @@ class SplitModel(OutsideSteps):
         self.failed()
         self._patches.remove()
         self._guards.remove()
-        for trace in self.known.traces:
+        for trace in (*self._earlier, *self.known.traces):
             for effect in trace.effects:
                 if isinstance(value := effect.place.get(), Replayed):
                     effect.place.put(value.rest())
         self._residence.restore(states or {}, on_meta=on_meta)
+
+    def changed(self) -> None:
+        """What hooks have added to the module is on its stages: find out anew what steps do."""
+        self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
+        self._modules = list(self.root.modules())
+        for program in self._programs.values():
+            program.view.modules, program.view.stage_of = self._modules, list(self._stage_of)
+        for trace in self.known.forget():
+            self._earlier.append(trace)
+            self._left_behind.forget(trace.step)
+        self._finder.forget()
+        if self._over_batch is not None:
+            self._over_batch.forget(self._stage_of)
 
     def compile_units(self, compiles: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Let the forwards of this rank's units be compiled ones, until the end.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Partition
+from lightning_pipeline.model.cut import ModuleTree, Partition
 from lightning_pipeline.model.replay.view import StageView
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
@@ -26,6 +26,8 @@ class OutsideSteps:
     _patches: UnitPatches
     _stage_of: list[int]
     _here: set[int]
+    _tree: ModuleTree
+    _on_growth: list[Callable[[], None]]
 
     # ---- what this rank holds
 
@@ -68,6 +70,44 @@ class OutsideSteps:
         """The stages that keep a copy of a parameter or buffer."""
         return self._residence.needed[name]
 
+    # ---- what hooks add
+
+    def watch_growth(self) -> None:
+        """From now on `take_in` finds what has come."""
+        self._tree = ModuleTree(self.root)
+        self._on_growth = [self.changed]
+
+    def changed(self) -> None:
+        """Told when something has come."""
+        raise NotImplementedError
+
+    def take_in(self) -> bool:
+        """Between batches: what hooks have added to the module goes to stages. Whether anything has changed.
+
+        A new layer is a unit on the stage of the one before it; a parameter or buffer beside the units is on
+        all stages. All ranks have run the same hooks, and come to the same. Steps are traced anew.
+        """
+        if not self._tree.has_changed():
+            return False
+        units = self._patches.units
+        for unit, stage in list(self._tree.new_units(units, self._stage_of)):
+            self.cut.take_in(unit, stage)
+            self._patches.take_in(unit)
+            self._stage_of.append(stage)
+        names = {id(module): name for name, module in reversed(list(self.root.named_modules()))}
+        for listed in (self.cut.trace.units, units):
+            listed[:] = [one.named(names.get(id(one.module), one.name)) for one in listed]
+        stages = {
+            id(part): (stage,)
+            for unit, stage in zip(units, self._stage_of, strict=True)
+            for part in unit.module.modules()
+        }
+        self._residence.take_in(lambda module: stages.get(id(module)))
+        for told in self._on_growth:
+            told()
+        self._tree.look()
+        return True
+
     # ---- what hooks see
 
     def meeting(
@@ -83,8 +123,16 @@ class OutsideSteps:
             optimizers: Of the run.
             leave: Called at the end of a hook.
         """
-        holders = {name: frozenset(map(rank_of, stages)) for name, stages in self._residence.needed.items()}
-        partly = {name: ranks for name, ranks in holders.items() if len(ranks) < num_ranks}
+        partly: dict[str, frozenset[int]] = {}
+
+        def look() -> None:
+            needed = self._residence.needed
+            holders = {name: frozenset(map(rank_of, stages)) for name, stages in needed.items()}
+            partly.clear()
+            partly.update({name: ranks for name, ranks in holders.items() if len(ranks) < num_ranks})
+
+        look()
+        self._on_growth.append(look)
 
         def listed() -> Iterator[tuple[str, list[Tensor]]]:
             states = list(optimizers())
@@ -174,24 +222,17 @@ class ModuleGuards:
 
     def __init__(self, root: nn.Module, units: Sequence[Any], stage_of: Sequence[int]) -> None:
         stages = {id(unit.module): stage for unit, stage in zip(units, stage_of, strict=True)}
-        kinds = nn.ModuleList | nn.Sequential | nn.ModuleDict
-        named = list(root.named_modules())
         self._spread = [
             (name, module)
-            for name, module in named
+            for name, module in root.named_modules()
             if len({stages[id(part)] for part in module.modules() if id(part) in stages}) > 1
-        ]
-        self._containers = [
-            (name, module, set(module._modules))
-            for name, module in named
-            if isinstance(module, kinds) and any(id(part) in stages for part in module.children())
         ]
 
     def check(self) -> None:
         """Before a batch.
 
         Raises:
-            SplitError: A hook needs gradients of several stages at once, or there is a layer of no stage.
+            SplitError: A hook needs gradients of several stages at once.
         """
         for name, module in self._spread:
             if module._backward_hooks:
@@ -200,12 +241,4 @@ class ModuleGuards:
                     "which is spread over stages, would need the gradients of its inputs and of its outputs "
                     "on one of them: put it on a module inside, or keep that whole with "
                     f"PipelineStrategy(units=['{name}'])"
-                )
-        for name, module, before in self._containers:
-            if len(module._modules) > len(before):
-                new = next(key for key in module._modules if key not in before)
-                raise SplitError(
-                    f"{name}.{new} was added to {name!r} in the run, and which stage has a layer is decided "
-                    "when a run begins: grow the model between two calls of trainer.fit, or make all layers "
-                    "before and let the step use as many as an attribute says: `self.layers[:self.depth]`"
                 )

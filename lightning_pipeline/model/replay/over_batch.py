@@ -93,6 +93,16 @@ class OverBatch(Stage):
         """Position in model order."""
         return self._first.index
 
+    def forget(self, stage_of: Sequence[int]) -> None:
+        """The module has changed.
+
+        Args:
+            stage_of: The stage of each unit that there is now.
+        """
+        self._stage_of = list(stage_of)
+        self._later.clear()
+        self._ways.clear()
+
     # ---- a batch
 
     def begin(self, step: Step, whole: Microbatch, finder: RouteFinder, state: StepState | None) -> None:

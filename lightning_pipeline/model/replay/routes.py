@@ -89,11 +89,22 @@ class RouteFinder:
         self._traced, self._apart, self._in_silence, self._forget = traced, apart, in_silence, forget
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
-        units = [unit.module for unit in cut.trace.units]
+        self._generation = 0
+        self._look()
+
+    def _look(self) -> None:
+        units = [unit.module for unit in self._cut.trace.units]
         inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
-        self._all_modules = list(root.modules())
+        self._all_modules = list(self._root.modules())
         self._modules = [module for module in self._all_modules if id(module) not in inside]
-        self._at_start = plain_state(root, self._modules, set())
+        self._at_start = plain_state(self._root, self._modules, set())
+
+    def forget(self) -> None:
+        """The module has changed: no way is known, and what is sent on the next ones is other than before."""
+        self._steps.clear()
+        self._outputs.clear()
+        self._generation += 1
+        self._look()
 
     def of_step(self, trace: Trace, liveness: Liveness) -> StepRoutes:
         """The ways of a step that was traced."""
@@ -251,7 +262,7 @@ class RouteFinder:
 
     def context(self, step: str) -> tuple[Hashable, ...]:
         """What units return depends on this beside their arguments."""
-        return step, torch.is_grad_enabled(), result_dtypes(), self._root.training
+        return step, self._generation, torch.is_grad_enabled(), result_dtypes(), self._root.training
 
     def signatures(
         self, step: str, routes: Sequence[Route], microbatches: Sequence[Microbatch]

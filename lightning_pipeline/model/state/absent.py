@@ -115,3 +115,8 @@ def mark(tensor: Tensor, names: set[str]) -> None:
     """Note that a placeholder comes from these tensors of other stages."""
     if names and is_placeholder(tensor):
         vars(tensor)["stands_for"] = names | vars(tensor).get("stands_for", set())
+
+
+def rename(tensor: Tensor, name: str) -> None:
+    """What a placeholder stands for has another name now."""
+    vars(tensor)["stands_for"] = {name}

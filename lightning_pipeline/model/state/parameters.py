@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.state.absent import AbsentTensors
+from lightning_pipeline.model.state.absent import AbsentTensors, rename
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder
 
 
@@ -69,6 +69,7 @@ class StageParameters:
         self._first_names = _first_names(root)
         self.parameter_names = [name for name, _ in root.named_parameters()]
         self.shared = self._find_shared()
+        self._listed = _every_tensor(root)
 
     def _find_shared(self) -> list[SharedParameter]:
         found = []
@@ -85,11 +86,56 @@ class StageParameters:
             for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name, tensor in list(registry.items()):
                     full = f"{prefix}.{name}" if prefix else name
-                    if tensor is not None and not self._stages & set(self.needed.get(full, self._stages)):
+                    if tensor is None or is_placeholder(tensor):
+                        continue
+                    if not self._stages & set(self.needed.get(full, self._stages)):
                         self._take(module, registry, name, full, tensor, is_parameter)
         with torch.no_grad():
             for item in self._dropped:
                 item.tensor.data = torch.empty(0, dtype=item.spec.dtype, device=item.tensor.device)
+        self._listed = _every_tensor(self._root)
+
+    def take_in(self, stages_of: Callable[[nn.Module], tuple[int, ...] | None]) -> None:
+        """The module has changed: what has come goes to its stages, and all is known by the names it has now.
+
+        Args:
+            stages_of: The stages of a module's tensors; None for one that is in no unit, whose new tensors
+                go to all of them, as code between units may use them.
+        """
+        every = tuple(sorted({stage for stages in self.needed.values() for stage in stages}))
+        known = {id(tensor): self.needed[name] for name, tensor in self._listed}
+        holders = dict(self._root.named_modules(remove_duplicate=False))
+        needed = {
+            name: known.get(id(tensor))
+            or stages_of(holders[name.rpartition(".")[0]])
+            or self.needed.get(name, every)
+            for name, tensor in _every_tensor(self._root)
+        }
+        self.needed.clear()
+        self.needed.update(needed)
+        self._name_dropped()
+        self._first_names = _first_names(self._root)
+        self.parameter_names = [name for name, _ in self._root.named_parameters()]
+        self.shared = self._find_shared()
+        self.drop()
+
+    def _name_dropped(self) -> None:
+        """What stands for tensors of other stages is called as it is now."""
+        names = {id(module): name for name, module in reversed(list(self._root.named_modules()))}
+        renamed: set[int] = set()
+        for item in self._dropped:
+            if id(item.module) not in names:
+                continue
+            prefix = names[id(item.module)]
+            item.full_name = f"{prefix}.{item.name}" if prefix else item.name
+            registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
+            made = registry.get(item.name)
+            if made is None or id(made) in renamed:
+                continue
+            renamed.add(id(made))
+            for stands in (made, made.grad, self._gradients.get(id(made))):
+                if stands is not None and is_placeholder(stands):
+                    rename(stands, item.full_name)
 
     def _take(
         self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool
@@ -146,7 +192,7 @@ class StageParameters:
         made: dict[int, Tensor] = {}
         for item in self._dropped:
             registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
-            value = states.get(self._first_names[item.full_name], states.get(item.full_name))
+            value = self._value(item, states)
             if value is not None:
                 before.append((registry, item.name, registry[item.name]))
                 value = value.to(self._device)
@@ -181,7 +227,7 @@ class StageParameters:
                 item.tensor.requires_grad_(self.stand_ins[item.tensor].requires_grad)
             if id(item.tensor) in filled:
                 continue
-            value = states.get(self._first_names[item.full_name], states.get(item.full_name))
+            value = self._value(item, states)
             if value is not None and not item.tensor.is_meta:
                 item.tensor.data = value.detach().to(item.spec.dtype)
                 filled.add(id(item.tensor))
@@ -189,6 +235,11 @@ class StageParameters:
                 registry[item.name] = made.setdefault(id(item.tensor), _replacement(item, value))
         self._dropped.clear()
         _reorder(self._root, self._first_names)
+
+    def _value(self, item: _Dropped, states: Mapping[str, Tensor]) -> Tensor | None:
+        """What `states` has for a tensor under any name; none where a hook has taken its module away."""
+        name = item.full_name
+        return states.get(self._first_names.get(name, name), states.get(name))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's parameters, by first name, tied ones once."""
@@ -231,14 +282,19 @@ def _replacement(item: _Dropped, value: Tensor | None) -> Tensor:
     return nn.Parameter(made, requires_grad=item.tensor.requires_grad) if item.is_parameter else made
 
 
+def _every_tensor(root: nn.Module) -> list[tuple[str, Tensor]]:
+    """All parameters and buffers under every name."""
+    return [
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ]
+
+
 def _first_names(root: nn.Module) -> dict[str, str]:
     """The first name of each tensor, by every name it has."""
     first: dict[int, str] = {}
     names: dict[str, str] = {}
-    for full, tensor in [
-        *root.named_parameters(remove_duplicate=False),
-        *root.named_buffers(remove_duplicate=False),
-    ]:
+    for full, tensor in _every_tensor(root):
         names[full] = first.setdefault(id(tensor), full)
     return names
 

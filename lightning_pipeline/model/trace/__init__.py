@@ -49,7 +49,7 @@ from lightning_pipeline.model.trace.sinks import (
     stub_sinks,
 )
 from lightning_pipeline.model.trace.tracer import trace_step
-from lightning_pipeline.model.trace.units import find_units, finer_names
+from lightning_pipeline.model.trace.units import Unit, find_new_units, find_units, finer_names
 
 __all__ = [
     "FLOPS_PER_BYTE",
@@ -77,10 +77,12 @@ __all__ = [
     "TensorOwner",
     "Trace",
     "Transient",
+    "Unit",
     "UnitPatches",
     "Watch",
     "Work",
     "around_metrics",
+    "find_new_units",
     "find_units",
     "finer_names",
     "guess",

@@ -94,16 +94,26 @@ class UnitPatches:
 
     def install(self) -> None:
         """Patch every unit."""
-        for number, unit in enumerate(self.units):
-            module, hooks = unit.module, unit.module._get_backward_hooks
-            before = unit.module._get_backward_pre_hooks
-            stands: dict[str, Stand] = {"forward": _UnitStand(self, number, self._own[number])}
-            for name, call in (
-                ("_get_backward_hooks", self._outside_steps(hooks, ([], []))),
-                ("_get_backward_pre_hooks", self._outside_steps(before, [])),
-            ):
-                stands[name] = Stand(module, name, call)
-            self._undo += [patch(module, name, stand) for name, stand in stands.items()]
+        for number in range(len(self.units)):
+            self._install(number)
+
+    def take_in(self, unit: Unit) -> None:
+        """Patch one more, which has come in the run."""
+        self.units.append(unit)
+        self.originals.append(_original(unit))
+        self._own.append(vars(unit.module).get("forward"))
+        self._install(len(self.units) - 1)
+
+    def _install(self, number: int) -> None:
+        module = self.units[number].module
+        hooks, before = module._get_backward_hooks, module._get_backward_pre_hooks
+        stands: dict[str, Stand] = {"forward": _UnitStand(self, number, self._own[number])}
+        for name, call in (
+            ("_get_backward_hooks", self._outside_steps(hooks, ([], []))),
+            ("_get_backward_pre_hooks", self._outside_steps(before, [])),
+        ):
+            stands[name] = Stand(module, name, call)
+        self._undo += [patch(module, name, stand) for name, stand in stands.items()]
 
     def remove(self) -> None:
         """Give every unit its own `forward` back."""

@@ -1,6 +1,6 @@
 """Find the units of a module: the largest sub-modules that are worth keeping whole."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -24,6 +24,10 @@ class Unit:
 
     name: str
     module: nn.Module
+
+    def named(self, name: str) -> "Unit":
+        """The same under another name."""
+        return self if name == self.name else Unit(name, self.module)
 
     @property
     def num_parameters(self) -> int:
@@ -156,6 +160,31 @@ def _expand_largest(units: list[Unit], patterns: Sequence[str]) -> list[Unit] | 
                 units[:index] + [part for part in parts if id(part.module) not in taken] + units[index + 1 :]
             )
     return None
+
+
+def find_new_units(root: nn.Module, units: Sequence[nn.Module], before: Collection[int]) -> Iterator[Unit]:
+    """The largest modules with parameters that have come since a look and are in no unit.
+
+    Args:
+        root: The LightningModule.
+        units: The modules of the units that there are.
+        before: The modules that there were, by `id`.
+    """
+    known = {id(unit) for unit in units}
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[Unit]:
+        for name, child in module.named_children():
+            full = f"{prefix}.{name}" if prefix else name
+            if id(child) in known or not _has_parameters(child):
+                continue
+            hollow = isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if id(child) in before or hollow or any(id(part) in known for part in child.modules()):
+                yield from walk(child, full)
+            else:
+                known.add(id(child))
+                yield Unit(full, child)
+
+    yield from walk(root, "")
 
 
 def finer_names(units: Sequence[Unit]) -> list[str]:

@@ -38,18 +38,27 @@ class Gradients:
 
     def __init__(self, split: OutsideSteps, groups: Groups, failure: Failure, placement: Plan) -> None:
         self._split, self._groups, self._failure, self._placement = split, groups, failure, placement
+        self._finite: AgreedGradients | None = None
+        self._reports: ReportChannel | None = None
+        self.aside = SetAside()
+        self.list_anew()
+
+    def list_anew(self) -> None:
+        """The stages hold other parameters than before."""
+        split, rank = self._split, self._groups.rank
         self._parameters = [parameter for _, parameter in split.owned_parameters()]
         self._hooks = GradientHooks(self._parameters)
-        self._finite: AgreedGradients | None = None
-        self.aside = SetAside()
         self.counted_elsewhere = {
             id(shared.parameter) for shared in split.shared
-            if shared.parameter is not None and placement.rank_of(shared.stages[0]) != groups.rank
+            if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != rank
         }  # fmt: skip
+        if self._reports is not None:
+            self.look(self._reports)
 
     def look(self, reports: ReportChannel) -> None:
         """Steps depend on it: tell all ranks of gradients that are not finite, with the reports."""
         groups, split = self._groups, self._split
+        self._reports = reports
         finite = self._finite = AgreedGradients(
             split.parameter_names(), split.stages_of, split.owned_parameters(), groups.replica,
             groups.numbering.replicas, groups.numbering.global_rank,

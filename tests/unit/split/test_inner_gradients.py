@@ -120,12 +120,3 @@ def test_weights_that_the_end_of_a_step_moves_over_stages(how: str, stages: int,
     theirs = alone(Moves(how), batch(), 1, steps=3)
     for name, gradient in theirs.gradients.items():
         torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-10, atol=1e-10, msg=name)
-
-
-def test_a_layer_added_in_the_run_is_refused_with_what_works() -> None:
-    (split, *_) = piped(Net(), batch(), 2, 2).splits
-    split.root.net.append(nn.Linear(4, 4))
-    with pytest.raises(
-        SplitError, match=r"net.4 was added to 'net' in the run.*between two calls of trainer.fit"
-    ):
-        split.begin("training_step", [((batch(), 0), {})], weights=[1.0], key=(0, 9))
