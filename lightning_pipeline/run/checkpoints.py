@@ -197,6 +197,7 @@ class CheckpointHooks(Answers, PlainStrategy):
         if self._pipeline is None:
             return module.state_dict()
         stages = self._pipeline.stages
+        stages.take_in()
         own = {**stages.own_state(), **extra_states(module, stages.owns())}
         self._names, self._written = stages.names(), stages.written_names()  # hooks may have added some
         self._pipeline.order = [name for name, _ in module.named_parameters()]

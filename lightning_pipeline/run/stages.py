@@ -256,7 +256,6 @@ class Stages:
 
     def own_state(self) -> dict[str, Tensor]:
         """What this rank writes into a checkpoint: each name is owned by one stage."""
-        self.take_in()
         return self.split.owned_states()
 
     def owns(self) -> Owns:

@@ -44,6 +44,9 @@ class Whole:
         """Refuse optimizers that cannot be served."""
         refuse_unserved(optimizers)
 
+    def take_in(self) -> None:
+        """What hooks add to it is there."""
+
     def names(self) -> dict[int, str]:
         """Names of the parameters, by `id`."""
         return names_by_identity(self._module.named_parameters())

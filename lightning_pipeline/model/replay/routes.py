@@ -90,9 +90,9 @@ class RouteFinder:
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
-        self._look()
+        self._list_modules()
 
-    def _look(self) -> None:
+    def _list_modules(self) -> None:
         units = [unit.module for unit in self._cut.trace.units]
         inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
         self._all_modules = list(self._root.modules())
@@ -104,7 +104,7 @@ class RouteFinder:
         self._steps.clear()
         self._outputs.clear()
         self._generation += 1
-        self._look()
+        self._list_modules()
 
     def of_step(self, trace: Trace, liveness: Liveness) -> StepRoutes:
         """The ways of a step that was traced."""
