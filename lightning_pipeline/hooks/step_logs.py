@@ -116,6 +116,9 @@ class LogRecorder:
         """What a value of the micro-batch that runs is of the batch's."""
         self._warned: set[str] = set()
         self._of_whole: dict[str, int] = {}
+        self._numbers: dict[str, float] = {}  # that the step of the whole batch logs
+        self._means: set[tuple[str, int]] = set()
+        self._ways: dict[tuple[str, int], str] = {}
         self._constant: set[str] = set()
 
     def begin(self, sizes: Sequence[int | None]) -> None:
@@ -125,6 +128,7 @@ class LogRecorder:
             sizes: Samples of each micro-batch; `None` where unknown.
         """
         self._calls, self._seen, self._sizes = {}, {}, sizes
+        self._numbers.clear()
 
     def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log` in a micro-batch."""
@@ -145,7 +149,11 @@ class LogRecorder:
         """A call of `log` or `log_dict` in the step of the whole batch, for the batch size that it gives."""
         signature = SIGNATURE if how == "log" else _DICT_SIGNATURE
         given = signature.bind(self._module, *args, **kwargs).arguments
-        names = [given["name"]] if how == "log" else [name for name, _ in _items(given["dictionary"])]
+        logged = [(given["name"], given["value"])] if how == "log" else list(_items(given["dictionary"]))
+        names = [name for name, _ in logged]
+        for name, value in logged:
+            if isinstance(value, int | float):
+                self._numbers[name] = value
         if given.get("batch_size") is not None:
             self._of_whole.update(dict.fromkeys(names, given["batch_size"]))
 
@@ -175,8 +183,8 @@ class LogRecorder:
         call.sizes.append(size)
         call.weights.append(float(given if given is not None else (1 if size is None else size)))
         call.sources.append(value.detach() if isinstance(value, Tensor) else value)
-        if given is not None or isinstance(value, Metric):
-            return
+        if isinstance(value, Metric):
+            value = value._forward_cache
         part = self.part_of(value, always=call.reduces in ("max", "min"))
         if part.value is not None:
             call.parts.append(torch.as_tensor(part.value).detach().double().reshape(()).to(scalar.device))
@@ -211,17 +219,18 @@ class LogRecorder:
         """
         values = [] if loss is None else [loss.detach().to(torch.float64).reshape(())]
         entries = []
-        for (name, _), call in self._calls.items():
+        for key, call in self._calls.items():
+            name = key[0]
             dtype = call.values[0].dtype if call.values else None
             self._settle(name, call)
             if dtype is not None:
                 weighted = _is_of(call.sources, losses)
-                values.append(_weighted(call, weights) if weighted else self._reduced(name, call))
+                values.append(_weighted(call, weights) if weighted else self._reduced(key, call))
             entries.append(Entry(name, call.options, call.batch_size, call.metric, dtype))
         stacked = torch.stack(values) if values else None
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
-    def _reduced(self, name: str, call: _Call) -> Tensor:
+    def _reduced(self, key: tuple[str, int], call: _Call) -> Tensor:
         """The batch's value of those of its micro-batches."""
         several = len(call.values) > 1
         if not several and not call.followed:
@@ -229,12 +238,35 @@ class LogRecorder:
         if len(call.bent) == len(call.values):
             with suppress(DifferentWaysError):
                 return together(call.bent)
-        if call.reduces in ("max", "min") and call.known < len(call.values):
+        if call.known == len(call.values) and (call.followed or call.known == len(self._sizes)):
+            if not call.followed:
+                self._means.add(key)
+            return torch.stack(call.parts).sum()
+        if call.reduces in ("max", "min"):
             values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
-        if several and (call.bent or call.numbers) and name not in self._warned and _differ(call):
-            self._warn(name, "is a Python number" if call.numbers else "is no sum or mean over samples")
-        return _reduced(call)
+        found = self._of_numbers(key, call)
+        if found is not None:
+            return found
+        differs = several and (call.bent or call.numbers)
+        if differs and key not in self._means and key[0] not in self._warned and _differ(call):
+            self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
+        return _reduced(call, is_mean=key in self._means)
+
+    def _of_numbers(self, key: tuple[str, int], call: _Call) -> Tensor | None:
+        """Of Python numbers that go by sizes, or are the same, as the step of the whole batch showed."""
+        numbers = [value for value in call.sources if not isinstance(value, Tensor | Metric)]
+        if len(numbers) < len(call.values) or call.given or key in self._means:
+            return None
+        if key[0] in self._numbers and len(call.values) == len(self._sizes):
+            whole = self._numbers[key[0]]
+            same = all(number == whole for number in numbers)
+            is_sum = not same and math.isclose(math.fsum(numbers), whole, rel_tol=1e-12)
+            self._ways[key] = "same" if same else "sum" if is_sum else ""
+        way = self._ways.get(key)
+        if way == "same" and all(number == numbers[0] for number in numbers):
+            return call.values[0].double()
+        return torch.stack([value.double() for value in call.values]).sum() if way == "sum" else None
 
     def _warn(self, name: str, what: str) -> None:
         self._warned.add(name)
@@ -298,13 +330,14 @@ def _differ(call: _Call) -> bool:
     return any(bool(value != call.values[0]) for value in call.values[1:])
 
 
-def _reduced(call: _Call) -> Tensor:
+def _reduced(call: _Call, *, is_mean: bool) -> Tensor:
     values = torch.stack([value.double() for value in call.values])
     if call.followed and len(call.parts) == len(call.values):
         return torch.stack(call.parts).sum()
-    if call.reduces == "sum":
+    if call.reduces == "sum" and not is_mean:
         return values.sum()
-    weights = torch.tensor(call.shares, dtype=torch.float64, device=values.device)
+    shares = [float(size or 1) for size in call.sizes] if is_mean else call.shares
+    weights = torch.tensor(shares, dtype=torch.float64, device=values.device)
     return (values * weights).sum() / weights.sum()
 
 

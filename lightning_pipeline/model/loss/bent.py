@@ -209,12 +209,20 @@ def together(found: Sequence[Bent]) -> Tensor:
         DifferentWaysError: Not in one way, or with other numbers beside.
     """
     try:
+        return together_in_form(found).reshape(())
+    except RuntimeError as error:
+        raise DifferentWaysError from error
+
+
+def together_in_form(found: Sequence[Bent]) -> Tensor:
+    """The batch's tensor, where it need not be one number. See `together`."""
+    try:
         result = _Together().of(list(found))
-    except (RuntimeError, TypeError, ValueError) as error:
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError) as error:
         raise DifferentWaysError from error
     if not isinstance(result, Tensor):
         result = torch.as_tensor(result, dtype=torch.float64)
-    return result.detach().double().reshape(())
+    return result.detach().double()
 
 
 class _Together:

@@ -204,6 +204,11 @@ class Follower:
         total = share.total()
         return Part(0.0 if total is None else total, not shares.is_mean(share), is_known=True)
 
+    def know(self, value: Any, bent: Bent) -> None:
+        """A value of the micro-batch that runs comes from elsewhere, with how the batch's is made."""
+        if self._shares is not None:
+            self._shares.know(value, bent)
+
     def loss(self, loss: Tensor) -> Share | None:
         """The share of a loss; None where it is weighted by samples.
 

@@ -62,6 +62,10 @@ class Shares:
         found = self._bent.get(id(value))
         return None if found is None else found[1]
 
+    def know(self, value: Any, bent: Bent) -> None:
+        """A value comes from elsewhere."""
+        self._bent[id(value)] = value, bent
+
     def forget(self) -> None:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()

@@ -113,7 +113,10 @@ class SplitModel(OutsideSteps):
         self._stage_of = cut.stage_of
         self.num_stages = cut.num_stages
         last = self.num_stages - 1 in stages
-        self.told = Told(root, sinks or {}, self.mode, self._device, has_last_stage=last)
+        self.told = Told(
+            root, sinks or {}, self.mode, self._device,
+            has_last_stage=last, follower=lambda: None if self._step is None else self._step.follower,
+        )  # fmt: skip
         self._end = self.num_stages if loss_over_batch else self.num_stages - 1  # who runs the end of steps
         self._programs = {stage: self._program(stage) for stage in stages}
         self._here = set(stages)
@@ -150,7 +153,9 @@ class SplitModel(OutsideSteps):
             others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
-        self._divisors = Divisors(root, runs, self._finder, self._apart, self._in_silence)
+        self._divisors = Divisors(
+            root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
+        )  # fmt: skip
         self.signatures: list[Hashable] = []
         self.counts_next = False
         self.count: SavedCount | None = None
@@ -353,6 +358,8 @@ class SplitModel(OutsideSteps):
             self._over_batch.begin(self._step, at_once, self._finder, self._state)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
+        if self.has_last_stage and len(microbatches) > 1 and self._over_batch is None:
+            self._open.enter_context(self.told.metrics_by_batch(step, sizes))
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._divisors.follow(self._step, whole)
             if self._state is not None:
@@ -470,6 +477,9 @@ class SplitModel(OutsideSteps):
         assert step is not None, "begin() comes first"
         if step.follower is not None:
             step.follower.end()
+        if self.told.calls.waiting:
+            with self._context():
+                self.told.calls.settle()
         if step.count is not None:
             step.count.settle()
             self.worst.rise_to(step.count.peaks)
@@ -487,8 +497,7 @@ class SplitModel(OutsideSteps):
 
     def part(self, value: Any, *, always: bool = False) -> Part:
         """What a number of the micro-batch that runs is of the batch's. See `Follower.part`."""
-        follower = None if self._step is None else self._step.follower
-        return Part() if follower is None else follower.part(value, always=always)
+        return self.told.part(value, always=always)
 
     def failed(self) -> None:
         """Drop the state of a batch, after an error too."""

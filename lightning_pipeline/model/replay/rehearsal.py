@@ -1,7 +1,7 @@
 """Runs of a step without any unit: to see which it calls, and what one device would divide by."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -229,14 +229,16 @@ class Divisors:
         finder: Of ways through the model.
         apart: Inside, a run of a step leaves nothing behind.
         silent: Inside, a run of a step tells nobody anything.
+        noted: Inside that, what the step of a whole batch gives to metrics is noted.
     """
 
     def __init__(
         self, root: nn.Module, runs: DryRuns, finder: RouteFinder, apart: Apart,
         silent: Callable[[], AbstractContextManager[None]],
+        noted: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._runs, self._finder = root, runs, finder
-        self._apart, self._silent = apart, silent
+        self._apart, self._silent, self._noted = apart, silent, noted
         self._followers: dict[str, Follower] = {}
 
     def follow(self, step: Step, whole: WholeBatch) -> None:
@@ -275,7 +277,8 @@ class Divisors:
         with self._apart.running(step.name) as outside:
             outputs = self._finder.outputs(route, batch, seeds)
             outside.check()
-            with self._silent():
+            noted = nullcontext if any(batch is part for part in step.microbatches) else self._noted
+            with self._silent(), noted():
                 self._runs.rehearse(batch, outputs, number, observer, draws)
 
 

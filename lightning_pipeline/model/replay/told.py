@@ -1,12 +1,13 @@
 """What a step tells loggers and metrics: it counts once, on the last stage."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec
 from lightning_pipeline.model.trace import around_metrics, metrics_of, stub_metrics, stub_sinks
@@ -24,20 +25,23 @@ class Told:
             arguments.
         mode: Of placeholders.
         has_last_stage: Whether what is told counts here.
+        follower: Of the batch that runs; None where nothing is followed.
 
     Attributes:
         metrics: The module's torchmetrics objects.
+        calls: Takes the calls of metrics, where there are several micro-batches.
         microbatch: The one that runs on the last stage.
         of_whole: Told, with the name of the method, what the step of the whole batch logs.
     """
 
     def __init__(
         self, root: nn.Module, sinks: Mapping[str, Sink], mode: PlaceholderMode, device: torch.device,
-        *, has_last_stage: bool,
+        *, has_last_stage: bool, follower: Callable[[], Follower | None],
     ) -> None:  # fmt: skip
         self._root, self._sinks, self._mode = root, dict(sinks), mode
         self._device, self._has_last_stage = device, has_last_stage
-        self.metrics = metrics_of(root)
+        self.metrics, self._follower = metrics_of(root), follower
+        self.calls = MetricCalls(self._followed, self._know)
         self.microbatch = 0
         self.of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
 
@@ -46,9 +50,30 @@ class Told:
         """Of the methods."""
         return tuple(self._sinks) or ("log", "log_dict")
 
+    def part(self, value: Any, *, always: bool = False) -> Part:
+        """What a number of the micro-batch that runs is of the batch's. See `Follower.part`."""
+        return self.calls.part(value) or self._followed(value, always=always)
+
+    def _followed(self, value: Any, *, always: bool = False) -> Part:
+        follower = self._follower()
+        return Part() if follower is None else follower.part(value, always=always)
+
+    def _know(self, value: Any, bent: Bent) -> None:
+        follower = self._follower()
+        if follower is not None:
+            follower.know(value, bent)
+
     def silent_metrics(self) -> AbstractContextManager[None]:
         """Inside, metrics take nothing, and give placeholders."""
         return stub_metrics(self.metrics, _drop, self._no_value)
+
+    def whole_noted(self) -> AbstractContextManager[None]:
+        """Inside `silent_metrics`, for a step of the whole batch: what metrics are given is noted."""
+        return self.calls.of_whole(self.metrics, self._unfollowed)
+
+    def metrics_by_batch(self, step: str, sizes: Sequence[int]) -> AbstractContextManager[None]:
+        """Inside, metrics are called once for all micro-batches, by `calls.settle()`."""
+        return self.calls.taken(self.metrics, step, sizes, lambda: self.microbatch)
 
     @contextmanager
     def nothing(self) -> Iterator[None]:

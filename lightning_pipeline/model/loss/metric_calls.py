@@ -1,0 +1,356 @@
+"""What torchmetrics objects are given in a step: once a batch, with the numbers of the batch.
+
+One device calls a metric once with all samples. A micro-batch has its own, so its call is kept; when all have
+run, what they gave is put together and the metric is called as one device calls it. What a call returns in a
+micro-batch is its own; where that is logged, the metric's answer for the batch takes its place. A metric of
+the library that only takes samples, and adds them up, gets them at once: nothing is kept of those.
+"""
+
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.wrappers import BootStrapper, Running
+
+from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf
+from lightning_pipeline.model.loss.follower import Part
+from lightning_pipeline.model.loss.joining import Way, given, join, kept, way_of
+from lightning_pipeline.patching import patched
+
+AnyMetric = Metric | MetricCollection
+METHODS = ("forward", "update", "compute", "reset")
+_BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
+
+
+class _Call:
+    """One call in a micro-batch."""
+
+    def __init__(self, microbatch: int, method: str, arguments: Any) -> None:
+        self.microbatch, self.method, self.arguments = microbatch, method, arguments
+
+
+class _Line:
+    """The calls of one metric in a batch, by their number in a micro-batch, and its answers for the batch."""
+
+    def __init__(self, metric: AnyMetric) -> None:
+        self.metric = metric
+        self.calls: list[list[_Call]] = []
+        self.answers: list[Any] = []
+        self.counts: Counter[int] = Counter()
+
+    def of(self, microbatch: int) -> list[_Call]:
+        """Those of one micro-batch, in order."""
+        return [call for column in self.calls for call in column if call.microbatch == microbatch]
+
+
+class MetricCalls:
+    """The calls of a module's metrics on the last stage.
+
+    Args:
+        part: What a number of the micro-batch that runs is of the batch's.
+        watch: Called with a value that a metric has returned, and how the batch's is made.
+    """
+
+    def __init__(self, part: Callable[[Any], Part], watch: Callable[[Any, Bent], None]) -> None:
+        self._follow, self._watch = part, watch
+        self._step, self._sizes = "", list[int]()
+        self._microbatch: Callable[[], int] = int
+        self._running = 0
+        self._lines: dict[int, _Line] = {}
+        self._values: dict[int, tuple[Any, Bent]] = {}
+        self._originals: dict[int, dict[str, Callable[..., Any]]] = {}
+        self._of_whole: dict[int, list[tuple[str, Any]]] = {}
+        self._ways: dict[tuple[str, int, int], Way] = {}
+        self._one_by_one: dict[tuple[str, int], bool] = {}
+        self._only_updates: dict[tuple[str, int], bool] = {}
+        self._drafts: dict[int, tuple[AnyMetric, Any]] = {}
+        self._settling = False
+        self._warned: set[int] = set()
+
+    # ---- a batch
+
+    @contextmanager
+    def taken(
+        self, metrics: Sequence[AnyMetric], step: str, sizes: Sequence[int], microbatch: Callable[[], int]
+    ) -> Iterator[None]:
+        """For a batch: the methods of metrics keep what they are given.
+
+        Args:
+            metrics: Those of the module.
+            step: Name of the user's method.
+            sizes: Samples of each micro-batch.
+            microbatch: Which of them runs.
+        """
+        self._step, self._sizes, self._microbatch = step, list(sizes), microbatch
+        self._originals = {id(m): {name: getattr(m, name) for name in METHODS} for m in metrics}
+        with ExitStack() as stack:
+            for metric in metrics:
+                calls = {name: partial(self._call, metric, name) for name in METHODS}
+                stack.enter_context(patched(metric, calls))
+            try:
+                yield
+            finally:
+                self._lines, self._values, self._of_whole, self._originals = {}, {}, {}, {}
+
+    @contextmanager
+    def of_whole(
+        self, metrics: Sequence[AnyMetric], apart: Callable[[], AbstractContextManager[None]]
+    ) -> Iterator[None]:
+        """While the step of the whole batch is run without units: what it gives to metrics is noted.
+
+        Args:
+            metrics: Those of the module.
+            apart: Inside, functions are none of the step's own.
+        """
+        self._of_whole.clear()
+        with ExitStack() as stack:
+            for metric in metrics:
+                calls = {
+                    name: partial(self._note, apart, metric, name, getattr(metric, name)) for name in METHODS
+                }
+                stack.enter_context(patched(metric, calls))
+            yield
+        for metric in metrics:
+            found = self._of_whole.get(id(metric), [])
+            only = bool(found) and all(method == "update" for method, _ in found)
+            self._only_updates[self._step, id(metric)] = only
+
+    def _note(
+        self, apart: Callable[[], AbstractContextManager[None]], metric: AnyMetric, method: str,
+        instead: Callable[..., Any], *args: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        with apart():
+            self._of_whole.setdefault(id(metric), []).append((method, kept((args, kwargs))))
+            return instead(*args, **kwargs)
+
+    def part(self, value: Any) -> Part | None:
+        """What a metric returned, where a value is that."""
+        found = self._values.get(id(value))
+        return None if found is None else Part(bent=found[1])
+
+    @property
+    def waiting(self) -> bool:
+        """Whether any were kept."""
+        return bool(self._lines)
+
+    def settle(self) -> None:
+        """All micro-batches have run: let the metrics have what was kept."""
+        self._values.clear()
+        for line in list(self._lines.values()):
+            if line.calls:
+                self._answer(line, len(line.calls) - 1)
+
+    # ---- a call in a micro-batch
+
+    def _call(self, metric: AnyMetric, method: str, *args: Any, **kwargs: Any) -> Any:
+        original = self._originals[id(metric)][method]
+        if self._settling:
+            return original(*args, **kwargs)
+        number = self._microbatch()
+        if number != self._running:
+            self._running = number
+            self._values.clear()
+        line = self._lines.setdefault(id(metric), _Line(metric))
+        nth = line.counts[number]
+        line.counts[number] += 1
+        if method == "update" and self._adds_up(metric, nth, (args, kwargs)):
+            return original(*args, **kwargs)
+        while len(line.calls) <= nth:
+            line.calls.append([])
+        arguments = kept((args, kwargs), self._part_of)
+        line.calls[nth].append(_Call(number, method, arguments))
+        if method == "forward":
+            return self._forward(line, nth, args, kwargs)
+        return self._compute(line, nth, number, args, kwargs) if method == "compute" else None
+
+    def _part_of(self, value: Any) -> Part:
+        return self.part(value) or self._follow(value)
+
+    def _adds_up(self, metric: AnyMetric, nth: int, arguments: Any) -> bool:
+        """Whether the order and number of updates is nothing to a metric, and it is given samples alone."""
+        if not self._only_updates.get((self._step, id(metric)), False):
+            return False
+        if not _sums_samples(metric):
+            return False
+        key = self._step, id(metric), nth
+        whole = self._of_whole.get(id(metric), [])
+        if nth < len(whole):
+            self._ways[key] = way_of([kept(arguments)], whole[nth][1], self._sizes)
+        return key in self._ways and self._ways[key].is_of_samples
+
+    def _forward(self, line: _Line, nth: int, args: Any, kwargs: Any) -> Any:
+        """The value of the micro-batch alone."""
+        draft = self._draft(line.metric)
+        value = draft(*args, **kwargs)
+        pairs: Any = zip(line.metric.modules(), draft.modules(), strict=True)
+        for place, (mine, theirs) in enumerate(pairs):
+            if isinstance(theirs, Metric):
+                mine._forward_cache = theirs._forward_cache
+                self._known(theirs._forward_cache, line, nth, ("cache", place))
+        self._known(value, line, nth, ("value",))
+        draft.reset()
+        return value
+
+    def _compute(self, line: _Line, nth: int, number: int, args: Any, kwargs: Any) -> Any:
+        """The value after what came before the batch, and this micro-batch."""
+        draft = self._copy(line.metric)
+        for call in line.of(number)[:-1]:
+            given_args, given_kwargs = given(call.arguments)
+            getattr(draft, call.method)(*given_args, **given_kwargs)
+        value = draft.compute(*args, **kwargs)
+        self._known(value, line, nth, ("value",))
+        return value
+
+    def _known(self, value: Any, line: _Line, nth: int, path: tuple[Any, ...]) -> None:
+        """Note for each tensor of an answer where the batch's is."""
+        if isinstance(value, Tensor):
+            leaf = Leaf(torch.zeros((), dtype=torch.float64), lambda parts: self._found(line, nth, path))
+            bent = Bent(None, (leaf,), always=True)
+            self._values[id(value)] = value, bent
+            self._watch(value, bent)
+        elif isinstance(value, dict):
+            for key, item in value.items():
+                self._known(item, line, nth, (*path, key))
+        elif isinstance(value, list | tuple):
+            for key, item in enumerate(value):
+                self._known(item, line, nth, (*path, key))
+
+    # ---- copies of metrics
+
+    def _draft(self, metric: AnyMetric) -> Any:
+        """A copy for values of micro-batches."""
+        if id(metric) not in self._drafts:
+            draft = self._copy(metric)
+            draft.reset()
+            self._drafts[id(metric)] = metric, draft
+        return self._drafts[id(metric)][1]
+
+    def _copy(self, metric: AnyMetric) -> Any:
+        """Its states are copied; networks in it are not, and it gathers from nobody."""
+        shared: dict[int, Any] = {}
+        for part in metric.modules():
+            group: Any = getattr(part, "process_group", None)
+            shared[id(group)] = group
+            if not any(isinstance(inner, AnyMetric) for inner in part.modules()):
+                shared[id(part)] = part
+        replaced = {name: vars(metric).pop(name) for name in METHODS if name in vars(metric)}
+        try:
+            with torch.inference_mode(False):
+                made = copy.deepcopy(metric, shared)
+        finally:
+            vars(metric).update(replaced)
+        for part in made.modules():
+            if isinstance(part, Metric):
+                part.distributed_available_fn = _alone
+        return made
+
+    # ---- the batch's calls
+
+    def _found(self, line: _Line, nth: int, path: tuple[Any, ...]) -> Tensor:
+        """The metric's own answer for the batch."""
+        answer = self._answer(line, nth)
+        if answer is None:
+            raise DifferentWaysError
+        kind, *rest = path
+        found = answer[kind]
+        for key in rest:
+            found = found[key]
+        return found if isinstance(found, Tensor) else torch.as_tensor(found)
+
+    def _answer(self, line: _Line, nth: int) -> Any:
+        """Make the calls up to one, if they have not been made; None: there is no answer of the batch."""
+        one_by_one = self._is_one_by_one(line)
+        while len(line.answers) <= nth:
+            calls = line.calls[len(line.answers)]
+            if one_by_one:
+                line.answers.append(None)
+                if len(line.answers) == len(line.calls):
+                    self._make_one_by_one(line)
+            elif not calls:
+                line.answers.append(None)
+            else:
+                line.answers.append(self._make(line, calls, len(line.answers)))
+        return line.answers[nth]
+
+    def _is_one_by_one(self, line: _Line) -> bool:
+        """Whether the whole batch's step calls the metric for each sample, or part of it."""
+        key, found = (self._step, id(line.metric)), self._of_whole.get(id(line.metric))
+        counts = [line.counts[number] for number in range(len(self._sizes))]
+        if found is not None:
+            self._one_by_one[key] = len(found) == sum(counts) > max(counts)
+        return self._one_by_one.get(key, len(set(counts)) > 1 and counts == self._sizes)
+
+    def _make_one_by_one(self, line: _Line) -> None:
+        for number in range(len(self._sizes)):
+            for call in line.of(number):
+                self._run(line.metric, call.method, given(call.arguments))
+
+    def _make(self, line: _Line, calls: list[_Call], nth: int) -> Any:
+        """One call with what all micro-batches gave; where nothing joins that, one for each."""
+        metric, sizes = line.metric, [self._sizes[call.microbatch] for call in calls]
+        try:
+            if any(call.method != calls[0].method for call in calls):
+                raise DifferentWaysError
+            arguments = self._joined(metric, [call.arguments for call in calls], nth, sizes)
+        except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
+            if not _sums_samples(metric):
+                self._doubt(metric)
+            for call in calls:
+                self._run(metric, call.method, given(call.arguments))
+            return None
+        value = self._run(metric, calls[0].method, arguments)
+        caches = {
+            place: part._forward_cache
+            for place, part in enumerate(metric.modules())
+            if isinstance(part, Metric)
+        }
+        return {"value": value, "cache": caches}
+
+    def _joined(self, metric: AnyMetric, values: list[Any], nth: int, sizes: list[int]) -> Any:
+        key, whole = (self._step, id(metric), nth), self._of_whole.get(id(metric), [])
+        if nth < len(whole) or key not in self._ways:
+            self._ways[key] = way_of(values, whole[nth][1] if nth < len(whole) else None, sizes)
+        if not self._ways[key].is_joined:
+            raise DifferentWaysError
+        return join(values, self._ways[key], sizes, partial(self._doubt, metric))
+
+    def _run(self, metric: AnyMetric, method: str, arguments: Any) -> Any:
+        args, kwargs = arguments
+        before, self._settling = self._settling, True
+        try:
+            with torch.no_grad():
+                return self._originals[id(metric)][method](*args, **kwargs)
+        finally:
+            self._settling = before
+
+    def _doubt(self, metric: AnyMetric) -> None:
+        if id(metric) in self._warned:
+            return
+        self._warned.add(id(metric))
+        warnings.warn(
+            f"a {type(metric).__name__} is given numbers in {self._step} that differ between micro-batches, "
+            "and of which it cannot be said what they would be for the batch as a whole, so that their mean "
+            "by samples is taken: give it values for each sample, or call it in on_train_batch_end or "
+            "on_validation_batch_end"
+        )
+
+
+def _sums_samples(metric: AnyMetric) -> bool:
+    """Whether it is the library's, and what it holds is put together of samples in any parts."""
+    parts = [part for part in metric.modules() if isinstance(part, Metric)]
+    return not any(
+        isinstance(part, _BY_CALLS) or not type(part).__module__.startswith("torchmetrics.") for part in parts
+    )
+
+
+def _alone() -> bool:
+    """Copies gather from nobody."""
+    return False

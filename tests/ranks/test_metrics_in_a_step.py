@@ -1,0 +1,137 @@
+"""A torchmetrics object is given in a step what one device gives it: once a batch, with the batch's numbers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics.aggregation import RunningMean
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassConfusionMatrix,
+    MulticlassF1Score,
+)
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+
+class MeanOfRoots(Metric):
+    """What users write: a mean of what each batch gives."""
+
+    total: Tensor
+    batches: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()), "sum")
+        self.add_state("batches", torch.zeros(()), "sum")
+
+    def update(self, guess: Tensor, truth: Tensor) -> None:
+        self.total = self.total + F.mse_loss(guess, truth).sqrt()
+        self.batches = self.batches + 1
+
+    def compute(self) -> Tensor:
+        return self.total / self.batches
+
+
+class Measures(Regression):
+    """Metrics of all kinds, in training and validation; the loss is a mean by weights of classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+        self.seen = nn.ModuleDict({step: self.metrics() for step in ("fit", "val")})
+        self.kept = CatMetric()
+        for part in self.modules():
+            if isinstance(part, Metric):
+                part.set_dtype(torch.float64)
+        self.left: list[float] = []
+
+    def metrics(self) -> nn.ModuleDict:
+        return nn.ModuleDict(
+            {
+                "weighted": MeanMetric(), "plain": MeanMetric(), "root": MeanMetric(), "masked": MeanMetric(),
+                "classes": MeanMetric(), "of_f1": MeanMetric(), "rows": MeanMetric(), "spread": MeanMetric(),
+                "sum": SumMetric(), "hits": SumMetric(), "size": SumMetric(), "max": MaxMetric(),
+                "min": MinMetric(), "running": RunningMean(2), "own": MeanOfRoots(), "each": SumMetric(),
+                "f1": MulticlassF1Score(TARGETS, average="macro"),
+                "alone": MulticlassF1Score(TARGETS, average="macro"),
+                "matrix": MulticlassConfusionMatrix(TARGETS, normalize="true"),
+                "many": MetricCollection({"auroc": MulticlassAUROC(TARGETS), "acc": MulticlassAccuracy(TARGETS)}),
+            }
+        )  # fmt: skip
+
+    def step(self, batch: Any, name: str) -> Tensor:
+        x, y = batch
+        out, truth, m = self.net(x), y.argmax(1), self.seen[name]
+        loss = F.cross_entropy(out, truth, weight=self.rates)
+        mask = y[:, 0] > 0
+        m["weighted"].update(loss, weight=self.rates[truth].sum())
+        m["plain"].update(loss.item(), len(x))
+        m["root"](F.mse_loss(out, y).sqrt())
+        m["masked"].update(((out - y) ** 2)[mask].sum() / mask.sum(), weight=mask.sum())
+        m["classes"].update(((out - y) ** 2).mean(0).sqrt())
+        m["rows"].update(((out - y) ** 2).mean(1))
+        m["spread"].update(y.abs().amax())
+        m["sum"].update(loss)
+        m["hits"].update((out.argmax(1) == truth).sum())
+        m["size"].update(len(x))
+        m["max"].update(loss)
+        m["min"].update(loss)
+        m["running"].update(loss)
+        m["own"](out, y)
+        score = out.softmax(1)
+        f1 = m["f1"](score, truth)
+        m["of_f1"].update(f1)
+        self.log(f"{name}_f1", f1, on_step=True, on_epoch=True)
+        self.log(f"{name}_miss", 1 - f1, on_step=True, on_epoch=True, batch_size=len(x))
+        self.log_dict(
+            {f"{name}_{key}": value for key, value in m["many"](score, truth).items()}, on_step=True
+        )
+        m["alone"].update(score, truth)
+        self.log(f"{name}_alone", m["alone"].compute(), on_step=True)
+        m["alone"].reset()
+        for key in ("root", "own"):
+            self.log(f"{name}_{key}", m[key], on_step=True, on_epoch=True)
+        m["matrix"].update(score, truth)
+        for one in out.abs():
+            m["each"].update(one.max())
+        for key, metric in m.items():
+            if key not in ("root", "own", "many", "alone", "matrix"):
+                self.log(f"{name}_{key}_epoch", metric, on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch, "fit")
+        self.kept.update(loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.step(batch, "val")
+
+    def on_train_epoch_end(self) -> None:
+        matrix: Any = self.seen["fit"]["matrix"]  # type: ignore[index]
+        self.left += [*self.kept.compute().tolist(), *matrix.compute().flatten().tolist()]
+        self.kept.reset()
+
+
+def fitted(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Measures(), trainer(pipeline, inference_mode=True)
+    run.fit(module, loader(), loader(14, seed=4))
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logs), module.left
+
+
+@pytest.mark.parametrize("number", [3, 7])
+def test_metrics_are_given_the_numbers_of_the_batch(ranks: Ranks, number: int) -> None:
+    expected, left = fitted(None)
+    for found, kept in ranks(2)(fitted, {"stages": 2, "num_microbatches": number}):
+        assert_same(found, expected, 1e-6)  # some count in single precision
+        assert kept == pytest.approx(left, rel=1e-6)
