@@ -37,6 +37,7 @@ READING = frozenset(functions((Tensor, "item tolist numpy __float__ __int__ __in
 TAKING = frozenset(both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
 SELECTING = frozenset(both("masked_select"))
 BY_VALUES = frozenset(both("masked_select nonzero unique argwhere"))
+REPEATING = frozenset(both("repeat_interleave"))  # by values where these are not numbers
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

@@ -8,7 +8,14 @@ from torch import Tensor
 
 from lightning_pipeline.model.loss.calls import Call
 from lightning_pipeline.model.loss.events import Event, Whole
-from lightning_pipeline.model.loss.functions import BY_VALUES, READING, SELECTING, TAKING, written_by
+from lightning_pipeline.model.loss.functions import (
+    BY_VALUES,
+    READING,
+    REPEATING,
+    SELECTING,
+    TAKING,
+    written_by,
+)
 from lightning_pipeline.model.loss.masks import as_indices, has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
 from lightning_pipeline.model.loss.shares import RULED, operand_of, shape_of
@@ -48,7 +55,9 @@ class Observer:
             self.whole.ragged = True
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             func, args = Tensor.__getitem__, (args[0].expand(shape), as_indices(args[1].expand(shape)))
-        elif func in BY_VALUES:
+        elif func in BY_VALUES or (
+            func in REPEATING and any(map(is_placeholder, (*args[1:], *kwargs.values())))
+        ):
             self.whole.ragged = True
         elif func in READING and not is_placeholder(args[0]):
             self.whole.reads = True

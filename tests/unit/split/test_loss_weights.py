@@ -127,6 +127,17 @@ def test_what_cannot_be_followed_is_refused_with_the_line_and_the_ways_out() -> 
         assert_whole(Step(lambda m, y, b: F.cross_entropy(*flat(y, b)).sqrt()), batch(), 2, 3)
 
 
+def test_a_sum_over_rows_that_are_repeated_by_what_the_model_says_is_refused() -> None:
+    """As predicted durations do: how many rows the batch has is known to no micro-batch."""
+
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        times = 1 + (logits.detach()[:, 0, 0] > 0).long()
+        return logits.repeat_interleave(times, 0).square().sum() / 8
+
+    with pytest.raises(SplitError, match=r"(?s)cannot be compared with .*microbatch_weight"):
+        assert_whole(Step(loss), batch(), 2, 3)
+
+
 def test_a_guard_that_takes_another_way_where_nothing_counts_is_refused() -> None:
     def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         count = int(batch["mask"].sum())
