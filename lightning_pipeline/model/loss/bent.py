@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipeline.model.loss.calls import Form, Seen, grows, pairs, type_of
-from lightning_pipeline.model.loss.events import Share
+from lightning_pipeline.model.loss.events import Share, Whole
 from lightning_pipeline.model.loss.functions import both
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
@@ -21,6 +22,7 @@ from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 class _Known(Protocol):
     differs: bool
     remembered: bool
+    whole: Whole
 
     def of(self, value: Any) -> Share | None: ...
     def bent(self, value: Any) -> "Bent | None": ...
@@ -167,13 +169,14 @@ class _Notes:
         return value.detach().clone() if theirs.value is None else theirs.value
 
 
-def extreme(known: _Known, func: Any, args: Any, result: Any, seen: Seen | None) -> Bent | None:
+def extreme(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None) -> Bent | None:
     """What a call makes of samples that is no sum of theirs; None where it does not.
 
     Args:
         known: What is known of its arguments, and of the micro-batch.
         func: That was called.
         args: Its arguments.
+        kwargs: Likewise.
         result: Of the call.
         seen: The call of the whole batch; None where it is not known.
     """
@@ -182,8 +185,12 @@ def extreme(known: _Known, func: Any, args: Any, result: Any, seen: Seen | None)
         return None
     if func in _SUMMING and seen is not None and _has_pairs(value, seen) and result.shape == seen.result:
         return Bent(_unknown, (), always=True)
-    if func not in _REDUCING or value.numel() == 1:
+    if value.numel() == 1:
         return None
+    if func not in _REDUCING:
+        unclear = _mixes_samples(func, args, kwargs, value, seen)
+        unclear = unclear or _is_of_all(known, func, value, result, seen)
+        return Bent(_unknown, (), always=True) if unclear else None
     share = known.of(value)
     picked = share is not None and not share.single
     if not picked and (grows(seen, 0, value) is False or (seen is not None and seen.result != result.shape)):
@@ -192,6 +199,42 @@ def extreme(known: _Known, func: Any, args: Any, result: Any, seen: Seen | None)
     if makes is None or not (picked or known.counts(value, seen)):
         return Bent(None, (Leaf(result.detach().clone(), None),), always=True)
     return Bent(None, (Leaf(result.detach().clone(), makes),), always=True)
+
+
+def extremes(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None) -> list[Bent]:
+    """The same for a call that returns several tensors, such as `max(0)` or `topk`: one for each, or none."""
+    value = args[0] if args else None
+    if not isinstance(value, Tensor) or is_placeholder(value) or func not in _MIXING or value.numel() == 1:
+        return []
+    if not _mixes_samples(func, args, kwargs, value, seen):
+        return []
+    unknown = Bent(_unknown, (), always=True)
+    makes = _REDUCING.get(func)
+    if makes is None or not known.counts(value, seen):
+        return [unknown] * len(result)
+    return [Bent(None, (Leaf(result[0].detach().clone(), makes),), always=True), unknown]
+
+
+def _is_of_all(known: _Known, func: Any, value: Tensor, result: Tensor, seen: Seen | None) -> bool:
+    """Whether a function that nothing is known of makes of all samples what is none of theirs."""
+    if seen is None or known.whole.ragged or func in _ELSEWHERE or not result.is_floating_point():
+        return False
+    share = known.of(value)
+    return (share is None or not share.single) and bool(grows(seen, 0, value)) and seen.result == result.shape
+
+
+def _mixes_samples(func: Any, args: Any, kwargs: Any, value: Tensor, seen: Seen | None) -> bool:
+    """Whether what each sample has afterwards goes by others, as after `softmax(0)`."""
+    if func not in _MIXING or not grows(seen, 0, value):
+        return False
+    position, default = _MIXING[func]
+    given = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
+    dimensions = given if isinstance(given, list | tuple) else [given]
+    theirs = seen.args[0].shape if seen is not None else ()
+    if len(theirs) != value.dim():
+        return False
+    grown = [d for d, (mine, whole) in enumerate(zip(value.shape, theirs, strict=True)) if mine != whole]
+    return any(d is None or d % value.dim() in grown for d in dimensions)
 
 
 def _has_pairs(value: Tensor, seen: Seen) -> bool:
@@ -322,5 +365,20 @@ _REDUCING: dict[Any, Callable[[Tensor], Tensor] | None] = {
     **dict.fromkeys(both("corrcoef cov bincount histc"), None),
     **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm), None),
 }
-_SUMMING = frozenset((*both("sum mean"), *LOSSES))
 """Of samples a number, and what makes the batch's of those of the micro-batches; None: nothing does."""
+_MIXING: dict[Any, tuple[int, int | None]] = {
+    # where the dimension stands among the arguments, and which it is where it is not given
+    **dict.fromkeys(both("softmax log_softmax cumsum cumprod logcumsumexp cummax cummin flip"), (1, None)),
+    **dict.fromkeys((F.softmax, F.log_softmax, F.softmin), (1, None)),
+    **dict.fromkeys(both("max min median nanmedian var_mean std_mean"), (1, None)),
+    **dict.fromkeys(both("argsort sort mode"), (1, -1)),
+    **dict.fromkeys(both("roll diff topk kthvalue"), (2, -1)),
+    F.normalize: (2, 1),
+}
+_SUMMING = frozenset((*both("sum mean"), *LOSSES))
+_ELSEWHERE = _SUMMING.union(
+    both(
+        "dot vdot inner matmul mm mv __matmul__ einsum where new_zeros new_ones new_full new_empty new_tensor"
+    )
+)
+"""What is followed by a rule of its own, or takes nothing of the values."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.loss.bent import Bent, bend, extreme
+from lightning_pipeline.model.loss.bent import Bent, bend, extreme, extremes
 from lightning_pipeline.model.loss.calls import Form, Seen, pairs
 from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Event, Operand, Share, Whole
 from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING, both
@@ -106,8 +106,13 @@ class Shares:
                 return self._select(func, args, kwargs, run)
         bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
         result = self._followed(func, args, kwargs, run)
+        if isinstance(result, tuple):
+            found = extremes(self, func, args, kwargs, result, seen)
+            for one, made in zip(result, found, strict=False):
+                self._keep_bent(one, made)
+            return result
         made = args[0] if func is Tensor.__setitem__ else result
-        self._keep_bent(made, bent or extreme(self, func, args, result, seen))
+        self._keep_bent(made, bent or extreme(self, func, args, kwargs, result, seen))
         return result
 
     def _seen(self, func: Any) -> Seen | None:

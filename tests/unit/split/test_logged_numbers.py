@@ -74,6 +74,8 @@ NUMBERS: dict[str, Number] = {
     "adjusted by a size": lambda out, y: 1 - F.mse_loss(out, y).sqrt() * (len(out) - 1) / (len(out) + 3),
     "accuracy by class": accuracy_by_class,
     "in place": doubled_in_place,
+    "largest of each column, with its place": lambda out, y: out.max(0).values.mean(),
+    "of rows": lambda out, y: (out.softmax(1) * y).mean() + out.topk(1).values.mean() + out.sort(1)[0].mean(),
     "largest of each column": lambda out, y: out.amax(0).sum(),
     "over the columns": lambda out, y: ((out - y) ** 2).mean(0).sqrt().mean(),
     "of torchmetrics": lambda out, y: mean_squared_error(out, y, squared=False),
@@ -142,6 +144,18 @@ UNKNOWN: list[Number] = [
     lambda out, y: torch.quantile(out, 0.5),
     lambda out, y: (out @ out.T).mean(),
     lambda out, y: (out @ out.T).max(),
+    lambda out, y: (out.softmax(0) * y).mean(),
+    lambda out, y: F.log_softmax(out, dim=0).mean(),
+    lambda out, y: out[:, 0].topk(1).values.mean(),
+    lambda out, y: out.sort(0).values[:1].mean(),
+    lambda out, y: out.median(0).values.sum(),
+    lambda out, y: out[:, 0].cumsum(0).mean(),
+    lambda out, y: (out - out.flip(0)).abs().mean(),
+    lambda out, y: torch.var_mean(out, 0)[0].mean(),
+    lambda out, y: F.normalize(out, dim=0).mean(),
+    lambda out, y: torch.linalg.svdvals(out).max(),
+    lambda out, y: out.nanmean(),
+    lambda out, y: out[0, 0],
 ]
 
 
