@@ -1,5 +1,6 @@
 """What a step leaves behind in some of its batches only, and weights that it writes in place."""
 
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -112,6 +113,21 @@ class Conditional(Regression):
         return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
 
 
+class ByValue(Regression):
+    """Counts batches of a small loss; `counts=False` only reads the loss."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.counts, self.small, self.last = counts, 0, 0.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        self.last = loss.item()
+        if self.counts and loss < 10:
+            self.small += 1
+        return loss
+
+
 class Decayed(Regression):
     """Each step writes weights in place."""
 
@@ -158,6 +174,21 @@ def test_what_depends_on_numbers_that_change_is_left_once_on_every_rank(ranks: R
         for condition, (*counts, losses) in expected.items():
             assert list(found[condition][:-1]) == counts, condition
             assert found[condition][-1] == pytest.approx(losses), condition
+
+
+def warned_of(counts: bool) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        pipeline = {"stages": 2, "num_microbatches": 2}
+        trainer(pipeline, max_epochs=1, limit_val_batches=0).fit(ByValue(counts), loader(16))
+    return [str(one.message) for one in caught if "decided so" in str(one.message)]
+
+
+def test_what_a_value_of_the_model_lets_a_step_leave_behind_is_warned_of(ranks: Ranks) -> None:
+    (warning,), *others = sorted(ranks(2)(warned_of, True), reverse=True)
+    assert others == [[]]
+    assert "training_step has changed 'small' on the last stage alone" in warning
+    assert ranks(2)(warned_of, False) == [[], []]
 
 
 def decay(pipeline: dict[str, Any] | None) -> dict[str, Tensor]:

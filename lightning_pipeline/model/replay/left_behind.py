@@ -1,7 +1,7 @@
 """What a step leaves behind on this rank: which rules put it together, found out once for each step."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -33,8 +33,10 @@ from lightning_pipeline.model.trace import (
     Owner,
     Place,
     Standing,
+    Surroundings,
     Trace,
     UnitPatches,
+    metrics_of,
     step_function,
 )
 
@@ -75,6 +77,7 @@ class LeftBehind:
         self._by_rows: dict[str, tuple[Place, Rows]] = {}  # of all steps
         self._rows_at: dict[str, int] = {}
         self._reads: dict[str, dict[str, bool]] = {}
+        self._around: Surroundings | None = None
         self.doubtful: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
@@ -124,6 +127,27 @@ class LeftBehind:
         if not effects or len(sizes) == 1:
             return None
         return StepState(effects, dict(rules), sizes, is_last=True, step=trace.step)
+
+    # ---- what no run without values shows
+
+    def watch(self, trace: Trace) -> None:
+        """A batch begins, on whose last stage values of units may decide what is left behind."""
+        self._around = None
+        if self._has_last_stage and trace.reads_values:
+            apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]
+            inside = {id(part) for module in apart for part in module.modules()}
+            named = self._root.named_modules()
+            self._around = Surroundings.of_attributes((n, m) for n, m in named if id(m) not in inside)
+
+    def unforeseen(self, known: Collection[Hashable]) -> list[str]:
+        """Attributes that the batch has changed and that no run of the step without values does.
+
+        Args:
+            known: Identities of places that are known to change.
+        """
+        around, self._around = self._around, None
+        found = around.look() if around is not None else []
+        return [place.label for place in found if place.identity not in known]
 
     # ---- rows of samples, from batch to batch
 

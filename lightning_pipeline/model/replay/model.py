@@ -325,6 +325,7 @@ class SplitModel(OutsideSteps):
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
+        self._left_behind.watch(trace)
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
@@ -422,6 +423,17 @@ class SplitModel(OutsideSteps):
         for state in states:
             if state is not None:
                 state.settle(merge)
+
+    def unforeseen(self, step: str) -> list[str]:
+        """After `settle`, on the last stage: attributes that values of units have let the step change.
+
+        Args:
+            step: That has run.
+        """
+        trace = self.known[step]
+        known = {effect.place.identity for effect in trace.effects} | self._carried
+        known |= {place.identity for _, place in trace.unit_attributes}
+        return self._left_behind.unforeseen(known)
 
     def settled(self, step: str) -> None:
         """After all ranks have been told: what is carried on by rows has those of this batch."""

@@ -190,6 +190,7 @@ class Glue:
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
         self._observed.values_read()
+        self._observed.trace.reads_values = True
         if not self.unknown_line:
             self.unknown_line = user_line(self._observed.root)
         self._observed.trace.tail |= self._observed.tags.union(operands)

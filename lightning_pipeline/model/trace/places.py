@@ -357,6 +357,14 @@ class Surroundings:
         owners = [*_owners(root), GradMode(), Flags(root), Memory(root), *others]
         self._seen = [_Seen(owner) for owner in owners if not isinstance(owner, Numbers)]
 
+    @classmethod
+    def of_attributes(cls, modules: Iterable[tuple[str, nn.Module]]) -> "Surroundings":
+        """Of some modules, by name, and of nothing below them."""
+        made = cls(nn.Module())
+        named = [(f"{name}." if name else "", module) for name, module in modules]
+        made._seen = [_Seen(Owner(vars(module), label, _OURS)) for label, module in named]
+        return made
+
     def iterators(self) -> list[Place]:
         """Places of iterators from which a step may take."""
         return [

@@ -121,6 +121,7 @@ class Trace:
         weighted_inside: Those by weights of the classes: the unit's name, and the line.
         steered: Whether code between units reads a random number or a value of the batch, which may choose
             what it calls next.
+        reads_values: Whether it reads a number from what units return.
         decisions: What it decides by numbers that change between batches, with what came out.
         numbers: Where those of them stand that are beside the module, by label.
         leaves: Numbers and strings of the micro-batch that was traced.
@@ -161,6 +162,7 @@ class Trace:
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
     weighted_inside: dict[str, str] = field(default_factory=dict)
     steered: bool = False
+    reads_values: bool = False
     decisions: dict[Expression, Any] = field(default_factory=dict)
     numbers: dict[str, Place] = field(default_factory=dict)
     leaves: Hashable = None

@@ -202,6 +202,7 @@ class Batch:
         with steps.executor.failure.watch(f"the end of {self.step}"):
             report, output = None, None
             steps.split.settle(steps.merge)
+            self._warn_unforeseen()
             if steps.split.has_last_stage:
                 report, output = self._report(), self._merged()
             report = steps.reports.share(self.step, report)
@@ -292,6 +293,17 @@ class Batch:
                 f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
                 "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
                 "no later batch reads in `on_train_batch_end`"
+            )
+
+    def _warn_unforeseen(self) -> None:
+        step, warned = self.step, self._steps.warned
+        names = self._steps.split.unforeseen(step)
+        if names and self._steps.from_last.group is not None and ("unforeseen", step) not in warned:
+            warned.add(("unforeseen", step))
+            rank_zero_warn(
+                f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each micro-"
+                "batch by itself, as if a value that the model computes decided so (`if loss < 0.1`): "
+                "decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
             )
 
     def _warn_once(self) -> None:
