@@ -301,8 +301,8 @@ class Batch:
         if names and self._steps.from_last.group is not None and ("unforeseen", step) not in warned:
             warned.add(("unforeseen", step))
             rank_zero_warn(
-                f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each micro-"
-                "batch by itself, as if a value that the model computes decided so (`if loss < 0.1`): "
+                f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each "
+                "micro-batch by itself, as if a value that the model computes decided so (`if loss < 0.1`): "
                 "decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
             )
 
