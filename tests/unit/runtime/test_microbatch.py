@@ -15,6 +15,7 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from lightning_pipeline.data.fingerprint import fingerprint
+from lightning_pipeline.data.mappings import of_class
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import batch_size_of, signature_of, split_batch
 from lightning_pipeline.errors import ConfigurationError
@@ -137,6 +138,16 @@ def test_mappings_of_any_class_are_cut_and_stay_as_they_were(make: Any) -> None:
     assert [part["inside"]["y"].tolist() for part in parts] == [[0.0, 1.0], [2.0, 3.0]]
     assert batch["x"].tolist() == [0, 1, 2, 3]
     assert not isinstance(batch, ReadOnly) or {part["inside"].source for part in parts} == {"file"}
+
+
+class WithMore(dict[str, Any]):
+    def __init__(self) -> None:
+        super().__init__(more=1)
+
+
+def test_a_dictionary_that_adds_keys_of_its_own_is_made_again() -> None:
+    assert of_class(WithMore, {"x": 2}) == {"more": 1, "x": 2}
+    assert type(of_class(Constant, {"x": 2})) is Constant
 
 
 def test_fingerprints_look_into_mappings_of_any_class() -> None:
