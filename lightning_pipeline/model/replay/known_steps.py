@@ -1,17 +1,30 @@
 """The kinds of steps that have been traced; one that was not seen yet is traced when it comes."""
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import PlaceholderMode
-from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches, trace_step
+from lightning_pipeline.model.trace import (
+    Call,
+    Owner,
+    Trace,
+    UnitPatches,
+    circumstances,
+    index_of,
+    plain_leaves,
+    trace_step,
+)
+
+_RECENT = 4  # traces of a batch that are kept beside those of the known steps
 
 
 class KnownSteps:
@@ -40,6 +53,7 @@ class KnownSteps:
         self._context, self._sinks, self._others, self._lifted = context, sinks, others, lifted
         self._device = device
         self._known: dict[str, tuple[Trace, Liveness]] = {}
+        self._recent: deque[Trace] = deque(maxlen=_RECENT)
         self._seen_again: set[str] = set()
         if not cut.trace.is_made_up:
             self._known[cut.trace.step] = cut.trace, cut.liveness()
@@ -56,6 +70,7 @@ class KnownSteps:
         """Trace each step anew when it comes, as the module has changed; returns the traces there were."""
         traces = self.traces
         self._known.clear()
+        self._recent.clear()
         self._seen_again.clear()
         return traces
 
@@ -92,13 +107,39 @@ class KnownSteps:
             seeds: Its random numbers.
             seen: Calls that are known beside those of the known steps.
         """
+        like, _ = self._known.get(step, (None, None))
         with self._lifted():
-            return trace_step(
+            found = trace_step(
                 self._root, step, *microbatch, units=self._cut.trace.units, patches=self._patches,
                 mode=self._mode, forward_context=self._context, sinks=self._sinks(), others=self._others(),
                 seen=[*seen, *(call for trace in self.traces for call in trace.calls)],
-                device=self._device, seeds=seeds,
+                device=self._device, seeds=seeds, like=like,
             )  # fmt: skip
+        if seeds is None:
+            self._recent.append(found)
+        return found
+
+    def traced_like(self, step: str, microbatch: Microbatch) -> Trace:
+        """A trace with a micro-batch of this form: an earlier one where that shows the same, or a new one.
+
+        It shows the same where the step reads no value and no random number, and the module holds numbers
+        and forms as then. What the step leaves behind may be more by now.
+
+        Args:
+            step: Name of the user's method.
+            microbatch: Arguments and keyword arguments.
+        """
+        with self._lifted():
+            now = _asked(microbatch), circumstances(self._root, self._others())
+        for trace in (*self._recent, *self.traces):
+            then = (trace.arguments, trace.leaves, trace.index), trace.circumstances
+            if trace.step == step and not (trace.steered or trace.ended_early) and then == now:
+                return trace
+        return self.traced(step, microbatch)
+
+    def forget_recent(self) -> None:
+        """A batch is over: what stood when its step was traced is not to be held any longer."""
+        self._recent.clear()
 
     def refusal(self, step: str, microbatch: Microbatch) -> SplitError | None:
         """Why a step cannot be cut; None where it can.
@@ -124,3 +165,9 @@ class KnownSteps:
             )
         self._known[trace.step] = (trace, self._cut.liveness(trace))
         return self._known[trace.step]
+
+
+def _asked(microbatch: Microbatch) -> tuple[Hashable, Hashable, int | None]:
+    """Shapes of a micro-batch, numbers and strings in it, and the index of the batch."""
+    args, kwargs = microbatch
+    return signature_of(args, kwargs), plain_leaves(args, kwargs), index_of(args)

@@ -53,6 +53,7 @@ class LeftBehind:
         patches: The units' `forward`.
         stages: Those of this rank.
         traced: Traces a step with the arguments of a micro-batch.
+        traced_like: Gives a trace with arguments of this form, which may be an earlier one.
         guards: What stands for attributes of other stages.
         others: What a step may change beside the module.
         quiet: Inside, nothing is logged or measured and no random number is used up.
@@ -65,13 +66,15 @@ class LeftBehind:
     def __init__(
         self, root: nn.Module, cut: Partition, patches: UnitPatches, stages: Sequence[int], *,
         traced: Callable[[str, MicrobatchArguments], Trace],
+        traced_like: Callable[[str, MicrobatchArguments], Trace],
         guards: AttributeGuards,
         others: Callable[[], Sequence[Owner]],
         quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._cut, self._patches, self._stages = root, cut, patches, stages
         self._has_last_stage = cut.num_stages - 1 in stages
-        self._traced, self._guards, self._others, self._quiet = traced, guards, others, quiet
+        self._traced, self._traced_like = traced, traced_like
+        self._guards, self._others, self._quiet = guards, others, quiet
         self._rules: dict[str, dict[str, Rule | None]] = {}
         self._unit_rules: dict[str, dict[str, Rows]] = {}
         self._by_rows: dict[str, tuple[Place, Rows]] = {}  # of all steps
@@ -317,7 +320,7 @@ class LeftBehind:
         ahead, behind = (0, first), (first, second)
         for part, pieces in ((one, [ahead]), (other, [behind]), (whole, [ahead, behind])):
             with start.of(pieces):
-                parts.append((part, self._traced(trace.step, part)))
+                parts.append((part, (self._traced if start else self._traced_like)(trace.step, part)))
         asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
         carried = trace.carried()
         in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))

@@ -144,13 +144,14 @@ class SplitModel(OutsideSteps):
         self._state: StepState | None = None
         self._left_behind = LeftBehind(
             root, cut, self._patches, stages,
-            traced=self.known.traced, guards=self._guards, others=others, quiet=self._quiet,
+            traced=self.known.traced, traced_like=self.known.traced_like, guards=self._guards, others=others,
+            quiet=self._quiet,
         )  # fmt: skip
         self._finder = RouteFinder(
             root, cut, self._residence.needed,
             walk=DryRuns(self._first_view, self._patches).walk, traced=self.known.traced,
-            apart=self._apart_in_silence, in_silence=self._in_silence, forget=self._left_behind.forget,
-            others=others,
+            traced_like=self.known.traced_like, apart=self._apart_in_silence, in_silence=self._in_silence,
+            forget=self._left_behind.forget, others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
         self._divisors = Divisors(
@@ -520,6 +521,7 @@ class SplitModel(OutsideSteps):
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None
+        self.known.forget_recent()
 
     def sinks_to(
         self, record: Callable[[str, tuple[Any, ...], dict[str, Any]], None]

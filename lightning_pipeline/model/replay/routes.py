@@ -69,6 +69,7 @@ class RouteFinder:
         needed: The stages that hold each parameter and buffer.
         walk: Runs a step without any unit, to see which units it calls; None where the way is not known.
         traced: Traces a step with a micro-batch and its random numbers; calls of these traces are known.
+        traced_like: Gives a trace with a micro-batch of this form, which may be an earlier one.
         apart: Inside, a run of a step leaves nothing behind.
         in_silence: Inside, a run of a step logs nothing.
         forget: Told of a step that leaves more behind than was seen.
@@ -79,6 +80,7 @@ class RouteFinder:
         self, root: nn.Module, cut: Partition, needed: Mapping[str, Sequence[int]], *,
         walk: Callable[[Microbatch, Callable[[], MicrobatchSeeds], StepRoutes, "Reads"], Route | None],
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
+        traced_like: Callable[[str, Microbatch], Trace],
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
@@ -86,7 +88,8 @@ class RouteFinder:
     ) -> None:  # fmt: skip
         self._others = others
         self._root, self._cut, self._needed, self._walk = root, cut, needed, walk
-        self._traced, self._apart, self._in_silence, self._forget = traced, apart, in_silence, forget
+        self._traced, self._traced_like, self._apart = traced, traced_like, apart
+        self._in_silence, self._forget = in_silence, forget
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
@@ -290,7 +293,10 @@ class RouteFinder:
             if trace.arguments != shapes:
                 step = trace.step
                 with self._numbers_kept():
-                    trace = self._traced(step, batch, seeds() if self._steps[step].varies else None, ())
+                    if self._steps[step].varies:
+                        trace = self._traced(step, batch, seeds(), ())
+                    else:
+                        trace = self._traced_like(step, batch)
             self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
         return self._outputs[key]
 

@@ -10,11 +10,16 @@ import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
+from hashlib import sha256
+from itertools import islice
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.tensors import filled_by, items_of, result_dtypes
 from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
 
 Expression = tuple[Any, ...]
@@ -24,6 +29,10 @@ INDEX = "the index of the batch"
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, str)
+_STATED = (*_PLAIN, float, complex, bytes, type(None))
+_METHODS = (FunctionType, MethodType, partial)  # a split module has some in the place of its own
+_HOOK_NOW = "_current_fx_name"  # where Lightning notes which hook runs
+_MANY = 1000
 _MOST_OPERANDS, _MOST_MADE = 40, 200
 _BINARY = ["add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "lshift", "rshift", "and_", "or_", "xor"]
 _COMPARED = ["eq", "ne", "lt", "le", "gt", "ge"]
@@ -265,9 +274,13 @@ def _value(expression: Any, at: Callable[[str], Any]) -> Any:
 
 def with_noted_index(args: tuple[Any, ...], decisions: Decisions) -> tuple[Any, ...]:
     """Arguments of a step with an index of the batch that notes what is done with it."""
-    if len(args) < 2 or type(args[1]) is not int:
-        return args
-    return args[0], decisions.stand_in(args[1], INDEX), *args[2:]
+    index = index_of(args)
+    return args if index is None else (args[0], decisions.stand_in(index, INDEX), *args[2:])
+
+
+def index_of(args: Sequence[Any]) -> int | None:
+    """The index of the batch among the arguments of a step; None where there is none."""
+    return args[1] if len(args) > 1 and type(args[1]) is int else None
 
 
 def numbers_beside(others: Iterable[Owner]) -> Iterator[Place]:
@@ -325,6 +338,45 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
             if type(value) in _PLAIN and (own, name) not in left_out
         ]
     return tuple(found)
+
+
+def circumstances(root: nn.Module, others: Iterable[Owner]) -> str:
+    """What a trace may depend on beside its batch: numbers and forms of tensors that the module holds, modes.
+
+    Two that are equal say that nothing has changed which a step can choose by without reading a value; to
+    take one trace for two steps, that has to be asked of the trace.
+
+    Args:
+        root: The LightningModule.
+        others: What the step may change beside it; the numbers there count too.
+
+    Returns:
+        A digest of them: there are some for each module, and traces stay.
+    """
+    found: list[Any] = [_form(getattr(root, name, 0)) for name in ("current_epoch", "global_step")]
+    found += [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), result_dtypes()]
+    found += [(place.label, _form(place.get())) for place in numbers_beside(others)]
+    for module in root.modules():
+        found += [
+            (name, _form(value))
+            for name, value in vars(module).items()
+            if name != _HOOK_NOW and type(value) not in _METHODS
+        ]
+    return sha256(repr(found).encode(errors="backslashreplace")).hexdigest()
+
+
+def _form(value: Any, depth: int = 3) -> Any:
+    """A number itself, the shape of a tensor, what is in a container or plain object, else the type."""
+    kind = type(value)
+    if kind in _STATED:
+        return kind, value
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype, value.requires_grad
+    held = filled_by(value) if depth else None
+    if held is None:
+        return kind
+    items = islice(items_of(held), _MANY)
+    return kind, len(held), *((_form(key, 0), _form(item, depth - 1)) for key, item in items)
 
 
 def guess(func: Any, dtype: torch.dtype, fraction: float = 1.0) -> bool | int | float:

@@ -30,7 +30,7 @@ from lightning_pipeline.model.trace.choices import Expression
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
-from lightning_pipeline.model.trace.ports import PortPlace, PortSpec, Watch
+from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
 from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 
@@ -127,6 +127,9 @@ class Trace:
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
         constants: Whether what depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
+        index: The index of the batch that was traced.
+        circumstances: What it may depend on beside the batch, as a digest.
+        porting: Which ports it looked for; None: none.
     """
 
     root: nn.Module
@@ -168,6 +171,9 @@ class Trace:
     leaves: Hashable = None
     is_made_up: bool = False
     constants: bool = False
+    index: int | None = None
+    circumstances: str = ""
+    porting: Porting | None = None
 
     @property
     def path(self) -> tuple[int, ...]:

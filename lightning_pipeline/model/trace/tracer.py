@@ -1,5 +1,6 @@
 """The mechanism of the trace: who answers unit calls, and how dependence is followed through glue."""
 
+import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,14 @@ from lightning_pipeline.model.trace.checkpointing import (
     Regions,
     reentrant_checkpoint_replaced,
 )
-from lightning_pipeline.model.trace.choices import Decisions, numbers_beside, plain_leaves, with_noted_index
+from lightning_pipeline.model.trace.choices import (
+    Decisions,
+    circumstances,
+    index_of,
+    numbers_beside,
+    plain_leaves,
+    with_noted_index,
+)
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations
@@ -54,6 +62,8 @@ from lightning_pipeline.model.trace.record import (
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
+
+_log = logging.getLogger(__name__)
 
 
 class Tracer:
@@ -383,6 +393,7 @@ def trace_step(
     seen: Sequence[Call] = (),
     device: torch.device | None = None,
     seeds: MicrobatchSeeds | None = None,
+    like: Trace | None = None,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -404,6 +415,8 @@ def trace_step(
         device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
         seeds: The random numbers of the micro-batch, where its way through the model is looked for; calls
             like one of `seen` then are not traced again.
+        like: An earlier trace of the step. Ports that it has found are tried first, and are the ports of this
+            one where no more is read of what units change.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
@@ -423,9 +436,9 @@ def trace_step(
                 patched.remove()
 
     try:
-        return _with_ports(once(), once)
+        return _with_ports(once, like)
     except SplitError as error:
-        return _with_constants(error, partial(once, look=look._replace(constants=True)))
+        return _with_constants(error, partial(once, look=look._replace(constants=True)), like)
 
 
 def _traced(
@@ -436,7 +449,7 @@ def _traced(
     decisions = Decisions()
     clone = with_noted_index(clone[0], decisions), clone[1]
     numbers = {place.label: place for place in numbers_beside(look.others)}
-    saved, outside = ModuleState(root), Standing(look.others)
+    saved, outside, begin = ModuleState(root), Standing(look.others), circumstances(root, look.others)
     grad_mode = torch.is_grad_enabled()
     tracer = None
     try:
@@ -460,6 +473,8 @@ def _traced(
         for place, replayed in kept:
             place.put(replayed)
     trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
+    trace.index = index_of(batch[0])
+    trace.circumstances, trace.porting = begin, porting
     trace.decisions = decisions.made
     trace.numbers = {label: numbers[label] for label in decisions.labels() & numbers.keys()}
     made = tracer.observed.made
@@ -468,29 +483,38 @@ def _traced(
     return trace
 
 
-def _with_constants(error: SplitError, again: Callable[..., Trace]) -> Trace:
+def _with_constants(error: SplitError, once: Callable[..., Trace], like: Trace | None) -> Trace:
     """Trace once more, with the values of what depends on shapes alone, such as a mask made like a value.
 
     That takes memory on every stage, and the time of what is done with it, so that it is not the first way.
     """
     try:
-        return _with_ports(again(), again)
+        return _with_ports(once, like)
     except SplitError:
         raise error from error.__cause__
 
 
-def _with_ports(trace: Trace, again: Callable[[Porting], Trace]) -> Trace:
-    """Trace once more, with ports, where units change something beside their output that is read.
+def _with_ports(once: Callable[[Porting | None], Trace], like: Trace | None) -> Trace:
+    """Trace, and once more with ports where units change something beside their output that is read.
 
-    Hooks inside units are left where they are unless attributes and containers do not explain it all.
+    Hooks inside units are left where they are unless attributes and containers do not explain it all. Where
+    an earlier trace had to look for ports, those that it found come first; they do where nothing else leaks.
     """
-    leaking = trace.leaking_units()
-    best = trace
+    if like is not None and like.porting is not None:
+        try:
+            found = once(like.porting)
+        except SplitError as error:
+            _log.debug("%s takes other ports now: %s", like.step, error)
+        else:
+            if not found.leaking_units():
+                return found
+    best = once(None)
+    leaking, places = best.leaking_units(), frozenset(best.side_writes)
     for hooks in (False, True):
         if not best.leaking_units():
             break
         try:
-            other = again(Porting(leaking, frozenset(trace.side_writes), hooks))
+            other = once(Porting(leaking, places, hooks))
         except SplitError:
             continue  # what is refused with ports works without, on one stage
         if len(other.leaking_units()) < len(best.leaking_units()):
