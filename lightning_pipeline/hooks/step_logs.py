@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.loss import Bent, DifferentWaysError, Part, together
-from lightning_pipeline.model.tensors import storage_key
+from lightning_pipeline.model.tensors import is_placeholder, storage_key
 from lightning_pipeline.ranks import Outlet
 
 SIGNATURE = inspect.signature(LightningModule.log)
@@ -116,7 +116,7 @@ class LogRecorder:
         """What a value of the micro-batch that runs is of the batch's."""
         self._warned: set[str] = set()
         self._of_whole: dict[str, int] = {}
-        self._numbers: dict[str, float] = {}  # that the step of the whole batch logs
+        self._numbers: dict[str, Any] = {}  # that the step of the whole batch logs
         self._means: set[tuple[str, int]] = set()
         self._ways: dict[tuple[str, int], str] = {}
         self._constant: set[str] = set()
@@ -152,7 +152,7 @@ class LogRecorder:
         logged = [(given["name"], given["value"])] if how == "log" else list(_items(given["dictionary"]))
         names = [name for name, _ in logged]
         for name, value in logged:
-            if isinstance(value, int | float):
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and not is_placeholder(value)):
                 self._numbers[name] = value
         if given.get("batch_size") is not None:
             self._of_whole.update(dict.fromkeys(names, given["batch_size"]))
@@ -248,24 +248,23 @@ class LogRecorder:
         found = self._of_numbers(key, call)
         if found is not None:
             return found
-        differs = several and (call.bent or call.numbers)
+        differs = several and (call.bent or call.numbers or self._ways.get(key) == "")
         if differs and key not in self._means and key[0] not in self._warned and _differ(call):
             self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
         return _reduced(call, is_mean=key in self._means)
 
     def _of_numbers(self, key: tuple[str, int], call: _Call) -> Tensor | None:
-        """Of Python numbers that go by sizes, or are the same, as the step of the whole batch showed."""
-        numbers = [value for value in call.sources if not isinstance(value, Tensor | Metric)]
-        if len(numbers) < len(call.values) or call.given or key in self._means:
+        """Of numbers that go by sizes, or are the same, as the step of the whole batch showed."""
+        if call.known or call.bent or key in self._means:
             return None
-        if key[0] in self._numbers and len(call.values) == len(self._sizes):
-            whole = self._numbers[key[0]]
+        if key not in self._ways and key[0] in self._numbers and len(call.values) == len(self._sizes):
+            whole, numbers = float(self._numbers[key[0]]), [float(value) for value in call.values]
             same = all(number == whole for number in numbers)
-            is_sum = not same and math.isclose(math.fsum(numbers), whole, rel_tol=1e-12)
+            is_sum = not same and math.isclose(math.fsum(numbers), whole, rel_tol=1e-6)
             self._ways[key] = "same" if same else "sum" if is_sum else ""
         way = self._ways.get(key)
-        if way == "same" and all(number == numbers[0] for number in numbers):
-            return call.values[0].double()
+        if way == "same" and (not call.numbers or not _differ(call)):  # tensors are not read for it
+            return torch.stack([value.double() for value in call.values]).mean()
         return torch.stack([value.double() for value in call.values]).sum() if way == "sum" else None
 
     def _warn(self, name: str, what: str) -> None:

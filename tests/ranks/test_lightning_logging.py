@@ -225,6 +225,11 @@ class LogsNoMeans(Regression):
         loss = nn.functional.mse_loss(out, batch[1])
         self.log("root", loss.sqrt(), on_step=True, on_epoch=True)
         self.log_dict({"exp": torch.exp(loss), "worst": (out - batch[1]).abs().max()}, on_epoch=True)
+        self.log("batches", 1.0, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=len(out))
+        self.log("samples", float(len(out)), reduce_fx="sum", on_step=False, on_epoch=True)
+        self.log("size", torch.tensor(float(len(out))))
+        self.log("sum_of_losses", loss, reduce_fx="sum", on_step=False, on_epoch=True, batch_size=len(out))
+        self.log("above", torch.count_nonzero(out > 0).double())
         self.log("largest_loss", loss, reduce_fx="max", on_step=False, on_epoch=True)
         return loss
 
