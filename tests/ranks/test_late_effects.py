@@ -202,3 +202,79 @@ def test_weights_written_in_place_are_written_once_a_batch(ranks: Ranks, num_mic
     expected = decay(None)
     for found in ranks(2)(decay, {"stages": 2, "num_microbatches": num_microbatches}):
         assert_same((found, {}), (expected, {}))
+
+
+WRITES = ("average", "moment", "copied", "plain", "listed", "epoch")
+
+
+class WritesLate(Regression):
+    """In some batches alone a tensor that outlives the step is written in place, and nothing else changes."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("moment", torch.zeros(3, dtype=torch.float64))
+        self.plain, self.listed = torch.zeros(3), [torch.zeros(())]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.mse_loss(out, batch[1])
+        if batch_idx == 1:
+            self.write(out, loss)
+        return loss
+
+    def write(self, out: Tensor, loss: Tensor) -> None:
+        match self.where:
+            case "average":
+                self.average.mul_(0.9).add_(0.1 * loss.detach())
+            case "moment":
+                self.moment.lerp_(out.detach().mean(0), 0.5)
+            case "copied":
+                self.average.copy_(loss.detach())
+            case "plain":
+                self.plain[1] += 1
+            case "listed":
+                self.listed[0] += 2
+            case "weights":
+                for parameter in self.net.parameters():
+                    parameter.data.mul_(0.95)
+            case "epoch":
+                self.average += self.trainer.current_epoch + 1
+
+
+def written_late(pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    found = {}
+    for where in WRITES:
+        module = WritesLate(where)
+        trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(24))
+        left = {"average": module.average, "moment": module.moment, "plain": module.plain}
+        numbers = {name: value.tolist() for name, value in left.items()}
+        numbers["listed"] = float(module.listed[0])
+        found[where] = weights(module), numbers
+    return found
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_what_later_batches_write_in_place_is_written_once(ranks: Ranks, num_microbatches: int) -> None:
+    expected = written_late(None)
+    for found in ranks(2)(written_late, {"stages": 2, "num_microbatches": num_microbatches}):
+        for where, (wanted, numbers) in expected.items():
+            assert_same((found[where][0], {}), (wanted, {}))
+            for name, value in numbers.items():
+                assert found[where][1][name] == pytest.approx(value, abs=1e-12), (where, name)
+
+
+def refused_late() -> str:
+    module = WritesLate("weights")
+    try:
+        trainer({"stages": 2}, max_epochs=1, limit_val_batches=0).fit(module, loader(24))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_weights_that_a_later_batch_writes_first_are_refused(ranks: Ranks) -> None:
+    for found in ranks(2)(refused_late):
+        assert "changes 'net." in found
+        assert "on_train_batch_end" in found

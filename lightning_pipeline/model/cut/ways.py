@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut.liveness import Liveness
-from lightning_pipeline.model.tensors import Structure, TensorSpec
+from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
 from lightning_pipeline.model.trace import (
     INDEX,
     MISSING,
@@ -129,14 +129,20 @@ class StepRoutes:
         if len(self.decisions) > _MOST_DECISIONS:
             self.decisions = {leaf: None for one in self.decisions for leaf in leaves_of(one)}
 
-    def unknown(self, changed: Sequence[Place]) -> list[Hashable]:
+    def unknown(self, changed: Sequence[Place], written: Sequence[int] = ()) -> list[Hashable]:
         """Which of the places that a run of the step has changed are not known to be.
 
         Args:
             changed: The places.
+            written: Memory that it has written, by `storage_key`.
         """
+        held = (t for effect in self.base.trace.effects for t in standing_tensors(effect.place.get()))
+        seen = {storage_key(tensor) for tensor in held} if written else set()
+        more = [
+            ("written", key) for key in written if key not in seen and ("written", key) not in self._passing
+        ]
         known = {effect.place.identity for effect in self.base.trace.effects} | self._passing
-        return [place.identity for place in changed if place.identity not in known]
+        return [*(place.identity for place in changed if place.identity not in known), *more]
 
     def learn(self, trace: Trace, places: Sequence[Hashable]) -> bool:
         """Take what a step leaves behind from one more trace. Whether that is more than was known.

@@ -30,7 +30,14 @@ from lightning_pipeline.model.cut import (
 )
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.state import CannotRepeatError
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, result_dtypes
+from lightning_pipeline.model.tensors import (
+    TensorSpec,
+    WritesSeen,
+    is_placeholder,
+    result_dtypes,
+    standing_tensors,
+    storage_key,
+)
 from lightning_pipeline.model.trace import (
     Call,
     Decisions,
@@ -236,18 +243,36 @@ class RouteFinder:
         decisions, others = Decisions(), self._others()
         numbers = [*numbers_beside(others), *numbers_changed(effects)]
         noted = with_noted_index(microbatch[0], decisions), microbatch[1]
+        around = Surroundings(self._root, others)
+        standing = (tensor for _, value in around.standing() for tensor in standing_tensors(value))
+        writes = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing])
         try:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
                 reads.changes = self._changes(effects)
-                around = Surroundings(self._root, others)
-                route = self._walk(noted, seeds, routes, reads)
-                more = routes.unknown(around.look())
+                around.look()
+                try:
+                    with writes:
+                        route = self._walk(noted, seeds, routes, reads)
+                finally:
+                    writes.restore()
+                more = routes.unknown(around.look(), writes.written)
+                self._refuse_weights(step, more)
         except CannotRepeatError:
             reads.tell_all = False
             return routes.base
         finally:
             routes.looked(decisions, numbers)
         return more if route is None or more else route
+
+    def _refuse_weights(self, step: str, more: Sequence[Hashable]) -> None:
+        """Which stages a step that writes weights may be cut into is decided when it is cut."""
+        weights = [(("written", storage_key(p)), name) for name, p in self._root.named_parameters()]
+        found = [name for place, name in weights if place in more]
+        if found:
+            raise SplitError(
+                f"{step} changes {found[0]!r} in place in this batch, and changed no weight in the batches "
+                "before: do so in a hook such as on_train_batch_end, or in every batch, the first one too"
+            )
 
     def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
         """One more trace."""

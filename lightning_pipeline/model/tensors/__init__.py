@@ -13,8 +13,10 @@ from lightning_pipeline.model.tensors.containers import (
 )
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
+    WritesSeen,
     is_placeholder,
     operands_of,
+    standing_tensors,
     storage_key,
     written_tensors,
 )
@@ -68,6 +70,7 @@ __all__ = [
     "TagStore",
     "Taint",
     "TensorSpec",
+    "WritesSeen",
     "alias",
     "are_the_users",
     "attributes_of",
@@ -89,6 +92,7 @@ __all__ = [
     "refill",
     "result_dtypes",
     "selective_checkpoints",
+    "standing_tensors",
     "stepping_aside",
     "storage_bytes",
     "storage_key",

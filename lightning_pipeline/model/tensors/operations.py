@@ -1,12 +1,14 @@
 """What an operation is given, what it writes, and which of these tensors have no values."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from lightning_pipeline._torch import FakeTensor
+from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
 
 Operation = Any
 
@@ -51,3 +53,46 @@ def operands_of(args: Iterable[Any], kwargs: Mapping[str, Any] = MappingProxyTyp
             yield value
         elif isinstance(value, list | tuple):
             yield from (item for item in value if isinstance(item, Tensor))
+
+
+def standing_tensors(value: Any) -> Iterator[Tensor]:
+    """A tensor, or those that stand in a list, tuple, deque or dictionary and no class of these."""
+    if isinstance(value, Tensor):
+        yield value
+    elif type(value) in (list, tuple, deque, dict):
+        yield from (t for t in (value.values() if type(value) is dict else value) if isinstance(t, Tensor))
+
+
+class WritesSeen(TorchDispatchMode):
+    """Notes which of some tensors operations write in place, and puts their values back.
+
+    Args:
+        tensors: To look after; placeholders among them are left out.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._held = {
+            storage_key(tensor): tensor
+            for tensor in tensors
+            if tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_meta)
+        }
+        self._before: dict[int, Tensor] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for written in written_tensors(func, args, kwargs):
+            key = storage_key(written)
+            if key in self._held and key not in self._before:
+                self._before[key] = self._held[key].detach().clone()
+        return func(*args, **kwargs)
+
+    @property
+    def written(self) -> list[int]:
+        """Keys of the memory that was written."""
+        return list(self._before)
+
+    def restore(self) -> None:
+        """Put the values back."""
+        for key, before in self._before.items():
+            self._held[key].data.copy_(before)
