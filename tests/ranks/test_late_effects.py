@@ -278,3 +278,33 @@ def test_weights_that_a_later_batch_writes_first_are_refused(ranks: Ranks) -> No
     for found in ranks(2)(refused_late):
         assert "changes 'net." in found
         assert "on_train_batch_end" in found
+
+
+class LearnsTwice(Regression):
+    """What the second batch leaves behind is not touched by the batch that shows the next thing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[float] = []
+        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1])
+        if self.global_step % 2 == 1:
+            self.losses.append(loss.item())
+        if self.current_epoch and not batch_idx:
+            self.average.mul_(0.9).add_(0.1 * loss.detach())
+        return loss
+
+
+def learned_twice(pipeline: dict[str, Any] | None) -> tuple[list[float], float]:
+    module = LearnsTwice()
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(26))
+    return module.losses, float(module.average)
+
+
+def test_rules_that_were_found_outlive_the_next_search(ranks: Ranks) -> None:
+    losses, average = learned_twice(None)
+    for found in ranks(2)(learned_twice, {"stages": 2, "num_microbatches": 3}):
+        assert found[0] == pytest.approx(losses)
+        assert found[1] == pytest.approx(average)

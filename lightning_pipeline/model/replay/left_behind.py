@@ -81,6 +81,7 @@ class LeftBehind:
         self._rows_at: dict[str, int] = {}
         self._reads: dict[str, dict[str, bool]] = {}
         self._around: Surroundings | None = None
+        self._earlier: dict[str, tuple[dict[str, Rule | None], list[str]]] = {}
         self.doubtful: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
@@ -98,10 +99,12 @@ class LeftBehind:
         step, several = trace.step, len(microbatches) > 1
         if several and step not in self.doubtful:
             rules = self._find_rules(trace, microbatches, sizes, merge)
+            before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
+            rules |= {label: rule for label, rule in before.items() if rule not in (usual, unmerged)}
             states = {effect.place.label for effect in trace.effects if effect.deep}
             wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
             self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-            self.doubtful[step] = sorted(wrong)
+            self.doubtful[step] = sorted({*wrong, *doubted})
             if len(self._stages) > 1:
                 self._refuse_chains(trace)
         own = {effect.place.label for effect in trace.effects} | {p.label for _, p in trace.unit_attributes}
@@ -239,10 +242,16 @@ class LeftBehind:
                 known.update({label: label in early for label in new})
         return {label for label, is_read in known.items() if is_read}
 
-    def forget(self, step: str) -> None:
-        """The step was seen to leave more behind: find the rules once more."""
-        self._rules.pop(step, None)
-        self.doubtful.pop(step, None)
+    def forget(self, step: str, *, keeps: bool = True) -> None:
+        """The step was seen to leave more behind: find the rules for that.
+
+        Args:
+            step: Name of the user's method.
+            keeps: Whether those that are known hold on: the batch that shows more may not leave these behind.
+        """
+        rules, doubtful = self._rules.pop(step, {}), self.doubtful.pop(step, [])
+        if keeps and rules:
+            self._earlier[step] = rules, doubtful
 
     def _refuse_chains(self, trace: Trace) -> None:
         """Each stage of a rank would need what the micro-batch before left on that stage."""

@@ -207,7 +207,7 @@ class SplitModel(OutsideSteps):
             program.view.modules, program.view.stage_of = self._modules, list(self._stage_of)
         for trace in self.known.forget():
             self._earlier.append(trace)
-            self._left_behind.forget(trace.step)
+            self._left_behind.forget(trace.step, keeps=False)
         self._finder.forget()
         if self._over_batch is not None:
             self._over_batch.forget(self._stage_of)
