@@ -270,8 +270,8 @@ class RouteFinder:
         found = [name for place, name in weights if place in more]
         if found:
             raise SplitError(
-                f"{step} changes {found[0]!r} in place in this batch, and changed no weight in the batches "
-                "before: do so in a hook such as on_train_batch_end, or in every batch, the first one too"
+                f"{step} changes {found[0]!r} in place in this batch, and did not in the batches before: "
+                "do so in a hook such as on_train_batch_end, or in every batch, the first one too"
             )
 
     def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
