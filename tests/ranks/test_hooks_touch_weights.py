@@ -1,6 +1,7 @@
 """Hooks that touch single weights: equal to one device, or, where large, refused with module, stage and line."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -82,25 +83,43 @@ class StartsAnew(Regression):
                 nn.init.normal_(layer.bias)
 
 
-def fit_with_small_meetings(cls: type[Regression]) -> None:
-    before, meeting.LARGEST = meeting.LARGEST, 3
+class FlattensAll(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        nn.utils.parameters_to_vector(self.parameters()).norm().item()
+
+
+def fit_with_small_meetings(cls: type[Regression]) -> tuple[Any, list[str]]:
+    before, meeting.UNTOLD = meeting.UNTOLD, 3
     try:
-        fit({"stages": 2, "num_microbatches": 4}, cls)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = fit({"stages": 2, "num_microbatches": 4}, cls)
+        return result, [str(warning.message) for warning in caught]
     finally:
-        meeting.LARGEST = before
+        meeting.UNTOLD = before
 
 
-@pytest.mark.parametrize("cls", [AveragesByLayer, CopiesALayer, FillsABuffer])
-def test_large_values_of_another_stage_in_a_hook_are_refused(ranks: Ranks, cls: type[Regression]) -> None:
-    outcomes = ranks(2).outcomes(fit_with_small_meetings, cls)
+def test_a_large_weight_used_with_one_of_another_stage_gives_that_of_one_device_and_is_said_once(
+    ranks: Ranks,
+) -> None:
+    expected = fit(None, AveragesByLayer)
+    for found, said in ranks(2)(fit_with_small_meetings, AveragesByLayer):
+        assert_same(found, expected)
+        (text,) = [text for text in said if "are told between the ranks" in text]
+        assert "net." in text
+        assert "test_hooks_touch_weights.py" in text
+
+
+def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None:
+    outcomes = ranks(2).outcomes(fit_with_small_meetings, FlattensAll)
     errors = [outcome.error for outcome in outcomes if isinstance(outcome.error, PlaceholderError)]
     assert not any(outcome.ok or outcome.hung for outcome in outcomes)
     assert errors
     for error in errors:
         assert "net." in str(error)
         assert "(stage " in str(error)
+        assert "is large" in str(error)
         assert "test_hooks_touch_weights.py" in str(error)
-        assert cls.__name__ in str(error)
 
 
 @pytest.mark.parametrize(

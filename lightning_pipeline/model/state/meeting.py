@@ -8,6 +8,7 @@ rank: a norm of one gradient stays where that is, a norm over all is worked out 
 """
 
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, cast
@@ -38,8 +39,8 @@ from lightning_pipeline.model.tensors import (
     written_tensors,
 )
 
-LARGEST = 2**20
-"""Elements that ranks tell each other for one operation, at most."""
+UNTOLD = 2**20
+"""Elements that ranks tell each other for one operation without a word."""
 
 Names = frozenset[str]
 Gather = Callable[[str, Any], list[Any]]
@@ -125,7 +126,7 @@ class Meeting:
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
         self._gather, self._enter, self._leave = gather, enter, leave
-        self._inside = False
+        self._inside = self._has_warned = False
         self._late: list[tuple[Tensor, Callable[[Any], None]]] = []
         self._modes = _Operations(self), _Reads(self)
 
@@ -301,7 +302,7 @@ class Meeting:
 
         Args:
             value: Any nesting.
-            any_size: Whether it may be larger than `LARGEST`.
+            any_size: Whether it may be larger than two of the module's largest tensors.
         """
         if not self._inside or not self._union(tensors_in(value)):
             return value
@@ -320,8 +321,8 @@ class Meeting:
             if isinstance(leaf, Tensor) and self._names(leaf) and not any(leaf is one for one in written)
         }
         names = self._union(wanted.values())
-        if not any_size and sum(leaf.numel() for leaf in wanted.values()) > LARGEST:
-            raise self._absent.refusal(set(names), "is used together with what this one has, and is large,")
+        if not any_size:
+            self._weigh(sum(leaf.numel() for leaf in wanted.values()), names)
         said = what, [(place, sorted(self._names(leaf))) for place, leaf in wanted.items()]
         own = {place: leaf.detach().clone() for place, leaf in wanted.items() if not is_placeholder(leaf)}
         for known in self._tell(said, {place: leaf.cpu() for place, leaf in own.items()}):
@@ -331,6 +332,22 @@ class Meeting:
         if missing:
             raise self._absent.refusal(set(missing), "is on no rank at once, and is needed")
         return tree_unflatten([own.get(place, leaf) for place, leaf in enumerate(leaves)], spec)
+
+    def _weigh(self, size: int, names: Names) -> None:
+        """Two layers' weights find room on every rank, and are said; the whole model may not."""
+        if size <= UNTOLD:
+            return
+        largest = max((tensor.numel() for tensor in self._absent.root.parameters()), default=0)
+        if size > 2 * max(largest, UNTOLD):
+            raise self._absent.refusal(set(names), "is used together with what this one has, and is large,")
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a hook uses {' and '.join(map(repr, sorted(names)[:2]))} together, which are on different "
+                f"stages: {size:,} values are told between the ranks each time that it runs "
+                f"[at {user_line(self._absent.root)}]",
+                stacklevel=2,
+            )
 
     def _tell(self, said: tuple[str, list[tuple[int, list[str]]]], own: Any) -> list[Any]:
         line = user_line(self._absent.root)
