@@ -36,6 +36,25 @@ class AveragesByLayer(Regression):
                     teacher.weight.lerp_(student.weight, 0.1)
 
 
+class AssignsData(AveragesByLayer):
+    """As BYOL's published update writes it, also where the value is complete already, or of other stages alone."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        for student, teacher in zip(self.net, self.teacher, strict=True):
+            if isinstance(student, nn.Linear):
+                teacher.weight.data = 0.9 * teacher.weight.data + 0.1 * student.weight.data
+                teacher.bias.data = student.bias.data.clone()
+        self.teacher[0].bias.data = torch.full_like(self.teacher[0].bias.data, 0.25)
+        self.net[2].bias.data = self.net[2].bias.data * self.net[4].weight.data.norm().item()
+
+
+class AssignsGradients(Regression):
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self.net[2].weight.grad = self.net[4].weight.grad.clone()
+        self.net[4].weight.grad = 0.5 * self.net[2].weight.grad + self.net[4].weight.grad
+        self.net[0].bias.grad = torch.ones(self.net[0].bias.shape, dtype=torch.float64)
+
+
 class CopiesALayer(Regression):
     def on_train_epoch_end(self) -> None:
         with torch.no_grad():
@@ -124,7 +143,10 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
 
 @pytest.mark.parametrize(
     "cls",
-    [AveragesByLayer, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether, ChangesEach, StartsAnew],
+    [
+        AveragesByLayer, AssignsData, AssignsGradients, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether,
+        ChangesEach, StartsAnew,
+    ],
 )
 def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
     ranks: Ranks, cls: type[Regression]

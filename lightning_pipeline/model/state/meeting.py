@@ -32,6 +32,7 @@ from lightning_pipeline._torch import (
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
 from lightning_pipeline.model.tensors import (
+    TensorSpec,
     is_placeholder,
     storage_key,
     tensors_in,
@@ -52,8 +53,9 @@ _READS = {
     Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__,
     Tensor.__format__, Tensor.__reduce_ex__,
 }  # fmt: skip
+# Made anew whenever somebody looks, so that they are compared by `==`.
 _GRADIENT: Any = cast(Any, Tensor).grad.__get__
-"""Made anew whenever somebody looks, so that it is compared by `==`."""
+_SET: Any = [cast(Any, Tensor).data.__set__, cast(Any, Tensor).grad.__set__]
 
 
 class Sources:
@@ -297,6 +299,20 @@ class Meeting:
             with disable_current_modes(), DisableTorchFunctionSubclass():
                 self._compare(lambda own: self._tell(("which gradients there are", []), own))
 
+    def assigned(self, tensor: Tensor, value: Any) -> Any:
+        """What this rank gives a tensor of the module as its `.data` or `.grad`: `tensor.data = value`.
+
+        The ranks that have the tensor get the value for real, the others one that stands for it.
+        """
+        names = self._names(tensor) if self._inside else _NOTHING
+        if not names or not isinstance(value, Tensor):
+            return value
+        if not self._who(names) <= self._who(self._names(value)):
+            value = self.whole(value)
+        if is_placeholder(tensor) and not is_placeholder(value):
+            value = self._absent.make(next(iter(names)), TensorSpec.of(value)._replace(requires_grad=False))
+        return value
+
     def whole(self, value: Any, *, any_size: bool = False) -> Any:
         """A value with the tensors in it complete on every rank; every rank calls this.
 
@@ -405,6 +421,10 @@ class _Reads(TorchFunctionMode):
             args, kwargs = self._meeting.whole((args, kwargs))
         elif func == _GRADIENT:
             self._meeting.asks_gradient(args[0])
+        elif func in _SET:
+            func(args[0], self._meeting.assigned(*args))
+            self._meeting.sources.forget()  # the tensor has other memory now
+            return None
         elif func is Tensor.__deepcopy__:
             with disable_current_modes():
                 result = func(*args, **kwargs)  # type: ignore[no-untyped-call]
