@@ -144,8 +144,15 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
 @pytest.mark.parametrize(
     "cls",
     [
-        AveragesByLayer, AssignsData, AssignsGradients, CopiesALayer, FillsABuffer, ReadsANumber, ChangesTogether,
-        ChangesEach, StartsAnew,
+        AveragesByLayer,
+        AssignsData,
+        AssignsGradients,
+        CopiesALayer,
+        FillsABuffer,
+        ReadsANumber,
+        ChangesTogether,
+        ChangesEach,
+        StartsAnew,
     ],
 )
 def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
