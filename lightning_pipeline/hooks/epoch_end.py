@@ -1,41 +1,82 @@
 """Hooks at an epoch's end that read what steps left behind, such as `torch.stack(self.outputs).mean()`.
 
-What the end of a step fills is on the last stage only, and reading it elsewhere raises. So the hook counts
-on the last stage: what it logs there is logged on every rank. On the other ranks it runs up to its first read
-of such a value and is left there.
+What the end of a step fills is on the last stage only, and reading it elsewhere raises. So before the first
+such hook, a callback's too, the last stage tells all ranks, and every rank runs the hooks with the same
+values. What is too large for that, or cannot be sent, stays there: the module's hook then counts on the last
+stage, what it logs there is logged on every rank, and on the others it ends at its first read of a value that
+is not there.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_debug
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.hooks.metrics import SharedMetrics
+from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.patching import all_undone, patch
 from lightning_pipeline.ranks import Outlet
 
-STEP_OF_HOOK = {
-    "on_train_epoch_end": "training_step",
-    "on_validation_epoch_end": "validation_step",
-    "on_test_epoch_end": "test_step",
-    "on_predict_epoch_end": "predict_step",
-}
+HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
+LARGEST = 2**28
+"""Bytes that all ranks are told, at most."""
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # `log` or `log_dict`, and its arguments
+
+
+class LeftBySteps:
+    """Tells all ranks what steps left on the last stage, once after each last batch.
+
+    Args:
+        split: This rank's part of the module.
+        outlet: From the last stage's rank of this replica to the others.
+    """
+
+    def __init__(self, split: SplitModel, outlet: Outlet) -> None:
+        self._split, self._outlet = split, outlet
+        self._told_after = -1
+        self._warned = False
+        self.is_everywhere = True
+        """Whether every rank has all of it."""
+
+    def tell(self) -> None:
+        """Let all ranks have it; all call this before hooks at an epoch's end."""
+        if self._told_after == self._split.begun:
+            return
+        self._told_after, self.is_everywhere = self._split.begun, True
+        if not self._split.leaves_late:
+            return
+        left, unsent = self._outlet.share(self._made, "telling what steps left on the last stage")
+        if not self._outlet.is_source:
+            self._split.take(left)
+        self.is_everywhere = not unsent
+        if unsent and not self._warned:
+            self._warned = True
+            rank_zero_warn(
+                f"{', '.join(unsent)}: filled by a step, and at the epoch's end too large to be told to all "
+                f"ranks ({LARGEST >> 20} MiB), or no tensor, array or constant. So hooks at the epoch's end "
+                "run whole where the last stage is, on global rank 0, and their logs are on all ranks; on "
+                "other ranks they end at the first read of it, and what they would set after it is not set"
+            )
+
+    def _made(self) -> tuple[dict[str, Any], list[str]]:
+        left, unsent = self._split.left_so_far(LARGEST)
+        return left, unsent
 
 
 class EpochEndHooks:
     """Wraps the user's hooks for the time of a run.
 
     Args:
-        module: The LightningModule.
-        is_late: Whether a step leaves attributes that only the last stage has.
+        trainer: Of the run.
+        split: This rank's part of the module.
         sinks_to: Makes a context in which what is logged goes to a function.
         outlet: From the last stage's rank of this replica to the others.
         metrics: Those of the module.
@@ -44,23 +85,27 @@ class EpochEndHooks:
     """
 
     def __init__(
-        self, module: LightningModule, is_late: Callable[[str], bool],
+        self, trainer: Trainer, split: SplitModel,
         sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], outlet: Outlet,
         metrics: SharedMetrics, aside: Callable[[], AbstractContextManager[None]],
         place: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._aside, self._place = aside, place
+        module: LightningModule = trainer.lightning_module
         self._module, self._outlet, self._metrics = module, outlet, metrics
-        self._is_late, self._sinks_to = is_late, sinks_to
-        own = [n for n in STEP_OF_HOOK if getattr(type(module), n) is not getattr(LightningModule, n)]
-        self.restore = all_undone([patch(module, n, Stand(module, n, self._wrapped(n))) for n in own])
+        self._left, self._sinks_to = LeftBySteps(split, outlet), sinks_to
+        kinds = ("Callback", "LightningModule")
+        tells = {(kind, name): self._left.tell for kind in kinds for name in HOOKS}
+        own = [n for n in HOOKS if getattr(type(module), n) is not getattr(LightningModule, n)]
+        wraps = [patch(module, n, Stand(module, n, self._wrapped(n))) for n in own]
+        self.restore = all_undone([_lightning.before_hooks(trainer, tells), *wraps])
         """Gives the module its own hooks back."""
 
     def _wrapped(self, name: str) -> Callable[[], None]:
         hook = getattr(self._module, name)
 
         def run() -> None:
-            if not self._is_late(STEP_OF_HOOK[name]):
+            if self._left.is_everywhere:
                 hook()
                 return
             with self._aside():  # the last stage alone runs the hook to its end

@@ -15,7 +15,7 @@ from lightning_pipeline.hooks import (
     answer_calls,
     complete_in_loggers,
 )
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
 from lightning_pipeline.run.members import Members
@@ -28,7 +28,6 @@ class ServedHooks:
     Args:
         module: The LightningModule.
         split: This rank's part of it.
-        is_late: Whether a step leaves attributes that only the last stage has.
         sinks_to: Makes a context in which what is logged goes to a function.
         members: The ranks of the run.
         placement: Which pipeline rank holds which stage.
@@ -41,12 +40,12 @@ class ServedHooks:
     """
 
     def __init__(
-        self, module: LightningModule, split: OutsideSteps, is_late: Callable[[str], bool],
+        self, module: LightningModule, split: SplitModel,
         sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], members: Members,
         placement: Plan, trainer: Trainer, device: torch.device,
     ) -> None:  # fmt: skip
         self._module, self._members, self._trainer = module, members, trainer
-        self._is_late, self._sinks_to = is_late, sinks_to
+        self._split, self._sinks_to = split, sinks_to
         self._undo: list[Callable[[], Any]] = []
         self.units = units = answer_calls(module, split, placement, members.ranks, members.meetings, device)
         self.meeting = split.meeting(
@@ -74,8 +73,8 @@ class ServedHooks:
         )  # fmt: skip
         metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
         epoch_end = EpochEndHooks(
-            self._module, self._is_late, self._sinks_to, members.from_last, metrics,
-            meeting.aside, self.units.place,
+            self._trainer, self._split, self._sinks_to, members.from_last, metrics, meeting.aside,
+            self.units.place,
         )  # fmt: skip
         logs = HookLogs(self._trainer, members.gather_for("logging in a hook"), asks_all, meeting.later)
         loggers = complete_in_loggers(self._trainer.loggers, partial(meeting.whole, any_size=True))

@@ -129,8 +129,7 @@ class Stages:
         self.gradients = Gradients(split, groups, members.failure, self._placement)
         self.hooks = self._hooks_elsewhere()
         served = ServedHooks(
-            self._module, split, lambda step: split.num_stages > 1 and split.has_late_attributes(step),
-            split.sinks_to, members, self._placement, trainer, self._device,
+            self._module, split, split.sinks_to, members, self._placement, trainer, self._device,
         )  # fmt: skip
         self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
         self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
@@ -411,7 +410,7 @@ class Stages:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         from_last = self._members.from_last
         try:
-            left = from_last.share(self.split.left_at_end, "gathering what steps left on the last stage")
+            left, _ = from_last.share(self.split.left_so_far, "gathering what steps left on the last stage")
             came = make_whole(
                 self._module, callbacks, self.split, self.owns(), self._members.replica,
                 self._settings.gather_weights, staged=staged,
@@ -421,7 +420,7 @@ class Stages:
             raise
         self.split.restore(came, on_meta=True)
         if not from_last.is_source:
-            self.split.take_at_end(left)
+            self.split.take(left)
 
 
 def split_module(

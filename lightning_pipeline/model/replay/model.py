@@ -43,6 +43,7 @@ from lightning_pipeline.model.tensors import (
     SavedCount,
 )
 from lightning_pipeline.model.trace import (
+    Guard,
     Owner,
     Place,
     Replayed,
@@ -94,6 +95,7 @@ class SplitModel(OutsideSteps):
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
+        begun: How many batches were.
     """
 
     def __init__(
@@ -158,6 +160,7 @@ class SplitModel(OutsideSteps):
             root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
         )  # fmt: skip
         self.signatures: list[Hashable] = []
+        self.begun = 0
         self.counts_next = False
         self.count: SavedCount | None = None
         self.worst = Peaks()
@@ -255,13 +258,28 @@ class SplitModel(OutsideSteps):
             effect.from_units and is_told_as_attribute(effect) for effect in self.known[step].effects
         )
 
-    def left_at_end(self) -> dict[str, Sent]:
-        """On the last stage, at the end of a run: attributes that steps left from what units return."""
-        return left_in(self._late_places())
+    @property
+    def leaves_late(self) -> bool:
+        """Whether any step does, see `has_late_attributes`; alike on all ranks."""
+        return self.num_stages > 1 and bool(self._late_places())
 
-    def take_at_end(self, left: Mapping[str, Sent]) -> None:
-        """On the other ranks, once restored: have the same."""
-        put_in(self._late_places(), left, self._device)
+    def left_so_far(self, largest: int | None = None) -> tuple[dict[str, Sent], list[str]]:
+        """On the last stage, after a batch: attributes that steps left from what units return.
+
+        Args:
+            largest: Bytes that they may have together.
+
+        Returns:
+            By name, and the names of those that cannot be sent.
+        """
+        places = [place for place in self._late_places() if not isinstance(place.get(), Guard)]
+        return left_in(places, largest)
+
+    def take(self, left: Mapping[str, Sent]) -> None:
+        """On the other ranks, between batches or once restored: have the same."""
+        places = [place for place in self._late_places() if place.label in left]
+        self._guards.release(places)
+        put_in(places, left, self._device)
 
     def _late_places(self) -> list[Place]:
         effects = (effect for trace in self.known.traces for effect in trace.effects)
@@ -323,6 +341,7 @@ class SplitModel(OutsideSteps):
             at_once: The batch as one, where the loss is computed over all of it.
         """
         assert self._open is None, "the batch before was not finished"
+        self.begun += 1
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
         self._guards.install(self._set_elsewhere(trace), SetByUnit)

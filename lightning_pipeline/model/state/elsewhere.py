@@ -220,6 +220,12 @@ class AttributeGuards:
         for place in places:
             self._before.pop(place.identity, None)
 
+    def release(self, places: Iterable[Place]) -> None:
+        """Put back what was there, where a guard stands."""
+        for place in places:
+            if place.identity in self._before and isinstance(place.get(), Guard):
+                place.put(self._before.pop(place.identity)[1])
+
     @contextmanager
     def lifted(self) -> Iterator[None]:
         """Take the guards away for a moment, for a trace that looks at every attribute."""

@@ -1,9 +1,10 @@
 """What the last stage tells the others after a batch: values that the next step reads there."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -73,24 +74,53 @@ def is_small(value: Any) -> bool:
 
 
 def travels(value: Any) -> bool:
-    """Whether other ranks can be told this at all: tensors and constants, in tuples, lists, dictionaries."""
+    """Whether other ranks can be told this: tensors, arrays, constants, in tuples, lists, dictionaries."""
     if isinstance(value, Tensor):
         return not is_placeholder(value)
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        return not value.dtype.hasobject
     if type(value) in (list, tuple):
         return all(map(travels, value))
-    if type(value) is dict:
+    if type(value) in (set, deque):
+        return all(type(item) in _SMALL for item in value)
+    if type(value) in (dict, OrderedDict):
         return all(type(key) in _SMALL and travels(item) for key, item in value.items())
     return type(value) in _SMALL
 
 
-def left_in(places: Iterable[Place]) -> dict[str, Sent]:
-    """On the last stage: what stands there at the end of a run, by label, as far as it can be sent."""
+def size_of(value: Any) -> int:
+    """Bytes of the tensors and arrays in something that travels, and a guess for the rest."""
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    if isinstance(value, numpy.ndarray | numpy.generic):
+        return value.nbytes
+    if isinstance(value, dict):
+        return sum(map(size_of, value.values()))
+    if isinstance(value, list | tuple | set | deque):
+        return sum(map(size_of, value))
+    return len(value) if isinstance(value, str) else 8
+
+
+def left_in(places: Iterable[Place], largest: int | None = None) -> tuple[dict[str, Sent], list[str]]:
+    """On the last stage: what stands there, by label, as far as it can be sent, and the labels of the rest.
+
+    Args:
+        places: Where.
+        largest: Bytes that may be sent; the smallest are first.
+    """
     values = {place.label: place.get() for place in places}
-    return {label: Sent.of(value) for label, value in values.items() if travels(value)}
+    sizes = {n: size_of(value) for n, value in values.items() if value is MISSING or travels(value)}
+    sent: dict[str, Sent] = {}
+    total = 0
+    for label in sorted(sizes, key=sizes.__getitem__):
+        total += sizes[label]
+        if largest is None or total <= largest:
+            sent[label] = Sent.of(values[label])
+    return sent, [label for label in values if label not in sent]
 
 
 def put_in(places: Iterable[Place], left: Mapping[str, Sent], device: torch.device) -> None:
-    """At the end of a run, let this rank have what the last stage had. Lists stay the lists that they are.
+    """Let this rank have what the last stage had. Lists stay the lists that they are.
 
     Args:
         places: Where.
