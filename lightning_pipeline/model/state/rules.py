@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -384,6 +385,8 @@ def equal(one: Any, other: Any) -> bool:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and _close(one, other)
+    if isinstance(one, numpy.ndarray | numpy.generic) and type(one) is type(other):
+        return one.dtype == other.dtype and equal(one.tolist(), other.tolist())
     if _is_number(one) and _is_number(other):
         exact = isinstance(one, int) and isinstance(other, int)
         return bool(one == other) if exact else abs(one - other) <= 1e-4 * max(abs(one), abs(other), 1e-6)

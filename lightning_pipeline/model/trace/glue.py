@@ -3,11 +3,12 @@
 import weakref
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline._torch import TorchDispatchMode
+from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
@@ -245,6 +246,17 @@ class GlueOperations(TorchDispatchMode):
         self._observed.note_made((*new, *written_tensors(func, args, kwargs)))
 
 
+_TO_ARRAY = (Tensor.numpy, Tensor.__array__)
+
+
+def _array_of(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
+    """A placeholder as an array of made-up numbers, for which one of it is read."""
+    number = tensor.reshape(-1)[0].item()
+    with disable_current_modes():
+        kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return numpy.full(tuple(tensor.shape), number, kind)
+
+
 class GlueFunctions(TorchFunctionMode):
     """Sees calls that are no operations: gradients taken inside the step, and hooks on tensors."""
 
@@ -275,6 +287,8 @@ class GlueFunctions(TorchFunctionMode):
                 self._glue.hook_registered(args[0])
             elif is_tensor_read(func) and not is_placeholder(args[0]):
                 observed.trace.steered = True
+            elif func in _TO_ARRAY and args[0].numel() and not args[0].requires_grad:
+                return _array_of(args[0])
         self._glue.draws = func in RANDOM_FUNCTIONS
         try:
             if not self._glue.draws or observed.inside is not None or observed.seeds is None:
