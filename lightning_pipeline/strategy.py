@@ -38,6 +38,7 @@ from lightning_pipeline.run import (
     join,
     loggers_set_aside,
     pipelined,
+    stay_away,
 )
 from lightning_pipeline.schedules import Schedule
 from lightning_pipeline.settings import KnownArguments, read_settings
@@ -162,7 +163,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
             on_nonfinite=on_nonfinite,
             loss_over_batch=loss_over_batch,
         )
-        self._accumulating = self._in_step = False
+        self._accumulating = self._in_step = self._comes = False
         self._told: dict[tuple[int, str | None], Any] = {}
         self._printed = ""
         self._staging = Staging()
@@ -281,6 +282,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
     @override
     def setup_environment(self) -> None:
         ParallelStrategy.setup_environment(self)
+        self._comes = True
         _lightning.silence_leaf_specs()
         assert self.cluster_environment is not None
         placement, numbering = self._ranks.placement, self._ranks.numbering
@@ -558,6 +560,9 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         running = self._pipeline or self._closed
         if running is not None:
             running.fail(exception)
+        elif not self._comes and isinstance(exception, Exception):
+            assert self.cluster_environment is not None, "the Trainer makes one"
+            stay_away(self.cluster_environment, self._settings, exception)
 
     def leave(self) -> None:
         """All of the user's hooks have run on this rank: wait for the others, whose last may yet fail."""
@@ -571,6 +576,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         try:
             self.finish_saving()
         finally:
+            self._comes = False
             self.note_position()
             self.leave_callbacks()
             self.end_compiled()

@@ -111,6 +111,16 @@ class RollCall:
             time.sleep(nap)
             nap = min(2 * nap, _LONGEST_NAP)
 
+    def stay_away(self, error: Exception) -> None:
+        """This rank has failed before it came: tell those that wait for it, or will.
+
+        Args:
+            error: What it raises.
+        """
+        text = f"global rank {self._rank} failed before it came to the start of the run: {summary_of(error)}"
+        self._notes.put_first(_FAILED, json.dumps({"text": text, "lost": 0}))
+        self._linger(0)
+
     def within(self, what: str, work: Callable[[], T]) -> T:
         """Do something together with the other ranks.
 

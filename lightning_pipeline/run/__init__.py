@@ -2,7 +2,7 @@
 
 from lightning_pipeline.run.checkpoints import CheckpointHooks
 from lightning_pipeline.run.forecasting import PRECISIONS, ForecastInput
-from lightning_pipeline.run.members import join
+from lightning_pipeline.run.members import join, stay_away
 from lightning_pipeline.run.on_demand import OptimizersOnDemand
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.run import Pipeline
@@ -29,4 +29,5 @@ __all__ = [
     "join",
     "loggers_set_aside",
     "pipelined",
+    "stay_away",
 ]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,10 +11,13 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.errors import StageTimeoutError
 from lightning_pipeline.measure import Exchange
 from lightning_pipeline.ranks import Company, Failure, Groups, Outlet, RollCall, Within, reach_store
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
+
+_REACH = timedelta(seconds=5)  # for the store of a run that this rank will not come to
 
 
 def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> RollCall:
@@ -31,14 +35,7 @@ def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> R
         StageFailedError: A rank has not come within `init_timeout`, is lost, or failed; it is named.
     """
     patience = settings.init_timeout
-    rank, size = environment.global_rank(), environment.world_size()
-    if dist.is_initialized():
-        rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-        assert world is not None, "it is initialized"
-        store = world.get_group_store()
-    else:
-        store = reach_store(environment.main_address, environment.main_port, rank, size, patience)
-    roll = RollCall(store, rank, size, init_timeout=patience, step_timeout=settings.step_timeout)
+    roll = _roll_of(environment, patience, settings)
     try:
         roll.come()
         if not dist.is_initialized():
@@ -50,6 +47,36 @@ def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> R
         roll.close()
         raise
     return roll
+
+
+def stay_away(environment: ClusterEnvironment, settings: Settings, error: Exception) -> None:
+    """Tell the ranks that wait for this one at the start of a run that it will not come.
+
+    Args:
+        environment: Of the run.
+        settings: Of the strategy.
+        error: What this rank raises. Where it is raised by all, there may be nobody to tell.
+    """
+    if environment.world_size() == 1:
+        return
+    try:
+        roll = _roll_of(environment, min(settings.init_timeout, _REACH), settings)
+    except (StageTimeoutError, dist.DistError) as unreached:
+        error.add_note(f"The other ranks could not be told: {unreached}")
+        return
+    roll.stay_away(error)
+    roll.close()
+
+
+def _roll_of(environment: ClusterEnvironment, patience: timedelta, settings: Settings) -> RollCall:
+    if dist.is_initialized():
+        rank, size, world = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+        assert world is not None, "it is initialized"
+        store = world.get_group_store()
+    else:
+        rank, size = environment.global_rank(), environment.world_size()
+        store = reach_store(environment.main_address, environment.main_port, rank, size, patience)
+    return RollCall(store, rank, size, init_timeout=patience, step_timeout=settings.step_timeout)
 
 
 class Members:

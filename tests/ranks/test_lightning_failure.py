@@ -35,6 +35,37 @@ class RaisesInTail(RaisesInStep):
         return loss
 
 
+class RaisesBefore(Regression):
+    """Where there is no group yet."""
+
+    def __init__(self, origin: int) -> None:
+        super().__init__()
+        self.origin = origin
+
+    def configure_callbacks(self) -> Any:
+        if self.trainer.global_rank == self.origin:
+            raise ValueError("too early")
+        return []
+
+
+def fit_raising_before(origin: int) -> None:
+    trainer({"stages": 2}).fit(RaisesBefore(origin), loader())
+
+
+@pytest.mark.parametrize("rank0_store", [False, True])
+@pytest.mark.parametrize("origin", [0, 1])
+def test_a_rank_that_fails_before_the_start_is_named_and_not_waited_for(
+    ranks: Ranks, origin: int, rank0_store: bool
+) -> None:
+    outcomes = ranks(2).outcomes(
+        fit_raising_before, origin, timeout=60, group=False, rank0_store=rank0_store, dies=True
+    )
+    assert not any(outcome.hung for outcome in outcomes)  # `init_timeout` is 300 s
+    assert "ValueError: too early" in outcomes[origin].output
+    told = f"global rank {origin} failed before it came to the start of the run: ValueError: too early"
+    assert told in outcomes[1 - origin].output
+
+
 class RaisesInHook(Regression):
     def on_train_batch_end(self, *_: Any) -> None:
         if self.trainer.global_rank == 1 and self.trainer.global_step == 2:
