@@ -561,7 +561,6 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         if running is not None:
             running.fail(exception)
         elif not self._comes and isinstance(exception, Exception):
-            assert self.cluster_environment is not None, "the Trainer makes one"
             stay_away(self.cluster_environment, self._settings, exception)
 
     def leave(self) -> None:

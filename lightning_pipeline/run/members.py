@@ -49,7 +49,7 @@ def join(environment: ClusterEnvironment, backend: str, settings: Settings) -> R
     return roll
 
 
-def stay_away(environment: ClusterEnvironment, settings: Settings, error: Exception) -> None:
+def stay_away(environment: ClusterEnvironment | None, settings: Settings, error: Exception) -> None:
     """Tell the ranks that wait for this one at the start of a run that it will not come.
 
     Args:
@@ -57,7 +57,7 @@ def stay_away(environment: ClusterEnvironment, settings: Settings, error: Except
         settings: Of the strategy.
         error: What this rank raises. Where it is raised by all, there may be nobody to tell.
     """
-    if environment.world_size() == 1:
+    if environment is None or environment.world_size() == 1:
         return
     try:
         roll = _roll_of(environment, min(settings.init_timeout, _REACH), settings)
