@@ -7,9 +7,9 @@ stage, what it logs there is logged on every rank, and on the others it ends at 
 is not there.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_debug, rank_zero_warn
@@ -18,8 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.hooks.metrics import SharedMetrics
-from lightning_pipeline.model.replay import SplitModel
-from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.model.state import ElsewhereError, Sent
 from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.patching import all_undone, patch
 from lightning_pipeline.ranks import Outlet
@@ -31,6 +30,19 @@ LARGEST = 2**28
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]  # `log` or `log_dict`, and its arguments
 
 
+class LeavesBehind(Protocol):
+    """A rank's part of a module; see `SplitModel`."""
+
+    begun: int
+
+    @property
+    def leaves_late(self) -> bool: ...
+
+    def left_so_far(self, largest: int | None = None) -> tuple[dict[str, Sent], list[str]]: ...
+
+    def take(self, left: Mapping[str, Sent]) -> None: ...
+
+
 class LeftBySteps:
     """Tells all ranks what steps left on the last stage, once after each last batch.
 
@@ -39,7 +51,7 @@ class LeftBySteps:
         outlet: From the last stage's rank of this replica to the others.
     """
 
-    def __init__(self, split: SplitModel, outlet: Outlet) -> None:
+    def __init__(self, split: LeavesBehind, outlet: Outlet) -> None:
         self._split, self._outlet = split, outlet
         self._told_after = -1
         self._warned = False
@@ -53,7 +65,9 @@ class LeftBySteps:
         self._told_after, self.is_everywhere = self._split.begun, True
         if not self._split.leaves_late:
             return
-        left, unsent = self._outlet.share(self._made, "telling what steps left on the last stage")
+        left, unsent = self._outlet.share(
+            lambda: self._split.left_so_far(LARGEST), "telling what steps left on the last stage"
+        )
         if not self._outlet.is_source:
             self._split.take(left)
         self.is_everywhere = not unsent
@@ -65,10 +79,6 @@ class LeftBySteps:
                 "run whole where the last stage is, on global rank 0, and their logs are on all ranks; on "
                 "other ranks they end at the first read of it, and what they would set after it is not set"
             )
-
-    def _made(self) -> tuple[dict[str, Any], list[str]]:
-        left, unsent = self._split.left_so_far(LARGEST)
-        return left, unsent
 
 
 class EpochEndHooks:
@@ -85,7 +95,7 @@ class EpochEndHooks:
     """
 
     def __init__(
-        self, trainer: Trainer, split: SplitModel,
+        self, trainer: Trainer, split: LeavesBehind,
         sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], outlet: Outlet,
         metrics: SharedMetrics, aside: Callable[[], AbstractContextManager[None]],
         place: Callable[[], AbstractContextManager[None]],
