@@ -239,8 +239,15 @@ class LeftBehind:
                 before = [call.index for call in again.calls if stage_of[call.unit] != last]
                 end = 1 + max(before, default=-1)
                 early = {e.place.label for e in again.effects if e.read_at is not None and e.read_at <= end}
+                early |= self._rows_in_containers(again)
                 known.update({label: label in early for label in new})
         return {label for label, is_read in known.items() if is_read}
+
+    def _rows_in_containers(self, trace: Trace) -> set[str]:
+        """What early code may take an item of, without a look at it, to give it to a unit of the last stage."""
+        rules = self._rules.get(trace.step, {})
+        labels = {e.place.label for e in trace.effects if isinstance(e.place.get(), list | dict)}
+        return {label for label in labels if isinstance(rules.get(label), Rows)}
 
     def forget(self, step: str, *, keeps: bool = True) -> None:
         """The step was seen to leave more behind: find the rules for that.

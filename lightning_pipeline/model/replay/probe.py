@@ -6,6 +6,7 @@ the first two what the last has left is the rule.
 """
 
 import logging
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -164,7 +165,7 @@ def rules_of(
         label
         for label in found
         if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
-    }
+    } - {e.place.label for e in effects if found[e.place.label] is same and _is_put_back(run, e, trials)}
     if without & in_order:
         found |= dict.fromkeys(in_order, CHAINED)
     readers: dict[str, set[int]] = {}
@@ -172,6 +173,12 @@ def rules_of(
     if not _is_whole(one, other, whole, question.sizes):
         readers = _readers(run, question, trials[0][0][0], other, found)
     return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+
+
+def _is_put_back(run: "_Runs", effect: Effect, trials: Sequence[Any]) -> bool:
+    """Whether the step ends with what stood there, as with a mode that is on for a while."""
+    label, start = effect.place.label, run.start(effect)
+    return all(equal(left[label], start) for found, _ in trials for left in found if left[label] is not MISSING)
 
 
 def _readers(
@@ -367,11 +374,22 @@ class _Runs:
 
     def _found(self, effect: Effect) -> Any:
         value = effect.place.get()
-        if value is not self._start[effect.place.label].value and not effect.deep:
+        start = self._start[effect.place.label]
+        if not effect.deep and (value is not start.value or _is_refilled(value, start)):
             self.anew.add(effect.place.label)
         if effect.deep and isinstance(value, Tensor) and not is_placeholder(value):
             return value.detach().clone()
-        return own_containers(value, self._start[effect.place.label].items() | self._known)
+        return own_containers(value, start.items() | self._known)
+
+
+def _is_refilled(value: Any, start: Kept) -> bool:
+    """Whether each item of a list or dictionary is another one than stood there, if any did."""
+    if not start.inner or start.inner[0][0] is not value or not value:
+        return False
+    before = start.inner[0][1]
+    if type(value) is list:
+        return len(value) == len(before) and all(map(operator.is_not, value, before))
+    return type(value) is dict and all(item is not before.get(key) for key, item in value.items())
 
 
 def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _MadeUp]":

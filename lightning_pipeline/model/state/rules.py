@@ -254,16 +254,17 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
         start: What stood there before.
         trials: What was left each time.
         merge: Merges one value per micro-batch.
-        anew: Whether another object stands there afterwards.
+        anew: Whether another object stands there afterwards, or a container with others in it.
 
     Returns:
         None where none fits.
     """
     rows = _rows(*trials[0][:2], trials[0].whole) if anew else None
-    candidates: list[Rule] = [*([rows] if rows is not None else []), *_RULES]
+    if rows is not None and all(_fits(rows, start, trial, merge) for trial in trials):
+        return rows
     if all(isinstance(value, dict) for trial in trials for value in trial[:4]):
         return _rule_by_key(start if isinstance(start, dict) else {}, trials, merge)
-    for rule in candidates:
+    for rule in _RULES:
         if all(_fits(rule, start, trial, merge) for trial in trials):
             return rule
     return None

@@ -160,3 +160,33 @@ def test_memories_of_units_are_those_of_one_device_with_two_stages_on_a_rank():
 
 def test_memories_of_the_root_are_those_of_one_device_with_two_stages_on_a_rank():
     assert_carried(seeded(Memories), stages=4, ranks=[[0, 2], [1, 3]], num_microbatches=4)
+
+
+class Stacked(Module):
+    """Recurrent layers whose hidden states stand in a list or a dictionary, item by item."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(WIDTH, WIDTH)
+        self.rnns = nn.ModuleList(nn.GRU(WIDTH, WIDTH, batch_first=True) for _ in range(3))
+        self.decoder = nn.Linear(WIDTH, 2)
+        self.states: Any = {0: None, 1: None, 2: None} if how == "filled" else {}
+        if how == "list":
+            self.states = [None] * 3
+
+    def batch(self, size: int, number: int) -> Any:
+        generator = torch.Generator().manual_seed(number)
+        return [torch.randn(size, 4, width, generator=generator, dtype=torch.float64) for width in (WIDTH, 2)]
+
+    def training_step(self, batch, batch_idx):
+        x = self.encoder(batch[0])
+        for number, rnn in enumerate(self.rnns):
+            found = number < len(self.states)
+            x, state = rnn(x, self.states[number] if found else None)
+            self.states[number] = state.detach()
+        return F.mse_loss(self.decoder(x), batch[1])
+
+
+@pytest.mark.parametrize(("how", "first"), [("list", "rnns.0"), ("empty", "rnns.2"), ("filled", "rnns.0")])
+def test_hidden_states_go_on_in_a_container_that_stays(how, first):
+    assert_carried(seeded(lambda: Stacked(how)), how=[first], num_microbatches=4)

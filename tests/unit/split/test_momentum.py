@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.nets import WIDTH, Block, assert_works, batch_of
-from tests.unit.split.pipe import Module
+from tests.unit.split.nets import WIDTH, Block, assert_works, batch_of, seeded
+from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
 class Contrast(nn.Module):
@@ -72,3 +72,9 @@ class MoCoByRows(MoCo):
 @pytest.mark.parametrize("kind", [MoCo, MoCoByRows])
 def test_a_momentum_encoder_with_a_queue_of_keys_and_its_pointer_works(kind):
     assert_works(kind, batch=batch_of(8), cuts=[2], steps=3, num_microbatches=2)
+
+
+def test_a_momentum_encoder_works_with_two_stages_on_a_rank():
+    module, options = seeded(MoCo), {"steps": 3, "num_microbatches": 2}
+    found = piped(module, batch_of(8), stages=4, ranks=[[0, 2], [1, 3]], **options)
+    assert_same(found, alone(module, batch_of(8), **options))
