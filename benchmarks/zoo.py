@@ -30,7 +30,7 @@ from jsonargparse import auto_cli
 from torch import Tensor, nn
 
 from benchmarks import torchvision_operators  # noqa: F401  # before Lightning, which imports torchvision
-from benchmarks.zoo_compare import Arguments, Trained, alone, compared, has_drawn, short
+from benchmarks.zoo_compare import COMPILED, Arguments, Trained, alone, compared, has_drawn, short
 from benchmarks.zoo_page import page_text, read, table, variants_text, write_page
 from benchmarks.zoo_transformers import VARIANTS, builds, offers, pairs
 from lightning_pipeline.model.tensors.structure import map_tensors
@@ -54,7 +54,8 @@ def run_pair(kind: str, name: str, counts: tuple[int, ...] = (2, 3), variant: st
         return record | {"outcome": "not run", "why": short(error), "tried": tried}
     record["alone_s"] = round(time.process_time() - start, 2)
     held = 2 if variant == "dropout" else 1  # stages of the one rank that others are compared with
-    return record | compared(module, batches, expected, draws, counts, held)
+    compiles = variant if variant in COMPILED else ""
+    return record | compared(module, batches, expected, draws, (2,) if compiles else counts, held, compiles)
 
 
 def trains(
@@ -159,9 +160,10 @@ def _to_do(
     """Pairs that are not recorded under this variant, types of which none is recorded first."""
     known = read(records, variant)
     asked = [pair for pair in pairs() if only in "/".join(pair)]
-    if variant:  # of those that are equal without it, as many as asked for, evenly taken
+    if variant:  # the first head of each type that is equal without it
         plain = read(records)
-        asked = [p for p in asked if plain.get(p, {}).get("outcome") == "equal" and offers(p[0], variant)]
+        asked = [pair for pair in asked if plain.get(pair, {}).get("outcome") == "equal"]
+        asked = [p for p in {kind: (kind, name) for kind, name in reversed(asked)}.values() if offers(p[0], variant)]
     if sample:
         asked = asked[:: max(len(asked) // sample, 1)][:sample]
     todo = [pair for pair in asked if pair not in known or known[pair]["outcome"] in again]
@@ -228,7 +230,7 @@ def main(
         limit: Largest number of pairs. 0: all.
         page: Is given the table, between two marks.
         variant: Another way to run what is equal: "dropout", "checkpointing", "router losses", "hidden
-            states", "eager", "sdpa" or "evaluation".
+            states", "eager", "sdpa", "evaluation", "compiled units" or "compiled module".
         sample: Number of pairs, evenly taken from all. 0: all.
         listed: A file with one `type/class` a line: only these, in this order.
     """

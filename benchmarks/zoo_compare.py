@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy
 import torch
+import torch._dynamo.backends.debugging as backends
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
@@ -17,6 +18,7 @@ from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+COMPILED = ("compiled units", "compiled module")
 
 
 class Trained(nn.Module):
@@ -46,10 +48,34 @@ class Trained(nn.Module):
 
 # ---- one process, and stages
 
+_graphs: list[None] = []  # one for each run of a compiled graph
 
-def alone(module: nn.Module, batches: list[Arguments], seed: int = 0) -> tuple[list[Tensor], nn.Module]:
-    """Losses, and a copy of the module with its gradients and buffers."""
+
+def _noted(graph: Any, inputs: Any) -> Any:
+    """As aot_eager, which traces and differentiates as inductor does; notes each run of a graph."""
+    compiled: Any = backends.aot_eager(graph, inputs)  # type: ignore[no-untyped-call]
+
+    def run(*args: Any) -> Any:
+        _graphs.append(None)
+        return compiled(*args)
+
+    return run
+
+
+def _compile(module: nn.Module) -> nn.Module:
+    """With compiled units, as a user compiles the layers of a model."""
+    for unit in find_units(module, at_least=3):
+        unit.module.compile(backend=_noted)
+    return module
+
+
+def alone(
+    module: nn.Module, batches: list[Arguments], seed: int = 0, compiles: bool = False
+) -> tuple[list[Tensor], nn.Module]:
+    """Losses, and a copy of the module with its gradients and buffers; with compiled units if asked."""
     module = copy.deepcopy(module)
+    if compiles:
+        _compile(module)
     torch.manual_seed(seed)
     numpy.random.seed(seed)
     losses = []
@@ -66,6 +92,7 @@ def staged(
     batches: list[Arguments],
     one_rank: bool = False,
     pristine: nn.Module | None = None,
+    compiles: str = "",
 ) -> tuple[list[Any], list[SplitModel]]:
     """The same over stages, one after another in this process: each on a rank of its own, or all on one.
 
@@ -79,8 +106,12 @@ def staged(
             mine, own = copy.deepcopy((module, cut), _shared(cut.trace))
         else:
             mine = copy.deepcopy(pristine)
+            if compiles == "compiled units":
+                _compile(mine)  # a copy of what is compiled is not
             own = partition(_traced(mine, batches), len(stages), how="uniform")
         ranks.append(SplitModel(mine, own, held, sinks={"log": lambda *args: None}))
+        if compiles == "compiled module":
+            ranks[-1].compile_units(lambda function: torch.compile(function, backend=_noted))
     splits = ranks * len(stages) if one_rank else ranks
     weights = [1 / len(batches)] * len(batches)
     for split in ranks:
@@ -182,6 +213,7 @@ def compared(
     draws: bool,
     counts: tuple[int, ...] = (2, 3),
     reference_stages: int = 1,
+    compiles: str = "",
 ) -> dict[str, Any]:
     """What becomes of a module over so many stages, as entries of a record.
 
@@ -192,12 +224,24 @@ def compared(
         draws: Whether it has drawn a number: the draws of one process are not promised, those of a rank are.
         counts: Numbers of stages.
         reference_stages: Where it draws, how many stages the rank holds that the others are compared with.
+        compiles: Of `COMPILED`, what is compiled over stages; the one process is not.
     """
     pristine = copy.deepcopy(module)
-    found = _compared(module, batches, expected, draws, counts, reference_stages, None)
-    if found["outcome"] == "equal":
-        return found
-    return _compared(pristine, batches, expected, draws, counts, reference_stages, copy.deepcopy(pristine))
+    options = (batches, expected, draws, counts, reference_stages)
+    if compiles:
+        torch._dynamo.reset()  # type: ignore[no-untyped-call]
+        _graphs.clear()
+    if compiles != "compiled units":
+        found = _compared(module, *options, None, compiles)
+        if found["outcome"] == "equal":
+            return found
+    found = _compared(pristine, *options, copy.deepcopy(pristine), compiles)
+    if compiles and found["outcome"] != "equal":
+        try:
+            alone(pristine, batches, compiles=True)
+        except Exception as error:
+            return found | {"outcome": "not run", "why": f"compiled on one device: {short(error)}"}
+    return found
 
 
 def _compared(
@@ -208,6 +252,7 @@ def _compared(
     counts: tuple[int, ...],
     reference_stages: int,
     pristine: nn.Module | None,
+    compiles: str,
 ) -> dict[str, Any]:
     losses, reference = expected
     draws = draws and not _same(expected, alone(module, batches, seed=1))
@@ -227,13 +272,16 @@ def _compared(
             cut = partition(trace, stages, how="uniform")
             shares = cut.table().rows
             record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
-            worst = max(
-                worst, difference(reference, losses, *staged(module, cut, batches, pristine=pristine))
-            )
+            found = staged(module, cut, batches, pristine=pristine, compiles=compiles)
+            worst = max(worst, difference(reference, losses, *found))
     except PipelineError as error:
         return record | {"outcome": "refused", "why": short(error)}
     except Exception as error:
         return record | {"outcome": "crash", "why": short(error)}
+    if compiles:
+        record["graphs"] = len(_graphs)  # that have run
+        if not _graphs:
+            return record | {"outcome": "refused", "why": "nothing was compiled"}
     record["staged_s"] = round(time.process_time() - start, 2)
     return record | {"difference": worst, "outcome": outcome(worst, losses[0].dtype == torch.float64)}
 

@@ -201,8 +201,11 @@ def _detection(name: str) -> Callable[[], Case]:
     def build() -> Case:
         import torchvision
 
+        few: dict[str, Any] = {"score_thresh": 0.0, "detections_per_img": 8, "topk_candidates": 20}
+        if "rcnn" in name:
+            few = {"rpn_pre_nms_top_n_train": 20, "box_batch_size_per_image": 8}
         model = torchvision.models.get_model(
-            name, num_classes=3, weights=None, weights_backbone=None, min_size=64, max_size=64
+            name, num_classes=3, weights=None, weights_backbone=None, min_size=64, max_size=64, **few
         )
 
         def loss(model: nn.Module, batch: Any) -> Tensor:

@@ -54,14 +54,14 @@ class Step(nn.Module):
 
     def __init__(self, model: nn.Module, loss: Loss) -> None:
         super().__init__()
-        self.model, self._loss = model, loss
+        self.model, self.loss = model, loss
 
     def log(self, name: str, value: Any) -> None:
         """Takes nothing."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The loss of a micro-batch."""
-        return self._loss(self.model, batch)
+        return self.loss(self.model, batch)
 
 
 # ---- running them
@@ -73,7 +73,7 @@ def run_case(name: str) -> dict[str, Any]:
     try:
         torch.manual_seed(0)
         model, loss, make = CASES[name]()
-        module, batches, expected, draws = _trains(model, loss, make)
+        module, batches, expected, draws = trains_case(model, loss, make)
     except ImportError as error:
         return record | {"outcome": "not run", "why": f"not installed: {short(error)}"}
     except Exception as error:
@@ -81,7 +81,8 @@ def run_case(name: str) -> dict[str, Any]:
     return record | compared(module, batches, expected, draws)
 
 
-def _trains(model: nn.Module, loss: Loss, make: Callable[[], Any]) -> Any:
+def trains_case(model: nn.Module, loss: Loss, make: Callable[[], Any]) -> Any:
+    """The step, the micro-batches, what one process gives, and whether it draws."""
     failed: Exception = ValueError("no batch")
     made = [make(), make()]
     for dtype in (torch.float64, torch.float32):

@@ -8,13 +8,24 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from transformers import CONFIG_MAPPING
 from transformers.models.auto import modeling_auto
 
 from benchmarks.zoo_batches import Recipe
+from benchmarks.zoo_compare import COMPILED
 from benchmarks.zoo_configs import RUNGS, tiny_config, with_parts
 
 LARGEST = 40_000_000
-VARIANTS = ("dropout", "checkpointing", "router losses", "hidden states", "eager", "sdpa", "evaluation")
+VARIANTS = (
+    "dropout",
+    "checkpointing",
+    "router losses",
+    "hidden states",
+    "eager",
+    "sdpa",
+    "evaluation",
+    *COMPILED,
+)
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -34,7 +45,7 @@ def offers(kind: str, variant: str) -> bool:
     """Whether a variant means something for a model type."""
     if variant != "router losses":
         return True
-    return any("output_router_logits" in vars(part) for part in with_parts(tiny_config(kind)))
+    return any("output_router_logits" in vars(part) for part in with_parts(CONFIG_MAPPING[kind]()))
 
 
 def builds(kind: str, name: str, variant: str = "") -> Iterator[Callable[[], tuple[nn.Module, Recipe]]]:

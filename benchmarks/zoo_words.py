@@ -370,3 +370,29 @@ def _graph(kind: str) -> Callable[[], Case]:
 
 for _name in ("GCN", "GAT", "GraphSAGE", "GIN", "EdgeCNN"):
     CASES[f"torch_geometric/{_name}"] = _graph(_name)
+
+
+@case("torch_geometric/graphs")
+def _graphs() -> Case:
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.nn import GCN, global_mean_pool
+
+    class Net(nn.Module):
+        """Classes of whole graphs, given as a list."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = GCN(8, 16, num_layers=3, out_channels=16), nn.Linear(16, 3)
+
+        def forward(self, graphs: list[Any]) -> Tensor:
+            joined: Any = Batch.from_data_list(graphs)
+            h = self.body(joined.x.to(self.head.weight.dtype), joined.edge_index)
+            found: Tensor = self.head(global_mean_pool(h, joined.batch))
+            return found
+
+    def graphs() -> Any:
+        ring = [torch.arange(nodes) for nodes in (5, 7)]
+        edges = [torch.stack([nodes, nodes.roll(1)]) for nodes in ring]
+        return [Data(x=torch.randn(e.shape[1], 8), edge_index=e, y=torch.tensor(len(e[0]) % 3)) for e in edges]
+
+    return Net(), lambda m, b: F.cross_entropy(m(b), torch.stack([g.y for g in b])), graphs
