@@ -163,7 +163,11 @@ def _to_do(
     if variant:  # the first head of each type that is equal without it
         plain = read(records)
         asked = [pair for pair in asked if plain.get(pair, {}).get("outcome") == "equal"]
-        asked = [p for p in {kind: (kind, name) for kind, name in reversed(asked)}.values() if offers(p[0], variant)]
+        asked = [
+            p
+            for p in {kind: (kind, name) for kind, name in reversed(asked)}.values()
+            if offers(p[0], variant)
+        ]
     if sample:
         asked = asked[:: max(len(asked) // sample, 1)][:sample]
     todo = [pair for pair in asked if pair not in known or known[pair]["outcome"] in again]

@@ -54,7 +54,9 @@ MODELS = (
     "sentence-transformers/mean pooling",
 )
 STEPS = 3
-ASKED: dict[str, Any] = {"torch_geometric/graphs": {"loss_weighting": "samples"}}  # code that loops over samples
+ASKED: dict[str, Any] = {
+    "torch_geometric/graphs": {"loss_weighting": "samples"}
+}  # code that loops over samples
 
 
 class Fitted(pl.LightningModule):

@@ -393,6 +393,8 @@ def _graphs() -> Case:
     def graphs() -> Any:
         ring = [torch.arange(nodes) for nodes in (5, 7)]
         edges = [torch.stack([nodes, nodes.roll(1)]) for nodes in ring]
-        return [Data(x=torch.randn(e.shape[1], 8), edge_index=e, y=torch.tensor(len(e[0]) % 3)) for e in edges]
+        return [
+            Data(x=torch.randn(e.shape[1], 8), edge_index=e, y=torch.tensor(len(e[0]) % 3)) for e in edges
+        ]
 
     return Net(), lambda m, b: F.cross_entropy(m(b), torch.stack([g.y for g in b])), graphs

@@ -178,7 +178,9 @@ def rules_of(
 def _is_put_back(run: "_Runs", effect: Effect, trials: Sequence[Any]) -> bool:
     """Whether the step ends with what stood there, as with a mode that is on for a while."""
     label, start = effect.place.label, run.start(effect)
-    return all(equal(left[label], start) for found, _ in trials for left in found if left[label] is not MISSING)
+    return all(
+        equal(left[label], start) for found, _ in trials for left in found if left[label] is not MISSING
+    )
 
 
 def _readers(
