@@ -1,7 +1,7 @@
 """Operators of torchvision in Python, where its binary does not fit this torch.
 
-A wheel for CUDA beside a torch without it: the Python parts are enough for most models, detectors also need the
-suppression of overlapping boxes and the pooling of regions, of which torchvision has a version in Python.
+A wheel for CUDA beside a torch without it: the Python parts are enough for most models; detectors also need
+the suppression of overlapping boxes and the pooling of regions, of which torchvision has a version in Python.
 """
 
 import sys

@@ -2,7 +2,7 @@
 
     python -m benchmarks.zoo_fits --page docs/models.md
 
-Each is one of the zoo's tiny models, of transformers or of another library, as a LightningModule with Adam and
+Each is a tiny model of the zoo, of transformers or of another library, as a LightningModule with Adam and
 logs, run with Lightning's defaults (progress bar, summary, logger, checkpoints): the trainer with
 `PipelineStrategy(stages=2, num_microbatches=2)` in two processes, and a plain one that accumulates over the
 same micro-batches. Compared: every tensor of `state_dict()`, the logged losses, and what `predict` returns.

@@ -244,7 +244,7 @@ class LeftBehind:
         return {label for label, is_read in known.items() if is_read}
 
     def _rows_in_containers(self, trace: Trace) -> set[str]:
-        """What early code may take an item of, without a look at it, to give it to a unit of the last stage."""
+        """What early code may take items of for units of the last stage, without a look at them."""
         rules = self._rules.get(trace.step, {})
         labels = {e.place.label for e in trace.effects if isinstance(e.place.get(), list | dict)}
         return {label for label in labels if isinstance(rules.get(label), Rows)}
