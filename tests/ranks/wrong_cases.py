@@ -4,16 +4,19 @@ Each is fitted as it stands on one device, or, where it draws, with one stage an
 """
 
 import copy
+import os
+import tempfile
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import lightning.pytorch as pl
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 from torchmetrics import MeanSquaredError
 
 from lightning_pipeline.errors import PipelineError
@@ -56,6 +59,11 @@ class Case(pl.LightningModule):
     draws = False
     """Whether its numbers depend on random ones, so that it is compared with one stage."""
     layer: Callable[[], nn.Module] = Layer
+    data: type[Data] = Data
+    options: ClassVar[dict[str, Any]] = {}
+    """Of the Trainer."""
+    interrupted = -1
+    """The step after which another Trainer goes on from a checkpoint."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,6 +403,34 @@ class C7(Case):
         return [self.trainer.callbacks[0].told]  # type: ignore[attr-defined]
 
 
+class FromTheModel(Data):
+    """Drops what the model has seen last, which one rank knows."""
+
+    def train_dataloader(self) -> Any:
+        module: Any = self.trainer.lightning_module  # type: ignore[union-attr]
+        samples = 8 if sum(float(item.sum()) for item in module.hidden) < 1000 else SAMPLES
+        return DataLoader(Subset(super().train_dataloader().dataset, range(samples)), batch_size=8)
+
+
+class C8(Case):
+    data, options = FromTheModel, {"reload_dataloaders_every_n_epochs": 1}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.run_layers(batch[0])
+        self.hidden.append(out.detach())
+        return F.mse_loss(out, batch[1])
+
+
+class A19(Case):
+    """Resumed in mid-epoch, it goes on with the next batch; one device that is not interrupted is the reference."""
+
+    interrupted = 3
+
+
 class C9(Case):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         weight: Any = self.layers[0].linear.weight  # type: ignore[union-attr]
@@ -421,11 +457,22 @@ def fitted(name: str, pipeline: dict[str, Any] | None, attributes: dict[str, Any
         attributes: Of the module, to be set first.
     """
     torch.manual_seed(0)
-    module, data = CASES[name](), Data()
+    module, data = CASES[name](), CASES[name].data()
     vars(module).update(attributes or {})
-    run = trainer(pipeline, callbacks=[Users()], enable_progress_bar=False, enable_model_summary=False)
+    options = {"enable_progress_bar": False, "enable_model_summary": False, **module.options}
+    run, path = trainer(pipeline, callbacks=[Users()], **options), None
     try:
-        run.fit(module, data)
+        if pipeline is not None and module.interrupted > 0:
+            folder = Path(tempfile.gettempdir(), f"interrupted-{os.getppid()}")
+            saves = pl.callbacks.ModelCheckpoint(
+                folder, "there", save_top_k=-1, every_n_train_steps=module.interrupted,
+                enable_version_counter=False,
+            )  # fmt: skip
+            writes = {"enable_checkpointing": True, "max_steps": module.interrupted}
+            first = trainer(pipeline, callbacks=[Users(), saves], **options, **writes)
+            first.fit(CASES[name](), data)
+            path = folder / "there.ckpt"
+        run.fit(module, data, ckpt_path=path)
     except PipelineError as error:
         return f"{type(error).__name__}: {error}"
     logs = {key: float(value) for key, value in run.callback_metrics.items()}

@@ -27,6 +27,7 @@ from lightning_pipeline.model.state import (
     AttributeGuards,
     Elsewhere,
     FromLast,
+    Gradients,
     Merge,
     Sent,
     SetByUnit,
@@ -485,6 +486,19 @@ class SplitModel(OutsideSteps):
             taken, rest = self._state.take(shared, self._device)
             self._guards.forget(effect.place for effect in taken)
             self._guards.install(e.place for e in rest if e.place.identity not in self._carried)
+
+    def retains(self) -> bool:
+        """After a batch: whether the step has asked for gradients of what it leaves behind."""
+        return self._state is not None and self._state.retains
+
+    def retained(self) -> Gradients:
+        """After `take_from_last`: those that this rank has."""
+        return {} if self._state is None else self._state.retained()
+
+    def take_gradients(self, found: Sequence[Gradients]) -> None:
+        """Have those that the ranks found."""
+        if self._state is not None:
+            self._state.take_gradients(found)
 
     def _new_count(self, microbatches: Sequence[Microbatch]) -> SavedCount | None:
         """Counts what the stages hold in this step, where that was asked for."""

@@ -5,6 +5,7 @@ from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
+from lightning_pipeline.model.state.retained import Gradients
 from lightning_pipeline.model.state.rules import (
     Merge,
     Rows,
@@ -37,6 +38,7 @@ __all__ = [
     "Elsewhere",
     "ElsewhereError",
     "FromLast",
+    "Gradients",
     "Meeting",
     "Merge",
     "Pieces",

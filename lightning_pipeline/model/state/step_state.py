@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
+from lightning_pipeline.model.state.retained import Gradients, Retained, give_gradients
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
 from lightning_pipeline.model.state.sent import FromLast, Sent, fill, is_small, travels
-from lightning_pipeline.model.tensors import is_placeholder, tensors_in
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed, TensorOwner
 
 CHAINED = None
@@ -43,6 +44,8 @@ class StepState:
         self._results: list[dict[str, Any]] = []
         self._several, self._sizes = len(sizes) > 1, list(sizes)
         self._fresh = True
+        self._retaining = [effect for effect in effects if effect.retains]
+        self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
         self._all = list(effects)
         self._beside = [
@@ -63,6 +66,7 @@ class StepState:
             microbatch: Which; None: the whole batch.
             counts: Whether what it leaves is that of its micro-batch, see `after`.
         """
+        self._microbatch = microbatch or 0
         chained = [] if counts else [effect for effect in self._all if self._is_chained(effect)]
         self._aside = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in chained]
         if not self._fresh:
@@ -92,6 +96,8 @@ class StepState:
             counts: Whether what it left is that of its micro-batch. On a rank with several stages that of the
                 last of them is; what the others left is not to be seen by anyone.
         """
+        for effect in self._retaining:
+            self._retained.note(effect.place.label, self._microbatch, effect.place.get())
         if counts:
             if self._several:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
@@ -125,7 +131,6 @@ class StepState:
         Args:
             merge: Merges one value per micro-batch.
         """
-        self._elsewhere = [effect for effect in self._elsewhere if not self._retains(effect)]
         for effect in self._elsewhere:
             self._start[effect.place.label].give_back(effect.place)
         for place, kept, _ in self._beside:
@@ -135,12 +140,6 @@ class StepState:
             for effect in self._effects:
                 if not self._is_chained(effect):
                     self._merge(effect, sizes, merge)
-
-    def _retains(self, effect: Effect) -> bool:
-        """Whether the one micro-batch left gradients there that are on this rank: read where they live."""
-        value = effect.place.get()
-        held = () if self._several or effect.deep or isinstance(value, Guard) else tensors_in(value)
-        return any(tensor.retains_grad and not is_placeholder(tensor) for tensor in held)
 
     def _merge(self, effect: Effect, sizes: list[int], merge: Merge) -> None:
         place, start = effect.place, self._start[effect.place.label]
@@ -196,11 +195,11 @@ class StepState:
         Args:
             read: Labels of large values that they read.
         """
-        tensors = {e.place.label for e in self._effects if type(e.place.owner) is TensorOwner}
+        told = {e.place.label for e in self._effects if e.retains or type(e.place.owner) is TensorOwner}
         values = {
             label: Sent.of(value)
             for label, value in self._made().items()
-            if is_small(value) or ((label in read or label in tensors) and travels(value))
+            if is_small(value) or ((label in read or label in told) and travels(value))
         }
         labels = [effect.place.label for effect in self._effects if effect.from_units]
         rules = {label: self._rules.get(label) for label in labels}
@@ -230,6 +229,36 @@ class StepState:
             elif not effect.deep:
                 rest.append(effect)
         return taken, rest
+
+
+    # ---- gradients that the step asked for
+
+    @property
+    def retains(self) -> bool:
+        """Whether hooks may read gradients of what the step leaves; the same on all ranks."""
+        return bool(self._retaining)
+
+    def retained(self) -> Gradients:
+        """Those that this rank has, after `take`."""
+        return self._retained.gradients(self._rules)
+
+    def take_gradients(self, found: Sequence[Gradients]) -> None:
+        """Let what the step left have them, as on one device.
+
+        Args:
+            found: By each rank.
+        """
+        for effect in self._retaining:
+            place, label = effect.place, effect.place.label
+            value = place.get()
+            if isinstance(value, Guard) or not travels(value):
+                continue
+            own = [one[label] for one in found if label in one]
+            value = map_tensors(lambda tensor: tensor.detach().clone(), value)
+            if give_gradients(value, own) or not own:
+                _take(place, value)
+            else:
+                place.put(Unmerged(f"the gradient of {attribute_name(place)}", self._step))
 
 
 class AsOne:

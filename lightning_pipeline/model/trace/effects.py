@@ -178,6 +178,7 @@ class EffectsSeen:
         tensors = list(tensors_held(value))
         if not effect.deep and any(map(self._comes_from_units, tensors)):
             effect.from_units = True
+            effect.retains = any(tensor.retains_grad for tensor in tensors)
         if effect.from_units:
             self._observed.tail_read(tensors)
         effect.read_at = self._read.get(effect.place.identity)

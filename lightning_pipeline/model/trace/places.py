@@ -559,6 +559,7 @@ class Effect:
         deep: Whether the values of the tensor there are written, too.
         read_at: How many calls of units had been made when a tensor that stood there was first read; None:
             none was.
+        retains: Whether the step asks for gradients of tensors there, by `retain_grad`.
     """
 
     place: Place
@@ -566,6 +567,7 @@ class Effect:
     from_units: bool = False
     deep: bool = False
     read_at: int | None = None
+    retains: bool = False
 
 
 def holds_tensor(value: Any) -> bool:

@@ -253,6 +253,9 @@ class Batch:
             if not from_last.is_source:
                 put_late_values(module, names, values)
                 split.take_from_last(left)
+        if self.trains and split.retains():
+            told = from_last.company.gather("sharing gradients that the step retains", split.retained())
+            split.take_gradients(list(told.values()))
 
     def _reorder(self, reordering: Replanner) -> None:
         steps = self._steps

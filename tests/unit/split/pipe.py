@@ -205,6 +205,10 @@ def _settle(splits: list[SplitModel], last: SplitModel, step: str, entire: Any) 
             split.take_from_last(last.left_on_last(step, entire))
             names = split.late_states(step)
             put_late_values(split.root, names, late_values(last.root, names))
+    if step == "training_step" and last.retains():
+        found = [split.retained() for split in splits]
+        for split in splits:
+            split.take_gradients(found)
     for split in splits:
         split.settled(step)
 
