@@ -310,6 +310,12 @@ class SplitModel(OutsideSteps):
         """What a step leaves behind where no run on made-up values could tell how, and why not."""
         return self._left_behind.not_tried.get(step)
 
+    def mixed(self, step: str) -> dict[str, str]:
+        """Lines at which a step mixes the samples of a micro-batch, and by which operation."""
+        trace = self.known[step]
+        end = len(trace.calls) + (self._over_batch is None)  # what comes last may run once for the batch
+        return {line: name for line, (name, position) in trace.mixed.items() if position < end}
+
     # ---- a batch
 
     def begin(

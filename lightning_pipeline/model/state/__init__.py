@@ -5,7 +5,6 @@ from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
-from lightning_pipeline.model.state.retained import Gradients
 from lightning_pipeline.model.state.rules import (
     Merge,
     Rows,
@@ -18,7 +17,7 @@ from lightning_pipeline.model.state.rules import (
     unmerged,
     usual,
 )
-from lightning_pipeline.model.state.sent import FromLast, Sent, left_in, put_in
+from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, left_in, put_in
 from lightning_pipeline.model.state.start_rows import Pieces, StartRows, rows_by_shape
 from lightning_pipeline.model.state.step_state import (
     CHAINED,

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.state.rules import Rows, Rule
+from lightning_pipeline.model.state.sent import Gradients
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
-
-Gradients = dict[str, dict[int, Tensor]]
-"""By label of the place, and by the number of the tensor in what stands there; on CPU."""
 
 
 class _Kept(NamedTuple):

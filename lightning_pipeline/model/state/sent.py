@@ -15,6 +15,8 @@ from lightning_pipeline.model.trace import MISSING, Place
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
 _FEW = 16
 _SMALL = (type(None), bool, int, float, complex, str)
+Gradients = dict[str, dict[int, Tensor]]
+"""Of what a step leaves: by label of the place, and by number of the tensor in what stands there; on CPU."""
 
 
 class Sent(NamedTuple):

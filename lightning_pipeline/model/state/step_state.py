@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
-from lightning_pipeline.model.state.retained import Gradients, Retained, give_gradients
+from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
-from lightning_pipeline.model.state.sent import FromLast, Sent, fill, is_small, travels
+from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed, TensorOwner
 
@@ -229,7 +229,6 @@ class StepState:
             elif not effect.deep:
                 rest.append(effect)
         return taken, rest
-
 
     # ---- gradients that the step asked for
 

@@ -26,6 +26,7 @@ from lightning_pipeline.model.tensors import (
 )
 from lightning_pipeline.model.trace.choices import SCALAR_READS, guess, is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
+from lightning_pipeline.model.trace.mixing import MixingSeen
 from lightning_pipeline.model.trace.record import Observation, refuse
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
@@ -47,6 +48,7 @@ class Glue:
         self.written_states: dict[str, Tensor] = {}
         self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
         self.moved: set[str] = set()  # parameters whose memory is another one after the step
+        self.mixing = MixingSeen(observed)
         self._seen_states: set[str] = set()
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._saved: set[int] = set()
@@ -89,6 +91,7 @@ class Glue:
             self._observed.trace.draws_unseen = True
         result = func(*args, **kwargs)
         results = list(operands_of((result,)))
+        self.mixing.operation(func, args, kwargs, result)
         self._note_work(self._keeping.work_of(func, args, kwargs, result))
         for tensor in results:
             self._observed.tags.add(tensor, tags)

@@ -130,6 +130,8 @@ class Trace:
         index: The index of the batch that was traced.
         circumstances: What it may depend on beside the batch, as a digest.
         porting: Which ports it looked for; None: none.
+        mixed: Lines at which samples of the batch are mixed with each other, by which operation, and how
+            many calls of units had been made.
     """
 
     root: nn.Module
@@ -174,6 +176,7 @@ class Trace:
     index: int | None = None
     circumstances: str = ""
     porting: Porting | None = None
+    mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     @property
     def path(self) -> tuple[int, ...]:

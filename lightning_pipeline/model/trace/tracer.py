@@ -131,6 +131,7 @@ class Tracer:
         function = step_function(self.root, self.trace.step)
         for tensor in tensors_in((args, kwargs)):
             observed.batch.add(tensor, frozenset({Tag("batch")}))
+        self.glue.mixing.begin((args, kwargs))
         with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self._fake.reentrant:
             stack.enter_context(stub_sinks(self.root, self._sinks, self.observed.tail_read))
             stack.enter_context(

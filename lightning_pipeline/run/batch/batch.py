@@ -320,6 +320,16 @@ class Batch:
                 "samples and rows joined; whether one device would leave the same could not be tried out. "
                 f"This concerns {untried}"
             )
+        mixed = split.mixed(step)
+        if mixed and number > 1 and ("mixed", step) not in warned:
+            warned.add(("mixed", step))
+            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
+            rank_zero_warn(
+                f"{step} mixes samples of the batch with each other ({lines}), and each of {number} "
+                "micro-batches mixes its own. Where partners are drawn (mixup by a permutation) that draws "
+                "them from fewer samples; otherwise the numbers are not those of one device, unless the step "
+                "puts the samples back in order: do it in on_after_batch_transfer, which sees the whole batch"
+            )
         names = split.doubtful(step)
         if names and number > 1 and step not in warned:
             warned.add(step)
