@@ -67,7 +67,7 @@ class MixingSeen:
         data = args[0]
         if not self._has_rows([data, *results]) or not self._derived.of(data):
             return False
-        rows = args[1] if len(args) > 1 else None
+        rows: Any = args[1] if len(args) > 1 else None
         if func._schema.name == "aten::index" and rows[0] is not None and self._drawn.of(rows[0]):
             return True  # which may be the order that stands there, by chance
         for row in range(min(_TRIED, self._samples)):
