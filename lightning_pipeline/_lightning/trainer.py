@@ -551,8 +551,9 @@ def count_replicas_as_devices(trainer: Trainer, stages: int) -> None:
     """
     for callback in getattr(trainer, "callbacks", ()):
         for throughput in callback._throughputs.values() if isinstance(callback, ThroughputMonitor) else ():
-            throughput.world_size //= stages
-            if throughput.available_flops:
+            uncounted = throughput.world_size == trainer.world_size
+            throughput.world_size = trainer.world_size // stages
+            if throughput.available_flops and uncounted:
                 throughput.available_flops *= stages
 
 

@@ -76,7 +76,7 @@ def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
     if get is not None:
         found = get(str(path))
     elif not path.exists():
-        raise CheckpointNotFoundError(f"there is no checkpoint {path}")
+        raise CheckpointNotFoundError(f"Checkpoint file not found: {path}")  # as Lightning says it
     elif not path.is_file():
         raise CheckpointCorruptError(f"checkpoint {path} is no plain file, nor a folder: it was not opened")
     else:

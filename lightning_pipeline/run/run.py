@@ -119,8 +119,8 @@ class Pipeline:
         early = EarlyLoaders(trainer, self.feed, together.equal_random_states, lambda: hooks_undone(trainer))
         self._undo.append(early.restore)
         first = early.first_arguments()
+        _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
         if trainer.training:
-            _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)
             self._undo += [self.position.install(), summarize_before_split(trainer)]
             self._undo.append(_lightning.skip_without_loss(trainer))
             several = self.groups.numbering.replicas > 1

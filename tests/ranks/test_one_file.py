@@ -130,7 +130,7 @@ def test_a_checkpoint_that_is_not_there_is_the_error_of_one_device_on_all_ranks(
 ) -> None:
     for told in ranks(2)(resume_from_nothing, str(tmp_path), group=False):
         assert told.startswith("CheckpointNotFoundError: ")
-        assert f"there is no checkpoint {tmp_path}/random.ckpt" in told
+        assert f"Checkpoint file not found: {tmp_path}/random.ckpt" in told
 
 
 class WithNet(pl.LightningModule):

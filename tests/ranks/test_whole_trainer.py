@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, RichProgressBar, ThroughputMonitor, TQDMProgressBar
+from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
@@ -183,6 +184,33 @@ def test_throughput_counts_a_batch_once(ranks: Ranks, tmp_path: Path) -> None:
     assert rates["train/device/samples_per_sec"] == pytest.approx(8 * rates["train/device/batches_per_sec"])
     both, *_ = ranks(4)(throughput, {**TWO, "data_parallel_size": 2}, str(tmp_path / "four"))
     assert both["train/samples_per_sec"] == pytest.approx(2 * both["train/device/samples_per_sec"])
+
+
+class KeepsLines(CSVLogger):
+    """What was logged, on every rank."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__(folder)
+        self.lines: list[dict[str, float]] = []
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.lines.append(dict(metrics))
+
+
+def throughput_of_validation(pipeline: dict[str, Any] | None, folder: str) -> list[set[str]]:
+    monitor = ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]), window_size=3)
+    kept = KeepsLines(folder)
+    run = trainer(pipeline, writes=True, logger=kept, callbacks=[monitor], log_every_n_steps=1)
+    for _ in range(2):
+        run.validate(Slow(), loader(64))
+    return [set(line) for line in kept.lines if "validate/batches" in line]
+
+
+def test_throughput_of_a_validation_counts_a_batch_once(ranks: Ranks, tmp_path: Path) -> None:
+    one = throughput_of_validation(None, str(tmp_path / "one"))
+    found, _ = ranks(2)(throughput_of_validation, TWO, str(tmp_path / "two"))
+    assert "validate/device/batches_per_sec" in one[-1]
+    assert found == one  # with several replicas there would be rates of all, beside a device's
 
 
 def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
