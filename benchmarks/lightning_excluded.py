@@ -16,12 +16,18 @@ _BY_REASON = {
         r"^lightning_pipeline\.errors\.UnsafeCheckpointError",
     ),
     "a test's own affair": (
-        r"Test left artifacts behind: .*'crash",
-    ),  # our report of an error, where it runs
+        r"Test left artifacts behind: .*'crash",  # our report of an error, where it runs
+        r"KeyError: 'SLURM_NODEID'",  # some of SLURM's variables are set by hand, and this one is not
+        # No run: loaders, or what restores a checkpoint, are called by hand, privates of Lightning's.
+        r"^RuntimeError: \S+ is not attached to a `Trainer`",
+        r"ConfigurationError: no run is under way, or its module is not split yet",
+    ),
 }
 _OF_RANK_1 = (
     # What the step on the last stage raises, the other rank tells in an error of its own class.
     r"^lightning_pipeline\.errors\.StageFailedError: pipeline rank 0 stopped in .* because pipeline rank 1",
+    r"assert 0 > 0 \+ where 0 = <MagicMock", r"^AssertionError: assert \[\] == \[call\(", r"in 'INFO ",
+    r"Expected training metrics to be logged", r"Expected exactly one warning about missing",
     r"DID NOT WARN", r"in ''\) is True", r"^AssertionError$", r"in '' \+ where '' = .*LogCaptureFixture",
 )  # fmt: skip
 """Fails on rank 1 alone: warnings, lines of the log and progress bars are rank 0's."""
@@ -35,6 +41,12 @@ _BY_NAME = {
         r"test_trainer\.py::test_(on_exception_hook|error_handling_all_stages)",
         r"test_lr_scheduler_strict\[True\]",
         r"test_lambda_function\.py::test_lambda_call",
+        r"test_model_checkpoint_on_exception_parametrized\[TroubledModelIn(Training|Validation)Step\]",
+        r"test_restarting_mid_epoch_raises_warning\[(Exception|ShouldStop)Model-True\]",
+        # Once the ranks have left, after the last batch, there is no checkpoint of an exception.
+        r"test_model_checkpoint_on_exception_(parametrized|in_other_callbacks)\[Troubled(Model|Callback)OnFitEnd\]",
+        # Loaders are asked for in the setup, so that a first batch is there, before `configure_optimizers`.
+        r"test_trainer_model_hook_system_(fit|eval|predict)",
         # The step asserts what `on_train_start` sets, and is traced before.
         r"test_params_groups_and_state_are_accessible",
     ),
@@ -69,6 +81,10 @@ _BY_NAME = {
         # `prepare_data` is called on local rank 0.
         r"test_datamodule_hooks_are_profiled",
         r"test_trainer_datamodule_hook_system",
+        # Rank 1 sees no line of the log, leaves the test, and rank 0 waits for it.
+        r"test_timer\.py::test_trainer_flag",
+        # Two ranks have rates of all devices, beside a device's.
+        r"test_throughput_monitor_eval",
     ),
     "a test's own affair": (
         r"test_skip_training_step_not_allowed\[2\]",  # asks that several ranks refuse what is served here
@@ -83,6 +99,7 @@ _BY_NAME = {
         r"test_optimizer_return_options",
         r"test_dataloaders_are_not_loaded_if_disabled_through_limit_batches",
         # They set the clock (`time.monotonic`) that every wait for another rank reads.
+        r"test_throughput_monitor_(fit|fit_with_validation|fit_gradient_accumulation|variable_batch_size|validation_with_many_epochs)(\[|$)",
         r"test_time_based_val_check_interval",
         r"test_time_and_epoch_gated_val_check",
         # Their callbacks are mocks, whose every attribute is one, and cannot be compared over ranks.
@@ -91,6 +108,11 @@ _BY_NAME = {
         r"test_custom_model_summary_callback_summarize",
         # They count calls of `Tensor.backward`, which no stage calls: each runs its part of it.
         r"test_backward_count_(simple|with_grad_accumulation)",
+        r"test_stateful_trainer_ckpt_path_support",
+        # `torch.save` is a mock that writes nothing, and ranks put together what they have written.
+        r"test_checkpoint_callback_frequency\.py::test_(default_checkpoint_freq|top_k)\[",
+        # `load_state_dict` is a mock; each stage loads its own part.
+        r"test_strict_loading\[",
         # Both processes call a ModelCheckpoint by hand in one folder, with no run around it.
         r"test_model_checkpoint_options",
         # A resume in mid-epoch goes on with the next batch here.

@@ -7,6 +7,7 @@ the pair, and a new pair goes on with the test after.
 """
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -96,6 +97,12 @@ def pytest_configure(config: Any) -> None:
     if CONTROL in os.environ:
         progress = Path(os.environ[RESULTS])
         _in_step.append(_InStep(int(os.environ[CONTROL]), int(os.environ["RANK"]), progress))
+
+
+def pytest_unconfigure(config: Any) -> None:
+    """End processes that a test of another strategy has started and left: Python would wait for them."""
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _two_layers() -> None:

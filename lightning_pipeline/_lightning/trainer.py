@@ -6,7 +6,7 @@ An upgrade of Lightning means reading this file. Checked against lightning 2.6.
 import inspect
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
@@ -50,7 +50,10 @@ from lightning.pytorch.strategies.ddp import _DDPForwardRedirection
 
 # Asks for loaders as the loops do. Since 2.0.
 from lightning.pytorch.trainer import call
-from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.connectors.data_connector import (
+    _check_dataloader_iterable,
+    _request_dataloader,
+)
 from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerStatus
 
 # What a collection of loaders is. Since 2.2.
@@ -352,6 +355,19 @@ def loaders_in(loaders: Any) -> tuple[list[Any], Any]:
 def request_loaders(source: Any) -> Any:
     """Ask a source for its loaders as the loops do, which notes how each was made. Since 2.0."""
     return _request_dataloader(source)
+
+
+def explain_loaders(source: Any, loaders: Any, function: TrainerFn) -> None:
+    """Raise what one device raises for what is no loader. Since 2.0.
+
+    Args:
+        source: Of the loaders.
+        loaders: As it gave them.
+        function: That asks for them.
+    """
+    for loader in as_combined(loaders, sequential=True).flattened:
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            _check_dataloader_iterable(loader, source, function)
 
 
 def will_sanity_check(trainer: Trainer) -> bool:

@@ -93,6 +93,7 @@ class EarlyLoaders:
             return None
         before = random_states()
         loaders = _lightning.request_loaders(source)
+        _lightning.explain_loaders(source, loaders, function)
         after = random_states()
         set_random_states(before)
         original = source.dataloader

@@ -177,6 +177,8 @@ SIGNATURES: dict[str, Callable[[Any], object]] = {
     "two loaders": lambda run: run.validate(TwoLoaders(), [loader(), loader()], verbose=False),
     "two optimizers": lambda run: run.fit(TwoOptimizers(), loader()),
     "unknown": lambda run: run.fit(Unknown(), loader()),
+    "a number for a loader": lambda run: run.fit(Regression(), 5),
+    "a number beside a loader": lambda run: run.validate(Regression(), [loader(), 5], verbose=False),
 }
 
 
