@@ -11,6 +11,7 @@ import math
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from jsonargparse import auto_cli
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.unit.split.programs import outcome_of, random_program
+from tests.unit.split.programs import BY_VALUE, outcome_of, random_program
 from tests.unit.split.wide_programs import (
     whole_outcome_of,
     whole_program,
@@ -29,13 +30,14 @@ from tests.unit.split.wide_programs import (
 
 KINDS: dict[str, Any] = {
     "steps": (random_program, outcome_of),
+    "values": (partial(random_program, more=2 * BY_VALUE), outcome_of),
     "wide": (wide_program, wide_outcome_of),
     "whole": (whole_program, whole_outcome_of),
 }
 
 
 def main(
-    programs: int = 2000, first: int = 0, kind: Literal["steps", "wide", "whole"] = "steps",
+    programs: int = 2000, first: int = 0, kind: Literal["steps", "values", "wide", "whole"] = "steps",
     seconds: float = math.inf,
 ) -> None:  # fmt: skip
     """Run programs and print a count of what happened.
@@ -43,8 +45,8 @@ def main(
     Args:
         programs: How many.
         first: Seed of the first.
-        kind: "wide" has hooks, effects, loops and batches of several sizes; "whole" compares with the whole
-            batch, for losses that are divided by something.
+        kind: "values" has code that units' values steer; "wide" has hooks, effects, loops and batches of
+            several sizes; "whole" compares with the whole batch, for losses that are divided by something.
         seconds: Begin no program after this time.
     """
     make, run = KINDS[kind]

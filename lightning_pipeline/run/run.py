@@ -39,6 +39,7 @@ from lightning_pipeline.run.setup import (
     hooks_undone,
     materialize,
     seed_of_run,
+    steered,
     summarize_before_split,
     too_small,
 )
@@ -137,6 +138,8 @@ class Pipeline:
         says = self._headline(parts, number)
         with parts.explained(args[0]):
             cut = self._cut(plugin, step, parts.args[0], number, built, early)
+        line = cut.partition.trace.steered_at
+        says += f"\n{steered(line, len(parts.args))}" if line and len(parts.args) > 1 else ""
         here = self._placement.stages_of(self.groups.rank)
         self._built_in_parts = bool(built)
         materialize(self._module, cut, here, self.world, self.members.replica, built)

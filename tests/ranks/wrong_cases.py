@@ -441,6 +441,59 @@ class C9(Case):
         return super().training_step(batch, batch_idx) + target.square().mean()
 
 
+class D1(Case):
+    """What is done only where the loss is below a bound, which no trace knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.below = False, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.run_layers(batch[0]) * (0.9 if self.reached else 1.0), batch[1])
+        if loss.detach() < 1e9:
+            self.reached = True
+            self.below += 1
+        return loss
+
+    def left(self) -> list[Any]:
+        return [self.reached, self.below]
+
+
+class D2(Case):
+    """Rows are counted by what early layers compute, and other layers follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positive, self.clipped = 0, False
+
+    def run_layers(self, x: Tensor) -> Tensor:
+        for layer in self.layers[:5]:
+            x = layer(x)
+        above = x.detach().sum(-1) > 0
+        self.positive += int(above.sum())
+        if above.any():
+            self.clipped = True
+            x = torch.where(above[:, None], 0.5 * x, x)
+        for layer in self.layers[5:]:
+            x = layer(x)
+        return x
+
+    def left(self) -> list[Any]:
+        return [self.positive, self.clipped]
+
+
+class D3(Case):
+    """Rows are repeated by predicted durations: the sum is over more rows than targets."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        h = self.layers[1](self.layers[0](batch[0]))
+        times = 1 + (h.detach()[:, 0] > 0).long()
+        h, y = h.repeat_interleave(times, 0), batch[1].repeat_interleave(times, 0)
+        for layer in self.layers[2:]:
+            h = layer(h)
+        return (h - y).square().sum() / 8
+
+
 CASES: dict[str, type[Case]] = {
     name: value
     for name, value in list(globals().items())

@@ -462,6 +462,11 @@ class SplitModel(OutsideSteps):
         known |= {place.identity for _, place in trace.unit_attributes}
         return self._left_behind.unforeseen(known)
 
+    @property
+    def divided(self) -> list[str]:
+        """After `settle`, on the last stage: what values let some micro-batches change and others not."""
+        return self._state.divided if self._state is not None else []
+
     def settled(self, step: str) -> None:
         """After all ranks have been told: what is carried on by rows has those of this batch."""
         self._left_behind.left(self.known[step], self._total)

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Observer, Whole
@@ -15,8 +16,15 @@ from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.state import Apart, CannotRepeatError
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, operands_of, tensors_in, unflatten
-from lightning_pipeline.model.trace import SCALAR_READS, UnitPatches, guess, reentrant_checkpoint_replaced
+from lightning_pipeline.model.tensors import (
+    TensorSpec,
+    is_placeholder,
+    of_most,
+    operands_of,
+    tensors_in,
+    unflatten,
+)
+from lightning_pipeline.model.trace import SCALAR_READS, Guesses, UnitPatches, reentrant_checkpoint_replaced
 
 _UNLIKELY = 0.7310585786300049  # a number that no micro-batch has by chance
 
@@ -46,6 +54,7 @@ class Rehearsal(Replay):
         self.is_last = False  # so that nothing is logged
         self.follow, self._observer = observer.call, observer
         self._outputs, self._draws = outputs, draws
+        self._guesses = Guesses(holds=view.guesses_hold, fraction=_UNLIKELY)
         self._host = seeds.host_place()
 
     def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
@@ -82,10 +91,11 @@ class Rehearsal(Replay):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Answer where a number is read, so that the run goes on, as the trace does."""
-        if func._schema.name not in SCALAR_READS:
-            return super().placeholder_operation(func, args, kwargs, run)
-        dtype = next(arg.dtype for arg in args if isinstance(arg, Tensor) and is_placeholder(arg))
-        return guess(func, dtype, _UNLIKELY)
+        if func._schema.name in SCALAR_READS:
+            return self._guesses.answer(func, next(filter(is_placeholder, operands_of(args, kwargs))))
+        return _noted(
+            self._guesses, func, args, kwargs, super().placeholder_operation(func, args, kwargs, run)
+        )
 
 
 class _NewWay(BaseException):
@@ -111,6 +121,7 @@ class Walk(Replay):
         self.is_last = False  # so that nothing is logged
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
+        self._guesses = Guesses(holds=routes.base.trace.holds)
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
@@ -132,6 +143,7 @@ class Walk(Replay):
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
         result = run(func, args, kwargs)
+        self._guesses.note_function(func, result)
         if not self._is_guess:
             self._reads.note(func, result)
         return result
@@ -140,10 +152,17 @@ class Walk(Replay):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
     ) -> Any:
         """Answer where a number is read, as the trace does: what is left behind after it counts, too."""
-        if func._schema.name not in SCALAR_READS:
-            return super().placeholder_operation(func, args, kwargs, run)
-        self._is_guess = True
-        return guess(func, next(operands_of(args, kwargs)).dtype)
+        if func._schema.name in SCALAR_READS:
+            self._is_guess = True
+            return self._guesses.answer(func, next(operands_of(args, kwargs)))
+        try:
+            result = super().placeholder_operation(func, args, kwargs, run)
+        except DynamicOutputShapeException:
+            self._is_guess = True
+            result = of_most(func, args, kwargs, self._view.mode.make)
+            if result is None:
+                raise
+        return _noted(self._guesses, func, args, kwargs, result)
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""
@@ -165,6 +184,11 @@ class Walk(Replay):
 
     def _reads_value(self, reason: str) -> BaseException:
         return StageDone()
+
+
+def _noted(guesses: Guesses, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
+    guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
+    return result
 
 
 class DryRuns:

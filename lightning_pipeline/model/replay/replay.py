@@ -266,6 +266,14 @@ class Replay(GlueRun):
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:
         line = f" [at {user_line(self._view.root)}]" if line is None else line
+        route = self._view.route
+        if route is not None and route.trace.steered_at:
+            return SplitError(
+                f"{what}, which is not what {self._view.step} did when it was traced: a value computed by "
+                f"the model steers the code at {route.trace.steered_at}. What is computed may follow from "
+                "it, and which units are called may not: put the choice into the forward of one module and "
+                f"keep that whole with PipelineStrategy(units=['<its name>']){line}"
+            )
         return SplitError(
             f"{what}, which is not what {self._view.step} did when it was traced: the path through the "
             "model varies by something that stages do not follow, such as shapes or the clock. Choose by "

@@ -112,6 +112,7 @@ class StageView:
         rewritten: Parameters, buffers and plain tensors of this stage that the step changes in place.
         ports: What calls give away beside their output.
         constants: Whether what depends on the shapes of placeholders alone has its values.
+        guesses_hold: What the trace was answered where code asks whether something holds of unknown values.
     """
 
     incoming: Sequence[ValueKey]
@@ -162,6 +163,7 @@ class StageView:
         self.checkpointed = route.trace.checkpointed
         self.rewritten = self._rewritten(route.trace)
         self.ports, self.constants = route.trace.ports, route.trace.constants
+        self.guesses_hold = route.trace.holds
         self.no_unit_follows = not (self.is_last or live.leaves[self.index])
 
     def _rewritten(self, trace: Trace) -> list[Tensor]:

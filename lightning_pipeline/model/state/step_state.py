@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
-from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, usual
+from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, equal, usual
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed, TensorOwner
@@ -28,6 +28,9 @@ class StepState:
         is_last: Whether this rank holds the last stage.
         step: Name of the step.
         beside: What another step has left by rows, which this one may read.
+
+    Attributes:
+        divided: After `settle`, labels of places that some micro-batches have changed and others have not.
     """
 
     def __init__(
@@ -43,7 +46,7 @@ class StepState:
         self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
         self._results: list[dict[str, Any]] = []
         self._several, self._sizes = len(sizes) > 1, list(sizes)
-        self._fresh = True
+        self._fresh, self.divided = True, list[str]()
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
@@ -149,6 +152,11 @@ class StepState:
         if inside:
             before = start.inner[0][1]
         rule = self._rules.get(place.label, usual) or usual
+        if (
+            effect.by_value
+            and len({_is_new(one, start.before() if inside else before) for one in results}) > 1
+        ):
+            self.divided.append(place.label)
         try:
             if all(isinstance(result, _Grown) for result in results):
                 new = _merged(rule, [], [result.items for result in results], sizes, merge)
@@ -340,6 +348,13 @@ def _filled(old: Any, whole: Any) -> Any:
 def _is_grown(value: Any, before: Any) -> bool:
     length = len(before)
     return len(value) >= length and (not length or value[length - 1] is before[-1])
+
+
+def _is_new(result: Any, before: Any) -> bool:
+    """Whether a micro-batch has changed what stood there."""
+    if isinstance(result, _Grown):
+        return bool(result.items or result.inside)
+    return not equal(result, before)
 
 
 def _length(value: Any) -> list[Any]:

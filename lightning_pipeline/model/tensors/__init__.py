@@ -36,7 +36,7 @@ from lightning_pipeline.model.tensors.saved import (
     storage_bytes,
     top_hooks,
 )
-from lightning_pipeline.model.tensors.shape_rules import TensorSpec, by_shape_alone
+from lightning_pipeline.model.tensors.shape_rules import TensorSpec, by_shape_alone, chosen_by, of_most
 from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
     NOTHING,
@@ -75,6 +75,7 @@ __all__ = [
     "are_the_users",
     "attributes_of",
     "by_shape_alone",
+    "chosen_by",
     "code_of",
     "contents_of",
     "copied_at_end",
@@ -88,6 +89,7 @@ __all__ = [
     "map_leaves",
     "map_tensors",
     "objects_below",
+    "of_most",
     "operands_of",
     "refill",
     "result_dtypes",

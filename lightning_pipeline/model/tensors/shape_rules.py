@@ -154,3 +154,88 @@ _RULES: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
     _aten.masked_select.default: _masked_select,
     _aten._pack_padded_sequence.default: _pack_padded_sequence,
 }
+
+
+# ---- lengths that values decide, assumed as long as they can be
+
+
+def of_most(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], make: Callable[[TensorSpec], Tensor]
+) -> Any:
+    """What an operation returns whose length depends on values, as if all of them counted.
+
+    Only a run without values may assume that: what is computed later has its own length.
+
+    Args:
+        func: The operator.
+        args: `torch.nonzero(h)` has (h,), `h[mask]` has (h, [mask]).
+        kwargs: Its keyword arguments.
+        make: Makes a placeholder.
+
+    Returns:
+        None for an operator that is not known.
+    """
+    if func is _aten.index.Tensor and any(map(_is_unknown_mask, args[1])):
+        places: list[Any] = []
+        for index in args[1]:
+            if _is_unknown_mask(index):
+                spec = _described(index, (index.numel(),), torch.int64)
+                places.extend(make(spec) for _ in range(index.dim()))
+            else:
+                places.append(index)
+        return func(args[0], places, *args[2:], **kwargs)
+    rule = _LONGEST.get(func)
+    if rule is None:
+        return None
+    made = tuple(map(make, rule(*args, **kwargs)))
+    return made if len(made) > 1 else made[0]
+
+
+def chosen_by(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+    """Tensors whose values say how long the result of an operation is.
+
+    Args:
+        func: The operator.
+        args: `h[mask]` has (h, [mask]).
+    """
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return []
+    if func is _aten.index.Tensor:
+        return [index for index in args[1] if isinstance(index, Tensor) and index.dtype in _MASKS]
+    return [args[1] if func is _aten.masked_select.default else args[0]]
+
+
+def _is_unknown_mask(value: Any) -> bool:
+    return isinstance(value, FakeTensor) and value.dtype in _MASKS
+
+
+def _all_places(self: Tensor) -> tuple[TensorSpec]:
+    return (_described(self, (self.numel(), self.dim()), torch.int64),)
+
+
+def _all_selected(self: Tensor, mask: Tensor) -> tuple[TensorSpec]:
+    return (_described(self, (torch.broadcast_shapes(self.shape, mask.shape).numel(),)),)
+
+
+def _all_different(
+    self: Tensor, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    inverse = tuple(self.shape) if return_inverse or return_counts else (0,)
+    counts = (self.numel(),) if return_counts else (0,)
+    return (
+        _described(self, (self.numel(),)),
+        _described(self, inverse, torch.int64),
+        _described(self, counts, torch.int64),
+    )
+
+
+def _each_once(repeats: Tensor, *, output_size: int | None = None) -> tuple[TensorSpec]:
+    return (_described(repeats, (repeats.numel() if output_size is None else output_size,), torch.int64),)
+
+
+_LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
+    _aten.nonzero.default: _all_places,
+    _aten.masked_select.default: _all_selected,
+    _aten._unique2.default: _all_different,
+    _aten.repeat_interleave.Tensor: _each_once,
+}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.tensors import filled_by, items_of, result_dtypes
+from lightning_pipeline.model.tensors import Tag, TagStore, filled_by, items_of, result_dtypes
 from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
 
 Expression = tuple[Any, ...]
@@ -27,6 +27,8 @@ Expression = tuple[Any, ...]
 AT = "at"
 INDEX = "the index of the batch"
 SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
+_MOST_OPPOSITE, _OTHERWISE_EACH, _ENDLESS = 20, 100, 20_000
+_aten = torch.ops.aten
 _NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, str)
 _STATED = (*_PLAIN, float, complex, bytes, type(None))
@@ -379,17 +381,102 @@ def _form(value: Any, depth: int = 3) -> Any:
     return kind, len(held), *((_form(key, 0), _form(item, depth - 1)) for key, item in items)
 
 
-def guess(func: Any, dtype: torch.dtype, fraction: float = 1.0) -> bool | int | float:
-    """The number in a placeholder, where nobody can know it.
+def _all_of(*packets: Any) -> frozenset[Any]:
+    return frozenset(getattr(packet, name) for packet in packets for name in packet.overloads())
+
+
+def _asked(name: str) -> frozenset[Tag]:
+    return frozenset({Tag("effect", name=name)})
+
+
+_FINITE, _NOT_FINITE, _ALL, _ANY = map(_asked, ("is finite", "is not finite", "of all", "of any"))
+_GUARDS = {
+    **dict.fromkeys((torch.isfinite, Tensor.isfinite), _FINITE),
+    **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), _NOT_FINITE),
+    **dict.fromkeys(_all_of(_aten.isnan, _aten.isinf), _NOT_FINITE),
+    **dict.fromkeys(_all_of(_aten.all), _ALL),
+    **dict.fromkeys(_all_of(_aten.any), _ANY),
+}
+_OPPOSITE = {_FINITE: _NOT_FINITE, _NOT_FINITE: _FINITE, _ALL: _ANY, _ANY: _ALL}
+_NEGATIONS = _all_of(_aten.logical_not, _aten.bitwise_not)
+_COMBINED = _all_of(_aten.bitwise_and, _aten.bitwise_or, _aten.logical_and, _aten.logical_or)
+
+
+class Guesses:
+    """The answers of one run.
+
+    What holds of all values is taken to hold, and what is asked of any is not, as an assertion wants it. What
+    asks for numbers that are not finite finds none, with opposite answers too: what a step does then may be
+    to end the process. Now and then an answer is another one, so that loops end which go on for as long as
+    something holds, or until it does.
 
     Args:
-        func: The operation that reads it, one of `SCALAR_READS`.
-        dtype: Of the placeholder.
-        fraction: What to say where it may have one.
+        holds: What is answered where code asks whether something else holds.
+        fraction: The number where there may be a fraction.
+        opposite: Whether to answer the other way: the first times, for a loop may go on while something
+            holds.
+
+    Attributes:
+        asked: Whether code has asked for anything else.
     """
-    if func._schema.name != SCALAR_READS[0] or dtype is torch.bool:
-        return False
-    return fraction if dtype.is_floating_point else 1
+
+    def __init__(self, *, holds: bool = False, fraction: float = 1.0, opposite: bool = False) -> None:
+        self._holds, self._fraction = holds, fraction
+        self._opposite_left = _MOST_OPPOSITE if opposite else 0
+        self._guards = TagStore()
+        self._reads, self.asked = 0, False
+
+    @property
+    def are_endless(self) -> bool:
+        """Whether code has read so many numbers that it may never end."""
+        return self._reads >= _ENDLESS
+
+    def note(self, func: Any, operands: Iterable[Tensor], results: Iterable[Tensor]) -> None:
+        """An operation or function has run, which may make what a guard asks.
+
+        Args:
+            func: It.
+            operands: Tensors it was called with.
+            results: Tensors it has made.
+        """
+        guard = _GUARDS.get(func)
+        if guard is not None or func in _NEGATIONS or func in _COMBINED:
+            kinds = {self._guards.of(operand) for operand in operands}
+            known = kinds.pop() if len(kinds) == 1 else frozenset()
+            if guard is None:
+                guard = _OPPOSITE.get(known) if func in _NEGATIONS else known
+            elif known in (_FINITE, _NOT_FINITE):
+                guard = known
+        if guard:
+            for tensor in results:
+                self._guards.replace(tensor, guard)
+
+    def note_function(self, func: Any, result: Any) -> None:
+        """The same for a function that torch puts together of several operations."""
+        if func in _GUARDS and isinstance(result, Tensor):
+            self._guards.replace(result, _GUARDS[func])
+
+    def answer(self, func: Any, tensor: Tensor) -> bool | int | float:
+        """The number in a tensor.
+
+        Args:
+            func: The operation that reads it, one of `SCALAR_READS`.
+            tensor: A placeholder.
+        """
+        self._reads += 1
+        otherwise = self._reads % _OTHERWISE_EACH == 0
+        if func._schema.name == SCALAR_READS[0] and tensor.dtype is not torch.bool:
+            if otherwise:
+                return 0.0 if tensor.dtype.is_floating_point else 0
+            return self._fraction if tensor.dtype.is_floating_point else 1
+        guard = self._guards.of(tensor)
+        if guard in (_FINITE, _NOT_FINITE):
+            return guard == _FINITE
+        self.asked = True
+        if self._opposite_left:
+            self._opposite_left -= 1
+            otherwise = not otherwise
+        return (guard == _ALL if guard else self._holds) is not otherwise
 
 
 def is_tensor_read(func: Any) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
+from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
@@ -17,8 +17,10 @@ from lightning_pipeline.model.tensors import (
     TagStore,
     TensorSpec,
     by_shape_alone,
+    chosen_by,
     is_placeholder,
     map_tensors,
+    of_most,
     operands_of,
     storage_key,
     tensors_in,
@@ -26,7 +28,7 @@ from lightning_pipeline.model.tensors import (
     weights_needed,
     written_tensors,
 )
-from lightning_pipeline.model.trace.choices import SCALAR_READS, guess, is_tensor_read
+from lightning_pipeline.model.trace.choices import SCALAR_READS, Guesses, is_tensor_read
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Observation, refuse
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
@@ -48,6 +50,7 @@ class Glue:
 
     Attributes:
         unknown_line: Where the trace stopped knowing what the values are; empty before.
+        steering: What the numbers come from that the code reads: all that runs later may depend on these.
         written_states: Parameters and buffers that glue writes, by name.
         draws: Whether a function runs that is known to draw random numbers.
     """
@@ -55,6 +58,7 @@ class Glue:
     def __init__(self, observed: Observation, keeping: SavedActivations) -> None:
         self._observed, self._keeping = observed, keeping
         self.unknown_line, self.draws = "", False
+        self.steering: set[Tag] = set()
         self.written_states: dict[str, Tensor] = {}
         self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
         self.moved: set[str] = set()  # parameters whose memory is another one after the step
@@ -63,6 +67,7 @@ class Glue:
         self._restores: list[tuple[Tensor, Tensor]] = []
         self._saved: set[int] = set()
         self._hooks: list[tuple[int, str]] = []
+        self.guesses = Guesses(holds=observed.trace.holds, opposite=observed.expected is not None)
         self._stand_ins: dict[int, Tensor] = {}
         self._poisoned_by: dict[int, Tensor] = {}  # the other way: the real tensor behind a stand-in
 
@@ -99,8 +104,9 @@ class Glue:
             self._observed.trace.steered = True
         if not self.draws and torch.Tag.nondeterministic_seeded in func.tags:
             self._observed.trace.draws_unseen = True
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         results = list(operands_of((result,)))
+        self.guesses.note(func, operands, results)
         self.mixing.operation(func, args, kwargs, result)
         self._note_work(self._keeping.work_of(func, args, kwargs, result))
         for tensor in results:
@@ -111,6 +117,24 @@ class Glue:
             self._note_write(tensor, tags, empty)
         self._keeping.operation_in_glue(results)
         return result
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; the length of what values choose is assumed.
+
+        Stages that run later code have these values and find the length; messages say where it is another.
+        """
+        known = [tensor for tensor in chosen_by(func, args) if not self._is_foreign(tensor)]
+        self._observed.trace.everywhere |= {
+            tag.name for tag in self._observed.tags.union(known) if tag.kind == "state"
+        }
+        try:
+            return func(*args, **kwargs)
+        except DynamicOutputShapeException:
+            self._steers(list(operands_of(args, kwargs)))
+            result = of_most(func, args, kwargs, self._observed.mode.make)
+            if result is None:
+                raise
+            return result
 
     def _note_work(self, work: Work) -> None:
         if work.flops or work.num_bytes:
@@ -203,12 +227,23 @@ class Glue:
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
+        self._steers(operands)
+        if self.guesses.are_endless:
+            raise refuse(
+                "code between units goes on for as long as a value computed by the model says so, and while "
+                "it is traced no value is known: put it into the forward of a module",
+                self._observed.root,
+            )
+        return self.guesses.answer(func, operands[0])
+
+    def _steers(self, operands: list[Tensor]) -> None:
+        """A number or a length that follows from these is known to the code from now on."""
         self._observed.values_read()
         self._observed.trace.reads_values = True
         if not self.unknown_line:
             self.unknown_line = user_line(self._observed.root)
-        self._observed.trace.tail |= self._observed.tags.union(operands)
-        return guess(func, operands[0].dtype)
+        self.steering |= self._observed.tags.union(operands)
+        self._observed.trace.tail |= self.steering
 
     def data_set(self, state: Tensor, value: Tensor) -> None:
         """A weight is given another's values: the last stage, which has these at the end, needs it too."""
@@ -305,7 +340,9 @@ class GlueFunctions(TorchFunctionMode):
         self._glue.draws = func in RANDOM_FUNCTIONS
         try:
             if not self._glue.draws or observed.inside is not None or observed.seeds is None:
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
+                self._glue.guesses.note_function(func, result)
+                return result
             before = observed.seeds.drawing((kwargs or {}).get("generator"))
             result = func(*args, **(kwargs or {}))
             observed.seeds.drawn(before)

@@ -560,6 +560,7 @@ class Effect:
         read_at: How many calls of units had been made when a tensor that stood there was first read; None:
             none was.
         retains: Whether the step asks for gradients of tensors there, by `retain_grad`.
+        by_value: Whether a value that units compute decides if it is changed.
     """
 
     place: Place
@@ -568,6 +569,7 @@ class Effect:
     deep: bool = False
     read_at: int | None = None
     retains: bool = False
+    by_value: bool = False
 
 
 def holds_tensor(value: Any) -> bool:

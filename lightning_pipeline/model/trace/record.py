@@ -124,6 +124,10 @@ class Trace:
         reads_values: Whether it reads a number from what units return.
         decisions: What it decides by numbers that change between batches, with what came out.
         numbers: Where those of them stand that are beside the module, by label.
+        steered_at: The line where code before a unit first reads a number that units have computed, which
+            may choose what it does next; empty where none does.
+        asked: Whether code asks whether something holds of values that units compute.
+        holds: What it was answered.
         leaves: Numbers and strings of the micro-batch that was traced.
         is_made_up: Whether nothing was traced, and all that is known are the units; see `untraced`.
         constants: Whether what depends on the shapes of placeholders alone has its values (`zeros_like(h)`).
@@ -170,6 +174,9 @@ class Trace:
     reads_values: bool = False
     decisions: dict[Expression, Any] = field(default_factory=dict)
     numbers: dict[str, Place] = field(default_factory=dict)
+    steered_at: str = ""
+    asked: bool = False
+    holds: bool = False
     leaves: Hashable = None
     is_made_up: bool = False
     constants: bool = False
@@ -182,6 +189,31 @@ class Trace:
     def path(self) -> tuple[int, ...]:
         """Numbers of the units in the order of their calls."""
         return tuple(call.unit for call in self.calls)
+
+    def join(self, other: "Trace") -> None:
+        """Take what another run of the step showed, which called the same units: either may come true."""
+        for call, again in zip(self.calls, other.calls, strict=True):
+            call.reads |= again.reads
+        own, more = ({effect.place.identity for effect in one.effects} for one in (self, other))
+        for effect in (*self.effects, *other.effects):
+            effect.by_value = effect.place.identity not in own & more
+        self.effects += [effect for effect in other.effects if effect.place.identity not in own]
+        self.tail |= other.tail
+        self.result |= other.result
+        self.everywhere |= other.everywhere
+        self.mutated |= other.mutated
+        self.written_in_units |= other.written_in_units
+        self.written_states = sorted({*self.written_states, *other.written_states})
+        self.late_states = sorted({*self.late_states, *other.late_states})
+        self.together += [group for group in other.together if group not in self.together]
+        self.writes_batch |= other.writes_batch
+        self.draws_unseen |= other.draws_unseen
+        self.losses_inside |= other.losses_inside
+        self.weighted_inside.update(other.weighted_inside)
+        self.decisions.update(other.decisions)
+        self.numbers.update(other.numbers)
+        self.mixed = {**other.mixed, **self.mixed}
+        self.steered_at = self.steered_at or other.steered_at
 
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""
@@ -211,6 +243,9 @@ class Look(NamedTuple):
         seeds: The random numbers of a micro-batch, where the trace is to draw those; `seen` then stands for
             calls that are the same.
         constants: Whether what depends on shapes alone is to have its values.
+        holds: What is answered where code asks whether something holds of values that are not known.
+        opposite: The units that are called with such answers, in order, where they are to be the others; the
+            run ends where it calls another one.
     """
 
     sinks: Sequence[str]
@@ -219,6 +254,8 @@ class Look(NamedTuple):
     device: torch.device
     seeds: MicrobatchSeeds | None = None
     constants: bool = False
+    holds: bool = False
+    opposite: tuple[int, ...] | None = None
 
 
 class Observation:
@@ -247,6 +284,7 @@ class Observation:
         mirrors: Views of real tensors, by their memory; the view is held, so that no key is used again.
         poisoned: Real tensors that a placeholder was written into, by their memory.
         watch: Of a call with ports.
+        expected: The units that it may call, in order; None: any.
         glue_modules: Those outside the units.
         values_read: Told when a value of a unit is read as a number.
         tensors_used: Told what functions are called with.
@@ -260,7 +298,7 @@ class Observation:
         self.root, self.patches, self.mode = root, patches, mode
         self.stand_ins, self.device = stand_ins, look.device
         self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
-        self.trace.constants = look.constants
+        self.trace.constants, self.trace.holds, self.expected = look.constants, look.holds, look.opposite
         self.tags, self.handed, self.shared, self.batch = TagStore(), TagStore(), TagStore(), TagStore()
         self.inside: Call | None = None
         self.runs_really = self.ended_early = False

@@ -1,7 +1,10 @@
 """Where values leave a step (logs, metrics), replaced for the time of a trace or replay."""
 
+import io
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 from torch import Tensor, nn
@@ -104,3 +107,16 @@ def _stubs(
         on_value((args, kwargs))
 
     return {"forward": result, "compute": result, "update": silent, "reset": silent}
+
+
+@contextmanager
+def silence() -> Iterator[None]:
+    """Inside, nothing is printed to the standard output, logged or warned of."""
+    disabled = logging.root.manager.disable
+    with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(disabled)

@@ -60,10 +60,11 @@ from lightning_pipeline.model.trace.record import (
     step_function,
 )
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
-from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.sinks import metrics_of, silence, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 
 _log = logging.getLogger(__name__)
+_MOST_CALLS = 200  # of a unit, where a value may say whether there is one more
 
 
 class Tracer:
@@ -147,6 +148,7 @@ class Tracer:
             stack.enter_context(self.functions.watched())
             self.effects.start()
             self._call_step(function, args, kwargs)
+            self.trace.asked = self.glue.guesses.asked
             self._fake.glue_draws()
             self.effects.look()
         self.trace.transient = transient(self._modules, self._filled)
@@ -175,7 +177,8 @@ class Tracer:
         used = {call.unit for call in self.trace.calls} | self._units_used_by_weight()
         missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in used]
         if missing:
-            raise SplitError(
+            kind = _UndecidedError if self.glue.guesses.asked else SplitError
+            raise kind(
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
                 f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
             ) from error
@@ -214,6 +217,7 @@ class Tracer:
         self._note_region(call)
         self.functions.note(unit)
         call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
+        call.reads |= self.glue.steering
         given = Given(args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
         call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
@@ -258,17 +262,25 @@ class Tracer:
         return result
 
     def _before_call(self, unit: int) -> None:
-        name = self._name(unit)
-        if self.glue.unknown_line:
-            raise SplitError(
-                f"a value computed by the model steers the code at {self.glue.unknown_line}, before unit "
-                f"{name} is called: stages other than the one that computes it cannot know it. Keep such "
-                "code inside a unit, or after the last one"
-            )
+        self._check_way(unit)
         if in_function_transform():
             raise refuse(
-                f"unit {name} is called under torch.func (vmap, grad, ...), which cannot be split",
+                f"unit {self._name(unit)} is called under torch.func (vmap, grad, ...), which cannot be "
+                "split",
                 self.root,
+            )
+
+    def _check_way(self, unit: int) -> None:
+        """Code that values of units steer may call others, or go on calling these."""
+        done, expected = len(self.trace.calls), self.observed.expected
+        self.trace.steered_at = self.glue.unknown_line
+        if expected is not None and expected[done : done + 1] != (unit,):
+            raise SplitError(f"unit {self._name(unit)} is called where values say so")
+        if self.glue.unknown_line and self._counts[unit] >= _MOST_CALLS:
+            raise SplitError(
+                f"a value computed by the model steers the code at {self.glue.unknown_line}, and unit "
+                f"{self._name(unit)} is called again and again: put the loop into the forward of one module "
+                "and keep that whole with PipelineStrategy(units=['<its name>'])"
             )
 
     def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
@@ -437,9 +449,20 @@ def trace_step(
                 patched.remove()
 
     try:
-        return _with_ports(once, like)
+        found = _with_ports(once, like)
     except SplitError as error:
-        return _with_constants(error, partial(once, look=look._replace(constants=True)), like)
+        looks = [look._replace(constants=True)]
+        if isinstance(error, _UndecidedError):
+            looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
+        found = _otherwise(error, [partial(once, look=other) for other in looks], like)
+    if found.asked:
+        again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
+        _join_opposite(found, partial(once, look=again))
+    return found
+
+
+class _UndecidedError(SplitError):
+    """The step ended early after code had asked whether something holds of values that are not known."""
 
 
 def _traced(
@@ -484,15 +507,35 @@ def _traced(
     return trace
 
 
-def _with_constants(error: SplitError, once: Callable[..., Trace], like: Trace | None) -> Trace:
-    """Trace once more, with the values of what depends on shapes alone, such as a mask made like a value.
+def _join_opposite(trace: Trace, once: Callable[..., Trace]) -> None:
+    """What `if loss < self.best:` does, too: trace once more with the opposite of every such answer.
 
-    That takes memory on every stage, and the time of what is done with it, so that it is not the first way.
+    A run that raises then, or calls other units, adds nothing: it ends there.
     """
     try:
-        return _with_ports(once, like)
-    except SplitError:
-        raise error from error.__cause__
+        with silence():
+            other = once(trace.porting)
+    except (Exception, SystemExit) as error:  # the user's, of a run that may never come to pass
+        _log.debug("%s goes another way where values say so: %s", trace.step, error)
+        return
+    alike = other.path == trace.path and other.ports.keys() == trace.ports.keys()
+    if alike and other.ended_early <= trace.ended_early:
+        trace.join(other)
+
+
+def _otherwise(error: SplitError, ways: Sequence[Callable[..., Trace]], like: Trace | None) -> Trace:
+    """Trace once more, with other answers to what cannot be known: of several, the first that works.
+
+    With the values of what depends on shapes alone, such as a mask made like a value: that takes memory on
+    every stage, and the time of what is done with it, so that it is not the first way. And with what is asked
+    of values taken to hold, as an assertion wants it.
+    """
+    for once in ways:
+        try:
+            return _with_ports(once, like)
+        except SplitError:
+            continue  # the first error says most
+    raise SplitError(str(error)) from error.__cause__
 
 
 def _with_ports(once: Callable[[Porting | None], Trace], like: Trace | None) -> Trace:

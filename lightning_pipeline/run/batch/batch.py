@@ -308,6 +308,15 @@ class Batch:
                 "micro-batch by itself, as if a value that the model computes decided so (`if loss < 0.1`): "
                 "decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
             )
+        divided = self._steps.split.divided
+        if divided and ("divided", step) not in warned:
+            warned.add(("divided", step))
+            rank_zero_warn(
+                f"{step} has changed {', '.join(map(repr, divided))} for some micro-batches of a batch and "
+                "not for others, as values that the model computes decide (`if loss < 0.1`), where one "
+                "device decides once for the batch: decide by what it returns, in a hook such as "
+                "on_train_batch_end"
+            )
 
     def _warn_once(self) -> None:
         step, number = self.step, len(self.parts.args)

@@ -2,7 +2,7 @@
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
-from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, too_small
+from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, steered, too_small
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
     as_the_loop_will,
@@ -33,6 +33,7 @@ __all__ = [
     "move",
     "seed_of_run",
     "start_equal",
+    "steered",
     "summarize_before_split",
     "too_small",
 ]

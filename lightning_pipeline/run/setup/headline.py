@@ -59,6 +59,20 @@ def batch_statistics(plan: Plan, batch_size: int | None) -> str:
     )
 
 
+def steered(line: str, num_microbatches: int) -> str:
+    """What decides, where code between units reads what they compute and a batch is cut.
+
+    Args:
+        line: The first that does.
+        num_microbatches: Of the first batch.
+    """
+    return (
+        f"A value computed by the model steers the code at {line}: each of {num_microbatches} micro-batches "
+        "decides by its own values, as under gradient accumulation, and with num_microbatches=1 the batch "
+        "does. Later stages are sent what the value is computed from"
+    )
+
+
 def _counted(number: int, what: str, ending: str = "s") -> str:
     return f"{number} {what}{ending if number != 1 else ''}"
 

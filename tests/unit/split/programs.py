@@ -10,6 +10,7 @@ cannot run do not count.
 
 import collections
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +28,9 @@ STATEMENTS = (
     "unit", "unit", "unit", "again", "residual", "sin", "scale", "dropout", "noise", "write", "region",
     "region of two", "region of glue", "seed", "generator", "fork", "parameter", "skip", "attribute", "read",
     "eval", "train", "no_grad target", "log", "numbers",
+)  # fmt: skip
+BY_VALUE = (  # what units compute steers code, or chooses rows, before other units are called
+    "branch", "number", "rows", "chosen", "different", "guard", "set by value", "region by value",
 )  # fmt: skip
 DRAWING = frozenset({"dropout", "noise"})
 
@@ -233,13 +237,48 @@ class _State:
     def numbers(self, number: int) -> None:
         self.h = self.h * self.x[:, :1].clamp(-1, 1)
 
+    def branch(self, number: int) -> None:
+        self.h = self.h * 2 if self.h.detach().mean() > number / 10 - 0.5 else self.h.sin()
 
-def random_program(seed: int) -> Program:
-    """One of infinitely many, always the same for a seed."""
+    def number(self, number: int) -> None:
+        self.h = self.h / (0.5 + self.h.detach().abs().max().item())
+
+    def rows(self, number: int) -> None:
+        places = torch.nonzero(self.h.detach().mean(-1) > number / 10 - 0.5)[:, 0]
+        self.h = self.h.index_add(0, places, self.h[places].cos())
+
+    def chosen(self, number: int) -> None:
+        self.h = self.h + 0.1 * self.h[self.h > number / 10].sum()
+
+    def different(self, number: int) -> None:
+        classes, which = torch.unique(self.h.detach().argmax(-1), return_inverse=True)
+        self.h = self.h * (1 + torch.arange(len(classes)).to(self.h)[which, None])
+
+    def guard(self, number: int) -> None:
+        assert torch.isfinite(self.h).all(), "not finite"
+        if (self.h > 1e9).any():
+            raise ValueError("too large")
+
+    def set_by_value(self, number: int) -> None:
+        if self.h.detach().max() > number / 10:
+            self.module.temperature = 1 + number / 10
+
+    def region_by_value(self, number: int) -> None:
+        layer = self._next()
+        self.h = self.module._region(lambda v: layer(v) * (2 if v.detach().mean() > 0 else 3), self.h)
+
+
+def random_program(seed: int, more: Sequence[str] = ()) -> Program:
+    """One of infinitely many, always the same for a seed.
+
+    Args:
+        seed: Says which.
+        more: Statements that it may have beside `STATEMENTS`.
+    """
     choose = random.Random(seed)
     kinds = ("plain", "plain", "dropout", "in place", "checkpoint", "gradient")
     statements = tuple(
-        (choose.choice(STATEMENTS), choose.randrange(10)) for _ in range(choose.randrange(3, 12))
+        (choose.choice((*STATEMENTS, *more)), choose.randrange(10)) for _ in range(choose.randrange(3, 12))
     )
     return Program(
         tuple(choose.choice(kinds) for _ in range(UNITS)), statements, choose.random() < 0.3,
