@@ -33,7 +33,16 @@ from lightning_pipeline.model.state import (
     usual,
 )
 from lightning_pipeline.model.tensors import Given, TensorSpec, alias, is_placeholder, map_tensors, tensors_in
-from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches, Watch, tensors_held
+from lightning_pipeline.model.trace import (
+    MISSING,
+    Effect,
+    GradMode,
+    Kept,
+    Trace,
+    UnitPatches,
+    Watch,
+    tensors_held,
+)
 
 _log = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -165,7 +174,7 @@ def rules_of(
         label
         for label in found
         if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
-    } - {e.place.label for e in effects if found[e.place.label] is same and _is_put_back(run, e, trials)}
+    } - {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
     if without & in_order:
         found |= dict.fromkeys(in_order, CHAINED)
     readers: dict[str, set[int]] = {}
@@ -173,14 +182,6 @@ def rules_of(
     if not _is_whole(one, other, whole, question.sizes):
         readers = _readers(run, question, trials[0][0][0], other, found)
     return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
-
-
-def _is_put_back(run: "_Runs", effect: Effect, trials: Sequence[Any]) -> bool:
-    """Whether the step ends with what stood there, as with a mode that is on for a while."""
-    label, start = effect.place.label, run.start(effect)
-    return all(
-        equal(left[label], start) for found, _ in trials for left in found if left[label] is not MISSING
-    )
 
 
 def _readers(

@@ -1,6 +1,7 @@
 """Momentum encoders with a queue of keys and its pointer, as they are published."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -67,6 +68,39 @@ class MoCo(Module):
 
 class MoCoByRows(MoCo):
     columns = False
+
+
+class InPlace(Contrast):
+    """Its average is written in place: the first batch, whose weights are alike, leaves what was there."""
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for query, key in zip(self.encoder_q.parameters(), self.encoder_k.parameters(), strict=True):
+            key.mul_(0.9).add_(query, alpha=0.1)
+
+
+class MoCoInPlace(MoCo):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = InPlace(32, True)
+
+
+def optimized(root: Any, number: int) -> Any:
+    """The next batch, after a step of an optimizer."""
+    with torch.no_grad():
+        for name, parameter in root.named_parameters():
+            if number and "encoder_q" in name:
+                parameter.add_(0.01)
+    return batch_of(8, seed=number)
+
+
+def test_an_average_that_is_written_in_place_follows_each_micro_batch():
+    module = seeded(MoCoInPlace)
+    expected = alone(module, None, steps=3, each=optimized)
+    for ranks in (None, [[0, 2], [1, 3]]):
+        stages = 2 if ranks is None else 4
+        found = piped(module, batch_of(8), stages=stages, ranks=ranks, steps=3, each=optimized)
+        assert_same(found, expected)
 
 
 @pytest.mark.parametrize("kind", [MoCo, MoCoByRows])
