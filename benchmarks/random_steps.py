@@ -11,6 +11,7 @@ import math
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -49,10 +50,27 @@ def main(
             several sizes; "whole" compares with the whole batch, for losses that are divided by something.
         seconds: Begin no program after this time.
     """
-    make, run = KINDS[kind]
+    run_all(kind, *KINDS[kind], range(first, first + programs), seconds)
+
+
+def run_all(
+    kind: str, make: Callable[[int], Any], run: Callable[[Any], str], seeds: range, seconds: float
+) -> None:
+    """Run a program for each seed, print those that fail, and a count.
+
+    Args:
+        kind: What they are, for the count.
+        make: Makes a program of a seed.
+        run: Runs one, and says how it ended: a word, and a colon before more of them.
+        seeds: All of them.
+        seconds: Begin no program after this time.
+
+    Raises:
+        SystemExit: One is wrong, or ends with an error that is none of ours.
+    """
     torch.set_num_threads(1)
     begin, counts = time.perf_counter(), collections.Counter[str]()
-    for seed in range(first, first + programs):
+    for seed in seeds:
         try:
             end = run(make(seed)).partition(":")[0]
         except AssertionError as error:
@@ -70,7 +88,7 @@ def main(
         if time.perf_counter() - begin > seconds:
             break
     took = time.perf_counter() - begin
-    print(f"{kind} {first} to {seed} in {took:.0f} s, torch {torch.__version__}: {dict(counts)}")
+    print(f"{kind} {seeds.start} to {seed} in {took:.0f} s, torch {torch.__version__}: {dict(counts)}")
     if counts["WRONG"] or counts["CRASHED"]:
         raise SystemExit(1)
 

@@ -3,6 +3,7 @@
 import inspect
 import math
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -77,6 +78,8 @@ class _Call:
     known: int = 0
     bent: list[Bent] = field(default_factory=list)
     numbers: int = 0
+    is_unclear: bool = False
+    reads: set[int] = field(default_factory=set)
     sources: list[Any] = field(default_factory=list)
     given: list[int] = field(default_factory=list)
     is_constant: bool = False
@@ -115,11 +118,15 @@ class LogRecorder:
         self.part_of: Callable[..., Part] = lambda value, always: Part()
         """What a value of the micro-batch that runs is of the batch's."""
         self._warned: set[str] = set()
-        self._of_whole: dict[str, int] = {}
-        self._numbers: dict[str, Any] = {}  # that the step of the whole batch logs
+        self._of_whole: dict[str, int] = {}  # batch sizes that the step of the whole batch gives
+        self._numbers: dict[
+            tuple[str, int], tuple[Any, bool]
+        ] = {}  # that it logs, and whether these are sure
+        self._logged: Counter[str] = Counter()
         self._means: set[tuple[str, int]] = set()
         self._ways: dict[tuple[str, int], str] = {}
-        self._constant: set[str] = set()
+        self._unclear: set[tuple[str, int]] = set()
+        self._constant: dict[str, bool] = {}  # whether a batch size is one number of the batch's, by name
 
     def begin(self, sizes: Sequence[int | None]) -> None:
         """Forget the last step.
@@ -128,7 +135,13 @@ class LogRecorder:
             sizes: Samples of each micro-batch; `None` where unknown.
         """
         self._calls, self._seen, self._sizes = {}, {}, sizes
+        self.whole_begins()
+        self._of_whole.clear()
+
+    def whole_begins(self) -> None:
+        """The step of the whole batch is about to run."""
         self._numbers.clear()
+        self._logged.clear()
 
     def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log` in a micro-batch."""
@@ -145,25 +158,36 @@ class LogRecorder:
             )
         self._add(call, name, value, given.get("batch_size"), self._sizes[microbatch])
 
-    def log_of_whole(self, how: str, *args: Any, **kwargs: Any) -> None:
-        """A call of `log` or `log_dict` in the step of the whole batch, for the batch size that it gives."""
+    def log_of_whole(self, how: str, is_sure: bool, args: Any, kwargs: Any) -> None:
+        """A call of `log` or `log_dict` in the step of the whole batch, for what units do not compute.
+
+        Args:
+            how: Which of the two.
+            is_sure: Whether no value of units was made up before.
+            args: Of the call.
+            kwargs: Likewise.
+        """
         signature = SIGNATURE if how == "log" else _DICT_SIGNATURE
         given = signature.bind(self._module, *args, **kwargs).arguments
         logged = [(given["name"], given["value"])] if how == "log" else list(_items(given["dictionary"]))
         names = [name for name, _ in logged]
         for name, value in logged:
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and not is_placeholder(value)):
-                self._numbers[name] = value
+            self._logged[name] += 1
+            if isinstance(value, int | float) or (
+                isinstance(value, Tensor) and not is_placeholder(value) and value.numel() == 1
+            ):
+                self._numbers[name, self._logged[name] - 1] = value, is_sure
         if given.get("batch_size") is not None:
             self._of_whole.update(dict.fromkeys(names, given["batch_size"]))
 
     def _settle(self, name: str, call: _Call) -> None:
         """Whether the batch sizes that micro-batches gave are one number of the batch's."""
-        whole = self._of_whole.pop(name, None)
-        if whole is not None and len(call.given) > 1 and all(given == whole for given in call.given):
-            self._constant.add(name)
+        whole = self._of_whole.get(name)
+        if whole is not None and len(call.given) > 1:
+            same = all(given == whole for given in call.given)
+            self._constant[name] = same and whole != sum(call.given)
         uneven = len(set(call.given)) == 1 < len(set(call.sizes))
-        call.is_constant = len(call.given) == len(call.values) > 0 and (name in self._constant or uneven)
+        call.is_constant = len(call.given) == len(call.values) > 0 and self._constant.get(name, uneven)
 
     def log_dict(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log_dict` in a micro-batch."""
@@ -182,9 +206,9 @@ class LogRecorder:
         call.values.append(scalar)
         call.sizes.append(size)
         call.weights.append(float(given if given is not None else (1 if size is None else size)))
-        call.sources.append(value.detach() if isinstance(value, Tensor) else value)
         if isinstance(value, Metric):
             value = value._forward_cache
+        call.sources.append(value.detach() if isinstance(value, Tensor) else value)
         part = self.part_of(value, always=call.reduces in ("max", "min"))
         if part.value is not None:
             call.parts.append(torch.as_tensor(part.value).detach().double().reshape(()).to(scalar.device))
@@ -193,6 +217,8 @@ class LogRecorder:
             call.numbers += not isinstance(value, Tensor) and not part.is_known
         if part.bent is not None:
             call.bent.append(part.bent)
+        call.is_unclear = call.is_unclear or part.is_unclear
+        call.reads.add(part.read)
 
     def _path_of(self, metric: Metric, given: str | None) -> str:
         if given is not None:
@@ -232,9 +258,19 @@ class LogRecorder:
 
     def _reduced(self, key: tuple[str, int], call: _Call) -> Tensor:
         """The batch's value of those of its micro-batches."""
-        several = len(call.values) > 1
-        if not several and not call.followed:
+        if len(call.values) == 1 and not call.followed:
             return call.values[0].double()
+        if len(call.reads) > 1:  # as of `max(a.item(), b.item())`
+            call.is_unclear, call.known = True, 0
+            call.numbers = sum(not isinstance(source, Tensor) for source in call.sources)
+        found = self._found(key, call)
+        return self._guessed(key, call) if found is None else found
+
+    def _found(self, key: tuple[str, int], call: _Call) -> Tensor | None:
+        """The number of the batch, where it is known."""
+        whole, is_sure = self._numbers.get(key, (None, False))
+        if is_sure and call.known < len(call.values) and self._way(key, call) == "":
+            return torch.as_tensor(whole, dtype=torch.float64, device=call.values[0].device)
         if len(call.bent) == len(call.values):
             with suppress(DifferentWaysError):
                 return together(call.bent)
@@ -242,27 +278,35 @@ class LogRecorder:
             if not call.followed:
                 self._means.add(key)
             return torch.stack(call.parts).sum()
-        if call.reduces in ("max", "min"):
+        return self._of_numbers(key, call)
+
+    def _guessed(self, key: tuple[str, int], call: _Call) -> Tensor:
+        """A mean by samples, or an extreme of the micro-batches; with a warning where that is a guess."""
+        if call.is_unclear:
+            self._unclear.add(key)
+        guesses = call.bent or call.numbers or self._ways.get(key) == "" or key in self._unclear
+        warns = guesses and len(call.values) > 1 and key not in self._means and key[0] not in self._warned
+        if warns and ((call.numbers and call.reduces == "sum") or _differ(call)):
+            self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
+        if call.reduces in ("max", "min") and key not in self._means:
             values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
-        found = self._of_numbers(key, call)
-        if found is not None:
-            return found
-        differs = several and (call.bent or call.numbers or self._ways.get(key) == "")
-        if differs and key not in self._means and key[0] not in self._warned and _differ(call):
-            self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
         return _reduced(call, is_mean=key in self._means)
+
+    def _way(self, key: tuple[str, int], call: _Call) -> str | None:
+        """How numbers make the batch's: the same, a sum, or another way; None where it was not seen."""
+        if key not in self._ways and key in self._numbers and len(call.values) == len(self._sizes):
+            whole, numbers = float(self._numbers[key][0]), [float(value) for value in call.values]
+            same = all(number == whole for number in numbers)
+            is_sum = not same and math.isclose(math.fsum(numbers), whole, rel_tol=1e-6)
+            self._ways[key] = "same" if same else "sum" if is_sum else ""
+        return self._ways.get(key)
 
     def _of_numbers(self, key: tuple[str, int], call: _Call) -> Tensor | None:
         """Of numbers that go by sizes, or are the same, as the step of the whole batch showed."""
         if call.known or call.bent or key in self._means:
             return None
-        if key not in self._ways and key[0] in self._numbers and len(call.values) == len(self._sizes):
-            whole, numbers = float(self._numbers[key[0]]), [float(value) for value in call.values]
-            same = all(number == whole for number in numbers)
-            is_sum = not same and math.isclose(math.fsum(numbers), whole, rel_tol=1e-6)
-            self._ways[key] = "same" if same else "sum" if is_sum else ""
-        way = self._ways.get(key)
+        way = self._way(key, call)
         if way == "same" and (not call.numbers or not _differ(call)):  # tensors are not read for it
             return torch.stack([value.double() for value in call.values]).mean()
         return torch.stack([value.double() for value in call.values]).sum() if way == "sum" else None

@@ -186,6 +186,7 @@ class Stages:
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
         recorder.part_of, split.told.of_whole = split.part, recorder.log_of_whole
+        split.told.of_whole_begins = recorder.whole_begins
         split.scaled = scaled or split.scaled
         split.beside = lambda: beside_module(trainer)
         split.looks_again = getattr(trainer.strategy, "asked", False)

@@ -14,19 +14,22 @@ from torch import Tensor
 
 from lightning_pipeline.model.loss.calls import Form, Seen, grows, pairs, type_of
 from lightning_pipeline.model.loss.events import Share, Whole
-from lightning_pipeline.model.loss.functions import both
+from lightning_pipeline.model.loss.functions import ARITHMETIC, both
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
 
 class _Known(Protocol):
+    fraction: float
     differs: bool
     remembered: bool
+    place: tuple[Any, ...]
     whole: Whole
 
     def of(self, value: Any) -> Share | None: ...
     def bent(self, value: Any) -> "Bent | None": ...
     def counts(self, value: Tensor, seen: Seen | None) -> bool: ...
+    def number(self, mine: float, theirs: float, place: tuple[Any, ...]) -> float: ...
 
 
 class DifferentWaysError(Exception):
@@ -57,12 +60,14 @@ class Bent:
         args: Its arguments, a `Leaf` or `Bent` for each number that is followed.
         kwargs: Likewise.
         always: Whether a share of the result would be wrong: it is made of one that is bent.
+        by_unit: Whether nothing is wrong with the share but a number that a unit computed.
     """
 
     func: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     always: bool = False
+    by_unit: bool = False
 
     def origins(self) -> set[int]:
         """Of all that it begins with."""
@@ -91,14 +96,14 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) ->
     )
     if not notes.found or notes.apart:
         return None
-    always = any(notes.found)
+    always = any(notes.found) or notes.by_unit
     if seen is None or notes.unclear:
         return Bent(_unknown, (), always=always)
     if notes.differs:
         known.differs = True
     if func is Tensor.__setitem__:
         return Bent(_with_item, *made, always=True)
-    return Bent(func, *made, always=always)
+    return Bent(func, *made, always=always, by_unit=func in ARITHMETIC and always and not notes.other)
 
 
 def _has_number(known: _Known, values: Any) -> bool:
@@ -122,12 +127,15 @@ class _Notes:
         apart: Whether there are sums that are no single number.
         unclear: Whether nobody knows what an argument would be for the whole batch.
         differs: Whether an argument goes by the values of this batch, or by its size.
+        by_unit: Whether an argument is a number that a unit computed.
+        other: Whether one is bent for another reason.
     """
 
     def __init__(self, known: _Known) -> None:
         self._known = known
+        self._numbers = 0
         self.found: list[bool] = []
-        self.apart = self.unclear = self.differs = False
+        self.apart = self.unclear = self.differs = self.by_unit = self.other = False
 
     def of(self, value: Any, theirs: Any) -> Any:
         """An argument, as it is kept."""
@@ -140,11 +148,12 @@ class _Notes:
             share, bent = self._known.of(value), self._known.bent(value)
             if bent is not None:
                 self.found.append(True)
+                self.other |= not bent.by_unit
                 return bent
             if share is not None and share.single and not share.lost:
                 self.found.append(False)
                 parts = [tensor.detach().double() * factor for factor, tensor in share.terms if factor]
-                return Leaf(sum(parts, torch.zeros((), dtype=torch.float64)), _summed, share.origin)
+                return Leaf(sum(parts, torch.zeros((), dtype=torch.float64)), summed, share.origin)
             if isinstance(value, Tensor):
                 self.apart |= share is not None
                 return self._tensor(value, theirs)
@@ -157,11 +166,14 @@ class _Notes:
             if not isinstance(theirs, int | float):
                 self.unclear = True
                 return value
-            self.differs |= bool(theirs != value)
-            return value if self._known.remembered else theirs
+            self._numbers += 1
+            return self._known.number(value, theirs, (*self._known.place, self._numbers))
         return value
 
-    def _tensor(self, value: Tensor, theirs: Any) -> Tensor:
+    def _tensor(self, value: Tensor, theirs: Any) -> Any:
+        if isinstance(theirs, Form) and theirs.computed and theirs.shape == tuple(value.shape) == ():
+            self.by_unit = True  # a mean over samples, as where it is logged alone
+            return Leaf(value.detach().double() * self._known.fraction, summed)
         if self._known.remembered or not isinstance(theirs, Form) or theirs.shape != tuple(value.shape):
             self.unclear = True
             return value
@@ -185,11 +197,11 @@ def extreme(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen:
         return None
     if func in _SUMMING and seen is not None and _has_pairs(value, seen) and result.shape == seen.result:
         return Bent(_unknown, (), always=True)
-    if value.numel() == 1:
+    if value.numel() == 1 and not grows(seen, 0, value) and func in _REDUCING:
         return None
     if func not in _REDUCING:
         unclear = _mixes_samples(func, args, kwargs, value, seen)
-        unclear = unclear or _is_of_all(known, func, value, result, seen)
+        unclear = unclear or _is_of_all(known, func, args, result, seen)
         return Bent(_unknown, (), always=True) if unclear else None
     share = known.of(value)
     picked = share is not None and not share.single
@@ -201,11 +213,19 @@ def extreme(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen:
     return Bent(None, (Leaf(result.detach().clone(), makes),), always=True)
 
 
-def extremes(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None) -> list[Bent]:
+def extremes(
+    known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen: Seen | None
+) -> Sequence[Bent | None]:
     """The same for a call that returns several tensors, such as `max(0)` or `topk`: one for each, or none."""
     value = args[0] if args else None
-    if not isinstance(value, Tensor) or is_placeholder(value) or func not in _MIXING or value.numel() == 1:
+    if (
+        not isinstance(value, Tensor)
+        or is_placeholder(value)
+        or not all(isinstance(r, Tensor) for r in result)
+    ):
         return []
+    if func not in _MIXING:
+        return _each_of_all(known, func, args, result, seen)
     if not _mixes_samples(func, args, kwargs, value, seen):
         return []
     unknown = Bent(_unknown, (), always=True)
@@ -215,17 +235,44 @@ def extremes(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen
     return [Bent(None, (Leaf(result[0].detach().clone(), makes),), always=True), unknown]
 
 
-def _is_of_all(known: _Known, func: Any, value: Tensor, result: Tensor, seen: Seen | None) -> bool:
+def _each_of_all(known: _Known, func: Any, args: Any, result: Any, seen: Seen | None) -> list[Bent | None]:
+    """Several results of a function that may make of all samples what is none of theirs."""
+    if seen is None or seen.result is None or len(seen.result) != len(result):
+        return []
+    makes = (
+        [_smallest, _largest] if func in _EXTREMES and known.counts(args[0], seen) else [None] * len(result)
+    )
+    return [
+        Bent(None, (Leaf(one.detach().clone(), make),), always=True)
+        if _is_of_all(known, func, args, one, seen._replace(result=shape))
+        else None
+        for one, make, shape in zip(result, makes, seen.result, strict=True)
+    ]
+
+
+def _is_of_all(known: _Known, func: Any, args: Any, result: Tensor, seen: Seen | None) -> bool:
     """Whether a function that nothing is known of makes of all samples what is none of theirs."""
-    if seen is None or known.whole.ragged or func in _ELSEWHERE or not result.is_floating_point():
+    if seen is None or func in _ELSEWHERE:
         return False
-    share = known.of(value)
-    return (share is None or not share.single) and bool(grows(seen, 0, value)) and seen.result == result.shape
+    theirs = seen.args[0] if func is Tensor.__setitem__ else None
+    if (theirs.shape if isinstance(theirs, Form) else seen.result) != result.shape:
+        return False
+    return any(
+        isinstance(arg, Tensor)
+        and bool(grows(seen, position, arg))
+        and ((share := known.of(arg)) is None or not share.single)
+        for position, arg in enumerate(args)
+    )
 
 
 def _mixes_samples(func: Any, args: Any, kwargs: Any, value: Tensor, seen: Seen | None) -> bool:
     """Whether what each sample has afterwards goes by others, as after `softmax(0)`."""
-    if func not in _MIXING or not grows(seen, 0, value):
+    if not grows(seen, 0, value):
+        return False
+    if func in _OVER_ALL:
+        trains = kwargs.get("training", args[5] if len(args) > 5 else False)
+        return func is not F.batch_norm or bool(trains)
+    if func not in _MIXING:
         return False
     position, default = _MIXING[func]
     given = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
@@ -239,7 +286,7 @@ def _mixes_samples(func: Any, args: Any, kwargs: Any, value: Tensor, seen: Seen 
 
 def _has_pairs(value: Tensor, seen: Seen) -> bool:
     theirs = seen.args[0]
-    return isinstance(theirs, Form) and pairs(tuple(value.shape), theirs.shape)
+    return isinstance(theirs, Form) and not theirs.guessed and pairs(tuple(value.shape), theirs.shape)
 
 
 def together(found: Sequence[Bent]) -> Tensor:
@@ -346,7 +393,8 @@ def _with_item(value: Tensor, index: Any, item: Any) -> Tensor:
     return copy
 
 
-def _summed(parts: Tensor) -> Tensor:
+def summed(parts: Tensor) -> Tensor:
+    """The batch's number, of parts that add up."""
     return parts.sum(0)
 
 
@@ -358,9 +406,19 @@ def _smallest(parts: Tensor) -> Tensor:
     return parts.amin(0)
 
 
+def _any(parts: Tensor) -> Tensor:
+    return (parts != 0).any(0)
+
+
+def _all(parts: Tensor) -> Tensor:
+    return (parts != 0).all(0)
+
+
 _REDUCING: dict[Any, Callable[[Tensor], Tensor] | None] = {
     **dict.fromkeys(both("max amax"), _largest),
     **dict.fromkeys(both("min amin"), _smallest),
+    **dict.fromkeys(both("any"), _any),
+    **dict.fromkeys(both("all"), _all),
     **dict.fromkeys(both("std var median norm nanmedian prod logsumexp quantile nanquantile"), None),
     **dict.fromkeys(both("corrcoef cov bincount histc"), None),
     **dict.fromkeys((torch.linalg.norm, torch.linalg.vector_norm, torch.linalg.matrix_norm), None),
@@ -375,7 +433,10 @@ _MIXING: dict[Any, tuple[int, int | None]] = {
     **dict.fromkeys(both("roll diff topk kthvalue"), (2, -1)),
     F.normalize: (2, 1),
 }
-_SUMMING = frozenset((*both("sum mean"), *LOSSES))
+_EXTREMES = frozenset(both("aminmax"))
+_OVER_ALL = frozenset((torch.pdist, F.pdist, F.batch_norm))
+"""What each sample has afterwards goes by others, whatever the arguments."""
+_SUMMING = frozenset((*both("sum mean count_nonzero"), *LOSSES))
 _ELSEWHERE = _SUMMING.union(
     both(
         "dot vdot inner matmul mm mv __matmul__ einsum where new_zeros new_ones new_full new_empty new_tensor"

@@ -14,12 +14,14 @@ SHAPES, TARGETS, VALUES = range(3)
 class Operand(NamedTuple):
     """What a function was given, as far as it matters: its shape, and where it is one number, that.
 
-    `value` is None where there are several, or where units compute it.
+    `value` is None where there are several, or where units compute it; `guessed` says that shape or number go
+    by what was made up for what units compute.
     """
 
     shape: tuple[int, ...]
     value: Tensor | float | None = None
     computed: bool = False
+    guessed: bool = False
 
     @property
     def elements(self) -> int:
@@ -43,6 +45,7 @@ class Share(NamedTuple):
     `VALUES`. `lost` is the line from where on the value could not be followed,
     `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean,
     and `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
+    `read` says of a Python number which of those that the step reads it is.
     """
 
     terms: tuple[tuple[float, Tensor], ...]
@@ -51,11 +54,27 @@ class Share(NamedTuple):
     picked: bool = False
     single: bool = False
     apart: bool = False
+    read: int = 0
 
     def total(self) -> Tensor | None:
         """The part as a number; None where nothing counts."""
         parts = [tensor.detach() * factor for factor, tensor in self.terms if factor]
         return sum(parts[1:], parts[0]) if parts else None
+
+
+@dataclass(slots=True)
+class Guess:
+    """What a step is told of values that no unit has computed, so that it goes on.
+
+    Attributes:
+        number: What is read of a tensor.
+        share: Of the rows of a tensor, those that a mask picks.
+        made: Whether anything was asked.
+    """
+
+    number: float
+    share: float
+    made: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +89,7 @@ class Whole:
         ragged: Whether a mask picks samples, so that shapes go by values.
         reads: Whether a value of the batch was read as a number.
         calls: All calls between units.
+        sized: Places of Python numbers that are counts of samples.
         remembered: Whether this is another batch of the same shapes, so that its numbers are those of before.
         unclear: What draws random numbers that are not known to be those of the micro-batches.
     """
@@ -80,4 +100,5 @@ class Whole:
     reads: bool = False
     unclear: str = ""
     calls: Calls = field(default_factory=Calls)
+    sized: set[tuple[Any, ...]] = field(default_factory=set)
     remembered: bool = False

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.loss.bent import Bent
 from lightning_pipeline.model.loss.events import SHAPES, VALUES, Share, Whole
-from lightning_pipeline.model.loss.shares import FOLLOWED, Shares
+from lightning_pipeline.model.loss.rules import FOLLOWED
+from lightning_pipeline.model.loss.shares import Shares
 
 _MOST_PATHS, _MOST_SHAPES = 256, 16
 _WAYS_OUT = (
@@ -47,12 +48,16 @@ class Part(NamedTuple):
         differs: Whether it is anything else than the number weighted by samples.
         is_known: Whether it is known to be the number of the batch, as a sum over samples.
         bent: How it was worked out, where it is no sum.
+        is_unclear: Whether nothing could be found out, so that the mean by samples is a guess.
+        read: Of a Python number, which of those that the step reads it is: `max(a, b)` may be one of several.
     """
 
     value: Any = None
     differs: bool = False
     is_known: bool = False
     bent: Bent | None = None
+    is_unclear: bool = False
+    read: int = 0
 
 
 class Path:
@@ -199,10 +204,12 @@ class Follower:
             return Part(value * shares.fraction, bent=bent)
         self._note(shares, share)
         if share is None or share.lost or self._is_doubtful(shares, share):
-            return Part(value * shares.fraction)
+            unclear = shares.is_astray or (share is not None and bool(share.lost))
+            return Part(value * shares.fraction, is_unclear=unclear)
         self._bends = self._bends or always
         total = share.total()
-        return Part(0.0 if total is None else total, not shares.is_mean(share), is_known=True)
+        value = 0.0 if total is None else total
+        return Part(value, not shares.is_mean(share), is_known=True, read=share.read)
 
     def know(self, value: Any, bent: Bent) -> None:
         """A value of the micro-batch that runs comes from elsewhere, with how the batch's is made."""
@@ -225,7 +232,12 @@ class Follower:
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
         self._compare_computed(shares, loss)
-        if shares.bent(loss) is not None and (share is None or not share.lost):
+        bent = shares.bent(loss)
+        if (
+            bent is not None
+            and not bent.by_unit
+            and (share is None or not share.lost or shares.is_mean(share))
+        ):
             self._say(
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
                 "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "

@@ -25,6 +25,9 @@ def both(names: str) -> list[Any]:
     return functions(*((owner, names) for owner in _BOTH))
 
 
+_SUMS = "add add_ __add__ __radd__ __iadd__ sub sub_ subtract __sub__ __isub__ rsub __rsub__ neg __neg__"
+_PRODUCTS = "mul mul_ multiply __mul__ __rmul__ __imul__ div div_ divide true_divide __truediv__ __itruediv__"
+ARITHMETIC = frozenset(both(_SUMS) + both(_PRODUCTS))
 IN_PLACE = frozenset(both("add_ __iadd__ sub_ __isub__ mul_ __imul__ div_ __itruediv__"))
 _LINEAR_NAMES = (
     "neg negative clone detach to float double half bfloat16 type type_as contiguous reshape view flatten",
@@ -34,6 +37,7 @@ LINEAR = frozenset(function for names in _LINEAR_NAMES for function in both(name
 JOINING = frozenset(functions((torch, "stack cat hstack concat")))
 NUMBERS = frozenset(functions((Tensor, "item __float__")))
 READING = frozenset(functions((Tensor, "item tolist numpy __float__ __int__ __index__ __array__")))
+ARRAYS = frozenset(functions((Tensor, "numpy __array__")))
 TAKING = frozenset(both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
 SELECTING = frozenset(both("masked_select"))
 BY_VALUES = frozenset(both("masked_select nonzero unique argwhere"))

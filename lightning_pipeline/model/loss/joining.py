@@ -184,8 +184,10 @@ def _total(values: Sequence[Kept], kind: str, sizes: Sequence[int], doubt: Calla
     if len(bent) == len(values):
         with suppress(DifferentWaysError):
             return together_in_form(bent)
-    known = not bent and all(part.value is not None for part in parts)
-    unclear = not known and kind != "mean" and not isinstance(numbers[0], Tensor)
+    has_parts = not bent and all(part.value is not None for part in parts)
+    is_plain = isinstance(numbers[0], Tensor) or kind == "mean"
+    known = has_parts and (is_plain or all(part.is_known for part in parts))
+    unclear = any(part.is_unclear or part.read != parts[0].read for part in parts) or not (known or is_plain)
     if (bent or unclear) and _differ(numbers):
         doubt()
     terms = [

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.loss.calls import Call
-from lightning_pipeline.model.loss.events import Event, Whole
+from lightning_pipeline.model.loss.events import Event, Guess, Operand, Whole
 from lightning_pipeline.model.loss.functions import (
+    ARRAYS,
     BY_VALUES,
     READING,
     REPEATING,
@@ -18,7 +19,7 @@ from lightning_pipeline.model.loss.functions import (
 )
 from lightning_pipeline.model.loss.masks import as_indices, has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
-from lightning_pipeline.model.loss.shares import RULED, operand_of, shape_of
+from lightning_pipeline.model.loss.rules import RULED, operand_of, shape_of
 from lightning_pipeline.model.tensors import is_placeholder, storage_key
 
 
@@ -27,10 +28,11 @@ class Observer:
 
     Args:
         batch: Its tensors.
+        guess: What the step is told of values that no unit has computed.
     """
 
-    def __init__(self, batch: Sequence[Tensor]) -> None:
-        self.whole = Whole()
+    def __init__(self, batch: Sequence[Tensor], guess: Guess | None = None) -> None:
+        self.whole, self.guess = Whole(), guess or Guess(0.5, 1.0)
         self._batch = {storage_key(tensor): position for position, tensor in enumerate(batch)}
         self._copies: list[Tensor] = []  # held, so that no memory is used twice
         self._after: Call = None
@@ -46,6 +48,10 @@ class Observer:
         )
 
     def _observed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+        if func in ARRAYS and is_placeholder(args[0]):
+            self.guess.made = True
+            made = torch.full(args[0].shape, self.guess.number, dtype=args[0].dtype)
+            return made.numpy()
         for written in written_by(func, args, kwargs):
             self._batch.pop(storage_key(written), None)
         if func is Tensor.__getitem__ and has_mask(args[1]):
@@ -85,3 +91,36 @@ class Observer:
         call = reduction_of(func, args, kwargs)
         position = self._batch.get(storage_key(call.target))
         return None if position is None or call.weight is not None else (position, call.ignore_index)
+
+
+def told_apart(whole: Whole, other: Whole) -> None:
+    """Mark what goes by what was made up for values of units: it is another where something else was.
+
+    Args:
+        whole: Of a run of the step; changed.
+        other: Of a run of it with another `Guess`.
+    """
+    whole.calls.apart_from(other.calls)
+    for after, events in whole.events.items():
+        theirs = other.events.get(after, [])
+        alike = 0
+        while alike < min(len(events), len(theirs)) and events[alike].func == theirs[alike].func:
+            alike += 1
+        whole.events[after] = [_marked(*pair) for pair in zip(events[:alike], theirs, strict=False)]
+
+
+def _marked(mine: Event, theirs: Event) -> Event:
+    pairs = list(zip(mine.operands, theirs.operands, strict=False))
+    divisor = mine.divisor if _same(mine.divisor, theirs.divisor) else None
+    return mine._replace(operands=tuple(_told(*pair) for pair in pairs), divisor=divisor)
+
+
+def _told(mine: Operand, theirs: Operand) -> Operand:
+    same = mine.shape == theirs.shape and _same(mine.value, theirs.value)
+    return mine if same else Operand(mine.shape, None, mine.computed, guessed=True)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is None or other is None:
+        return one is other
+    return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))

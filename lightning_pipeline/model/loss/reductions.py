@@ -18,6 +18,7 @@ _NAMES = (
 )
 LOSSES: frozenset[Any] = frozenset(getattr(F, name) for line in _NAMES for name in line.split())
 _OVER_CLASSES = (F.cross_entropy, F.nll_loss)
+_BY_WEIGHTS = (F.mse_loss, F.l1_loss)  # their mean divides by what `weight` sums up to
 _SIGNATURES = {function: inspect.signature(function) for function in LOSSES}
 
 
@@ -38,19 +39,24 @@ def reduction_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lo
     reduction = given["reduction"]
     if given.get("size_average") is not None or given.get("reduce") is not None:
         reduction = legacy_get_string(given["size_average"], given["reduce"], emit_warning=False)
+    if func in _BY_WEIGHTS:
+        return LossCall(reduction, given["target"], given["weight"])
     if func not in _OVER_CLASSES:
         return LossCall(reduction)
     return LossCall(reduction, given["target"], given["weight"], given["ignore_index"])
 
 
 def valid_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the mean of a loss over classes divides by, 0-dim; None where that is a number of elements.
+    """What the mean of a loss divides by, 0-dim; None where that is a number of elements.
 
-    Targets that units compute have no values yet: then the answer is None as well.
+    Targets and weights that units compute have no values yet: then the answer is None as well.
     """
-    if func not in _OVER_CLASSES:
+    if func not in _OVER_CLASSES + _BY_WEIGHTS:
         return None
     call = reduction_of(func, args, kwargs)
+    if func in _BY_WEIGHTS:
+        known = call.reduction == "mean" and call.weight is not None and not is_placeholder(call.weight)
+        return call.weight.detach().sum() if known and call.weight is not None else None
     target = call.target
     if call.reduction != "mean" or target.is_floating_point() or is_placeholder(target):
         return None

@@ -8,18 +8,29 @@ where it has the whole batch's divisor; so a term counts as its value times (div
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.loss.bent import Bent, bend, extreme, extremes
-from lightning_pipeline.model.loss.calls import Form, Seen, pairs
-from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Event, Operand, Share, Whole
-from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING, both
-from lightning_pipeline.model.loss.masks import has_mask
-from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
-from lightning_pipeline.model.tensors import is_placeholder, user_line
+from lightning_pipeline.model.loss.bent import Bent, Leaf, bend, extreme, extremes, summed
+from lightning_pipeline.model.loss.calls import Call, Form, Seen
+from lightning_pipeline.model.loss.events import SHAPES, VALUES, Event, Operand, Share, Whole
+from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING
+from lightning_pipeline.model.loss.masks import has_mask, indices
+from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
+from lightning_pipeline.model.loss.rules import (
+    FOLLOWED,
+    RULES,
+    Step,
+    is_of_rows,
+    is_own,
+    mapped,
+    operand_of,
+    renamed,
+    shape_of,
+)
+from lightning_pipeline.model.tensors import user_line
 
 
 class Shares:
@@ -41,16 +52,21 @@ class Shares:
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
         self.differs, self.remembered = False, whole.remembered
-        self._events: Iterator[Event] = iter(whole.events.get(None, ()))
+        self._events: Iterator[tuple[int, Event]] = enumerate(whole.events.get(None, ()))
+        self._after: Call = None
         self._computed: list[tuple[Any, str, Tensor]] = []
-        self._calls: Iterator[Seen] | None = whole.calls.after(None)
+        self._calls: Iterator[tuple[int, Seen]] | None = enumerate(whole.calls.after(None))
+        self.place: tuple[Any, ...] = ()
+        self._mean: Bent | None = None  # of the function that runs
+        self._reads = 0
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
-        self._events, self.strayed = iter(self.whole.events.get((number, nth), ())), ""
-        self._calls = self.whole.calls.after((number, nth))
+        self._after = (number, nth)
+        self._events, self.strayed = enumerate(self.whole.events.get(self._after, ())), ""
+        self._calls = enumerate(self.whole.calls.after(self._after))
 
     def of(self, value: Any) -> Share | None:
         """The share of a tensor, or of the float that `item()` made of one; None where nothing is known."""
@@ -102,85 +118,121 @@ class Shares:
         seen = self._seen(func)
         if func in SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
             share = self.of(args[0])
-            if self.bent(args[0]) is None and (share is None or not share.single):
+            by_batch = any(self.bent(arg) is not None for arg in (args[0], *indices(args[1])))
+            if not by_batch and (share is None or not share.single):
                 return self._select(func, args, kwargs, run)
         bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
+        self._mean = None
         result = self._followed(func, args, kwargs, run)
+        bent = bent if bent is not None and bent.always else self._mean or bent
         if isinstance(result, tuple):
             found = extremes(self, func, args, kwargs, result, seen)
             for one, made in zip(result, found, strict=False):
                 self._keep_bent(one, made)
             return result
         made = args[0] if func is Tensor.__setitem__ else result
-        self._keep_bent(made, bent or extreme(self, func, args, kwargs, result, seen))
+        self._keep_bent(made, bent or extreme(self, func, args, kwargs, made, seen))
         return result
 
     def _seen(self, func: Any) -> Seen | None:
         """The call in the whole batch's step; None from where on this one went another way."""
-        seen = None if self._calls is None else next(self._calls, None)
+        index, seen = (0, None) if self._calls is None else next(self._calls, (0, None))
+        self.place = "call", self._after, index
         if seen is None or seen.func != func:  # what reads an attribute is made anew each time
             self._calls = None
             return None
         return seen
 
+    @property
+    def is_astray(self) -> bool:
+        """Whether the whole batch's step does not show what this one calls, or how large it is."""
+        return self._calls is None or self.whole.ragged
+
     def counts(self, value: Tensor, seen: Seen | None) -> bool:
         """Whether a tensor has the micro-batch's part of the elements that the whole batch's has."""
         theirs = None if seen is None else seen.args[0]
-        if not isinstance(theirs, Form):
+        if not isinstance(theirs, Form) or theirs.guessed:
             return False
         return math.isclose(value.numel(), self.fraction * math.prod(theirs.shape), rel_tol=1e-9)
 
     def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
-        if func not in _RULES:
+        if func not in RULES:
             return self._other(func, args, kwargs, run) if self._known else run(func, args, kwargs)
-        event = self._take(func)
+        place, event = self._take(func)
         known = [self.of(arg) for arg in args[:2]]
         if event is None:
             result = run(func, args, kwargs)
             self._keep(result, self.lost(*known))
             return result
         operands = tuple(operand_of(arg) for arg in args[:2])
-        event = self._compared(event, operands, args)
+        event = self._compared(event, operands, args, place)
         count = valid_targets(func, args, kwargs) if func in LOSSES and event.divisor is not None else None
         before = args[0]
         if func in IN_PLACE and isinstance(before, Tensor) and before.numel() == 1:
             before = before.clone()
-            known[0] = _renamed(known[0], args[0], before)
+            known[0] = renamed(known[0], args[0], before)
         result = run(func, args, kwargs)
         if isinstance(result, Tensor):
             mine = Event(func, operands, shape_of(result), count)
-            step = _Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self.whole)
-            share = _RULES[func](step)
-            self._keep(result, share if share is None else share._replace(single=not step.grows))
+            step = Step(self, mine, event, (before, *args[1:]), kwargs, result, known, self.whole)
+            share = step.lost(always=True) if step.has_guessed_number else RULES[func](step)
+            if share is not None:
+                share = share._replace(single=not step.grows, picked=step.is_of_picked)
+            self._keep(result, share)
         return result
 
-    def _compared(self, event: Event, operands: tuple[Operand, ...], args: Any) -> Event:
-        """What the whole batch's step was given; of one before, with the numbers that are given now."""
-        plain = [not isinstance(arg, Tensor) for arg in args[:2]]
-        if not self.whole.remembered:
-            both = zip(plain, operands, event.operands, strict=False)
-            self.differs |= any(is_plain and mine.value != theirs.value for is_plain, mine, theirs in both)
-            return event
-        both = zip(plain, operands, event.operands, strict=False)
-        return event._replace(operands=tuple(mine if is_plain else theirs for is_plain, mine, theirs in both))
+    def number(self, mine: float, theirs: float, place: tuple[Any, ...]) -> float:
+        """The whole batch's number, where the micro-batch has its own.
 
-    def _take(self, func: Any) -> Event | None:
+        One of a batch before tells which are counts of samples; the others are the same for both.
+
+        Args:
+            mine: The micro-batch's.
+            theirs: That of the whole batch that was seen.
+            place: In the step.
+        """
+        counted = math.isclose(mine, theirs * self.fraction, rel_tol=1e-12)
+        if self.whole.remembered:
+            if place not in self.whole.sized:
+                return mine
+            return theirs if counted else mine / self.fraction
+        if mine != theirs and counted and not self.whole.reads:
+            self.whole.sized.add(place)
+        else:
+            self.differs |= mine != theirs
+        return theirs
+
+    def _compared(
+        self, event: Event, operands: tuple[Operand, ...], args: Any, place: tuple[Any, ...]
+    ) -> Event:
+        """What the whole batch's step was given; of one before, with the numbers of this one."""
+        found = list(event.operands)
+        for position, (mine, theirs) in enumerate(zip(operands, event.operands, strict=False)):
+            plain = not isinstance(args[position], Tensor) and not theirs.guessed
+            if plain and isinstance(mine.value, int | float) and isinstance(theirs.value, int | float):
+                number = self.number(mine.value, theirs.value, (*place, position))
+                found[position] = theirs._replace(value=number)
+            elif plain:
+                self.differs |= mine.value is not theirs.value
+        return event._replace(operands=tuple(found))
+
+    def _take(self, func: Any) -> tuple[tuple[Any, ...], Event | None]:
         if not self.strayed:
-            event = next(self._events, None)
+            index, event = next(self._events, (0, None))
             if event is not None and event.func is func:
-                return event
+                return ("event", self._after, index), event
             self.strayed = user_line(self.root)
-        return None
+        return (), None
 
     def _select(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """A mask picks samples, and may by chance pick as many as in the whole batch."""
         share = self.of(args[0])
         result = run(func, args, kwargs)
         if share is None or share.lost:
-            self._keep(result, share or Share(((1.0, result),), picked=True))
+            self._keep(result, share or Share(((1.0, result),), VALUES, picked=True))
         else:
-            mapped = _mapped(share, args[0], result, lambda t: func(t, *args[1:], **kwargs))
-            self._keep(result, mapped._replace(picked=True))
+            picked = mapped(share, args[0], result, lambda t: func(t, *args[1:], **kwargs))
+            self._keep(result, picked._replace(picked=True))
         return result
 
     def _other(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
@@ -190,14 +242,32 @@ class Shares:
         if not found:
             return result
         if func in NUMBERS:
-            self._keep(result, found[0] if isinstance(result, float) else None)
+            self._reads += 1
+            self._keep(result, found[0]._replace(read=self._reads) if isinstance(result, float) else None)
         elif func in LINEAR and isinstance(result, Tensor):
-            self._keep(result, _mapped(found[0], args[0], result, lambda t: func(t, *args[1:], **kwargs)))
+            self._keep(result, mapped(found[0], args[0], result, lambda t: func(t, *args[1:], **kwargs)))
         elif func in JOINING:
             self._keep(result, self._joined(func, args, kwargs, result))
+        elif isinstance(result, Tensor) and self._is_of_each(args, result):
+            self._keep(result, Share(((1.0, result),), VALUES, picked=True))
         elif isinstance(result, Tensor) and result.is_floating_point():
             self._keep(result, self.lost(*found))
         return result
+
+    def _is_of_each(self, args: Any, result: Tensor) -> bool:
+        """Whether there is a row for each of the samples that a mask picked."""
+        shares = [(arg, self.of(arg)) for arg in args if isinstance(arg, Tensor)]
+        picked = [(arg, share) for arg, share in shares if share is not None]
+        return bool(picked) and all(
+            is_of_rows(share, arg) and result.dim() > 0 and result.shape[0] == arg.shape[0]
+            for arg, share in picked
+        )
+
+    def mean_of(self, result: Tensor, count: float | Tensor) -> None:
+        """The function that runs takes a mean of as many values as nobody knows of the whole batch."""
+        number = torch.as_tensor(count, dtype=torch.float64, device=result.device)
+        total = torch.where(number == 0, 0.0, result.detach().double() * number)
+        self._mean = Bent(torch.div, (Leaf(total, summed), Leaf(number, summed)), always=True)
 
     def _joined(self, func: Any, args: Any, kwargs: Any, result: Tensor) -> Share | None:
         """Several numbers as one tensor: each has its place, and nothing in the others'."""
@@ -211,7 +281,7 @@ class Shares:
             for i, share in enumerate(shares)
             for factor, tensor in share.terms
         ]
-        own = all(map(_is_own, shares, parts))  # else the result may be nan where the terms are not
+        own = all(map(is_own, shares, parts))  # else the result may be nan where the terms are not
         if own and len({factor for factor, _ in terms}) == 1:
             terms = [(terms[0][0], result)]
         single = all(share.single for share in shares)
@@ -240,318 +310,10 @@ class Shares:
 
     def _keep(self, value: Any, share: Share | None) -> None:
         if share is not None:
-            apart = not _is_own(share, value) if isinstance(value, Tensor) else share.apart
+            apart = not is_own(share, value) if isinstance(value, Tensor) else share.apart
             self._known[id(value)] = (value, share._replace(apart=apart))
         else:
             self._known.pop(id(value), None)
-
-
-class _Step(NamedTuple):
-    """One function on the way from the shares of its arguments to that of its result."""
-
-    shares: Shares
-    mine: Event
-    whole: Event
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    result: Tensor
-    known: list[Share | None]
-    seen: Whole
-
-    @property
-    def grows(self) -> bool:
-        """Whether the result has samples of its own: the whole batch's is larger."""
-        return self.mine.result != self.whole.result
-
-    def has_samples(self, position: int) -> bool:
-        """Whether an argument has."""
-        share = self.known[position] if position < len(self.known) else None
-        if share is not None and share.picked:
-            return True
-        return self.mine.operands[position].shape != self.whole.operands[position].shape
-
-    def has_pairs(self, position: int) -> bool:
-        """Whether an argument has something for each pair of samples; a micro-batch has those of its own."""
-        return pairs(self.mine.operands[position].shape, self.whole.operands[position].shape)
-
-    def is_unclear(self, position: int) -> bool:
-        """Whether an argument may have samples, just as many as the whole batch: a mask picked them."""
-        mine, whole = self.mine.operands[position], self.whole.operands[position]
-        return (
-            self.seen.ragged
-            and mine.shape == whole.shape != ()
-            and whole.computed
-            and not self.known[position]
-        )
-
-    def share(self, position: int) -> Share:
-        """The share of an argument that was followed, or has samples, or is the same in all micro-batches."""
-        known = self.known[position]
-        if known is not None:
-            return known
-        value, whole = self.args[position], self.whole.operands[position].value
-        factor = 1.0 if self.grows or self.has_samples(position) else self.shares.fraction
-        if not isinstance(value, Tensor):
-            number = float(value if whole is None else whole)
-            return Share(((factor, torch.full_like(self.result.detach(), number)),) if number else ())
-        return Share(((factor, value),))
-
-    def constant(self, position: int) -> tuple[float, float] | None:
-        """An argument that is one number which no unit computes: here, and in the whole batch."""
-        mine, whole = self.mine.operands[position].value, self.whole.operands[position].value
-        if mine is None or whole is None:
-            return None
-        self.shares.differs |= isinstance(mine, Tensor)  # in another batch it may be another
-        return float(mine), float(whole)
-
-    def origin_of(self, position: int) -> int:
-        """What a number was read from: a literal or an attribute is the same for each micro-batch."""
-        if not isinstance(self.args[position], Tensor) and not self.seen.reads:
-            return SHAPES
-        return VALUES
-
-    def mapped(
-        self, share: Share, position: int, change: Callable[[Tensor], Tensor], factor: float = 1.0
-    ) -> Share | None:
-        """The result as a linear function of one argument, whose share this is."""
-        if share.lost:
-            return self.shares.lost(share)
-        return _mapped(share, self.args[position], self.result, change, factor)
-
-    def lost(self, *, always: bool = False) -> Share | None:
-        """The result, where it cannot be followed."""
-        if always:
-            return Share((), VALUES, user_line(self.shares.root))
-        return self.shares.lost(*self.known)
-
-
-def _mapped(
-    share: Share, value: Any, result: Tensor, change: Callable[[Tensor], Tensor], factor: float = 1.0
-) -> Share:
-    if share.lost:
-        return share
-    if _is_own(share, value):
-        return share._replace(terms=((share.terms[0][0] * factor, result),))
-    return share._replace(terms=tuple((f * factor, change(tensor)) for f, tensor in share.terms))
-
-
-def _is_own(share: Share, value: Any) -> bool:
-    """Whether it is a factor times the very value, so that what is made of one is made of the other."""
-    return len(share.terms) == 1 and share.terms[0][1] is value
-
-
-def _renamed(share: Share | None, old: Tensor, new: Tensor) -> Share | None:
-    """The share of a value that is about to be overwritten, with a copy in its place."""
-    if share is None:
-        return None
-    return share._replace(terms=tuple((f, new if tensor is old else tensor) for f, tensor in share.terms))
-
-
-def _sum_of_two(first: float, second: float) -> "Rule":
-    def rule(step: _Step) -> Share | None:
-        if not any(step.known):
-            return None
-        whole_meets_sample = step.grows and any(
-            share is not None and not step.has_samples(i) for i, share in enumerate(step.known)
-        )
-        if whole_meets_sample or "alpha" in step.kwargs or any(share and share.lost for share in step.known):
-            return step.lost()
-        one, other = step.share(0), step.share(1)
-        origin = max(one.origin, other.origin)
-        factors = {factor for factor, _ in (*one.terms, *other.terms)}
-        own = all(not s.terms or _is_own(s, step.args[i]) for i, s in enumerate((one, other)))
-        if len(factors) == 1 and own:
-            return Share(((factors.pop(), step.result),), origin)
-        shape = step.result.shape
-        terms = [(f * first, t) for f, t in one.terms] + [(f * second, t) for f, t in other.terms]
-        return Share(tuple((f, t if t.shape == shape else t.expand(shape)) for f, t in terms), origin)
-
-    return rule
-
-
-def _product(step: _Step) -> Share | None:
-    for position in (1, 0):
-        found = step.constant(position)
-        if found is not None:
-            number = step.args[position]
-            return _times(step, 1 - position, *found, lambda t, number=number: t * number)  # type: ignore[misc]
-    if not any(step.known):
-        return None
-    if all(step.known):
-        one, other = step.known
-        assert one is not None, "both are known"
-        assert other is not None, "both are known"
-        if (
-            step.has_samples(0)
-            and step.has_samples(1)
-            and _is_own(one, step.args[0])
-            and _is_own(other, step.args[1])
-        ):
-            factor = one.terms[0][0] * other.terms[0][0]
-            return Share(((factor, step.result),), max(one.origin, other.origin))
-        return step.lost()
-    position = 0 if step.known[0] is not None else 1
-    return _by_other(step, position, lambda t: t * step.args[1 - position])
-
-
-def _quotient(step: _Step) -> Share | None:
-    found = step.constant(1)
-    if found is not None and not step.kwargs:
-        here, there = found
-        return _times(step, 0, 1 / here if here else math.inf, 1 / there if there else math.inf,
-                      lambda t: t / step.args[1])  # fmt: skip
-    if step.known[1] is not None and step.mine.operands[1].elements == 1:
-        return step.lost(always=True)
-    if step.known[1] is not None or step.kwargs:
-        return step.lost()
-    return None if step.known[0] is None else _by_other(step, 0, lambda t: t / step.args[1])
-
-
-def _by_other(step: _Step, position: int, change: Callable[[Tensor], Tensor]) -> Share | None:
-    """A followed value times or over one that was not: fine, unless it meets single samples."""
-    share = step.known[position]
-    assert share is not None, "the followed one"
-    if step.grows and not step.has_samples(position):
-        return step.lost()
-    other = step.args[1 - position]
-    if step.whole.operands[1 - position].computed and isinstance(other, Tensor) and other.numel() == 1:
-        if not step.grows and any(factor == 1 for factor, _ in share.terms):  # a sum over a count, maybe
-            return step.lost(always=True)
-        step.shares.multiplied(step.result, other)
-    return step.mapped(share, position, change)
-
-
-def _times(
-    step: _Step, position: int, here: float, there: float, change: Callable[[Tensor], Tensor]
-) -> Share | None:
-    """An argument times a number, which the whole batch has otherwise."""
-    origin = step.origin_of(1 - position)
-    share = step.known[position]
-    if here == there and (share is not None or step.known[1 - position] is None):
-        return (
-            None
-            if share is None
-            else step.mapped(share._replace(origin=max(origin, share.origin)), position, change)
-        )
-    if share is None and step.shares.bent(step.args[position]) is not None:
-        return None
-    share = step.share(position)  # a number of the batch may by chance be this micro-batch's own
-    if share.lost:
-        return step.lost()
-    if here and math.isfinite(here) and _is_own(share, step.args[position]):
-        return Share(((share.terms[0][0] * (there / here), step.result),), VALUES)
-    shape = step.result.shape
-    terms = [(factor * there, t if t.shape == shape else t.expand(shape)) for factor, t in share.terms]
-    return Share(tuple(terms), VALUES)
-
-
-def _reduction(mean: bool) -> "Rule":
-    def rule(step: _Step) -> Share | None:
-        if not step.has_samples(0) and step.known[0] is None:
-            return step.lost(always=True) if step.is_unclear(0) else None
-        mine, whole = (
-            event.operands[0].elements / max(1, math.prod(event.result)) for event in (step.mine, step.whole)
-        )
-        factor = mine / whole if mean and whole else 1.0
-        if step.known[0] is None and step.has_pairs(0):
-            return None
-        if step.grows and step.known[0] is None and factor == 1:
-            return None
-        return step.mapped(
-            step.share(0), 0, lambda t: step.mine.func(t, *step.args[1:], **step.kwargs), factor
-        )
-
-    return rule
-
-
-def _loss(step: _Step) -> Share | None:
-    call = reduction_of(step.mine.func, step.args, step.kwargs)
-    if step.grows or call.reduction == "none":
-        return step.lost()
-    if any(share is not None and not all(f == 1 for f, _ in share.terms) for share in step.known):
-        return step.lost()
-    if not any(map(step.has_samples, range(len(step.known)))):
-        return step.lost(always=True) if any(map(step.is_unclear, range(len(step.known)))) else None
-    if call.reduction == "sum":
-        return Share(((1.0, step.result),))
-    if step.mine.divisor is not None and step.whole.divisor is not None:
-        whole = float(step.whole.divisor)
-        return Share(((float(step.mine.divisor) / whole if whole else math.nan, step.result),), TARGETS)
-    if any(map(step.has_pairs, range(len(step.mine.operands)))):
-        return None
-    counts = [
-        max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands)
-        for event in (step.mine, step.whole)
-    ]
-    return Share(((counts[0] / counts[1], step.result),))
-
-
-def _contraction(step: _Step) -> Share | None:
-    """A product that sums over samples, linear in each of its arguments."""
-    known = [(position, share) for position, share in enumerate(step.known) if share is not None]
-    if step.grows or not any(map(step.has_samples, range(len(step.mine.operands)))):
-        return step.lost()
-    if not known:
-        return Share(((1.0, step.result),))
-    if len(known) > 1 or isinstance(step.args[0], str):
-        return step.lost()
-    position, share = known[0]
-
-    def change(tensor: Tensor) -> Tensor:
-        args = [tensor if index == position else arg for index, arg in enumerate(step.args)]
-        result: Tensor = step.mine.func(*args, **step.kwargs)
-        return result
-
-    return step.mapped(share, position, change)
-
-
-def _choice(step: _Step) -> Share | None:
-    """`torch.where` with one condition."""
-    condition = step.mine.operands[0].value
-    if condition is None or len(step.args) != 3:
-        return step.lost()
-    chosen = step.args[1 if condition else 2]
-    share = step.shares.of(chosen)
-    if share is None and isinstance(chosen, Tensor) and chosen.requires_grad:
-        return None
-    return share or Share(())
-
-
-Rule = Callable[[_Step], Share | None]
-
-
-_RULES: dict[Any, Rule] = {
-    **dict.fromkeys(both("add add_ __add__ __radd__ __iadd__"), _sum_of_two(1, 1)),
-    **dict.fromkeys(both("sub sub_ subtract __sub__ __isub__"), _sum_of_two(1, -1)),
-    **dict.fromkeys(both("rsub __rsub__"), _sum_of_two(-1, 1)),
-    **dict.fromkeys(both("mul mul_ multiply __mul__ __rmul__ __imul__"), _product),
-    **dict.fromkeys(both("div div_ divide true_divide __truediv__ __itruediv__"), _quotient),
-    **dict.fromkeys(both("sum count_nonzero"), _reduction(mean=False)),
-    **dict.fromkeys(both("mean"), _reduction(mean=True)),
-    **dict.fromkeys(both("dot vdot inner matmul mm mv __matmul__ einsum"), _contraction),
-    **dict.fromkeys(both("where"), _choice),
-    **dict.fromkeys(LOSSES, _loss),
-}
-RULED = frozenset(_RULES)
-FOLLOWED = RULED | SELECTING
-
-
-def operand_of(value: Any, *, copied: bool = False) -> Operand:
-    """What is kept of an argument; a copy of a number that may change."""
-    if isinstance(value, Tensor):
-        shape = tuple(value.shape)
-        if is_placeholder(value):
-            return Operand(shape, computed=True)
-        if value.numel() != 1 or value.requires_grad or value.is_complex():
-            return Operand(shape)
-        return Operand(shape, value.detach().clone() if copied else value.detach())
-    number = isinstance(value, int | float)
-    return Operand((), value if number else None)
-
-
-def shape_of(result: Any) -> tuple[int, ...]:
-    """Of a result; that of a number where it is no tensor."""
-    return tuple(result.shape) if isinstance(result, Tensor) else ()
 
 
 def _values(args: Any, kwargs: Any) -> Iterator[Any]:

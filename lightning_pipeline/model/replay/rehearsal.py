@@ -1,16 +1,18 @@
 """Runs of a step without any unit: to see which it calls, and what one device would divide by."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
-from lightning_pipeline.model.loss import Follower, Observer, Whole
+from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, told_apart
 from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
@@ -22,11 +24,10 @@ from lightning_pipeline.model.tensors import (
     of_most,
     operands_of,
     tensors_in,
-    unflatten,
 )
 from lightning_pipeline.model.trace import SCALAR_READS, Guesses, UnitPatches, reentrant_checkpoint_replaced
 
-_UNLIKELY = 0.7310585786300049  # a number that no micro-batch has by chance
+_GUESSES = (0.7310585786300049, 1.0), (0.7310585786300137, 0.5)  # numbers that no micro-batch has by chance
 
 
 class Rehearsal(Replay):
@@ -54,8 +55,13 @@ class Rehearsal(Replay):
         self.is_last = False  # so that nothing is logged
         self.follow, self._observer = observer.call, observer
         self._outputs, self._draws = outputs, draws
-        self._guesses = Guesses(holds=view.guesses_hold, fraction=_UNLIKELY)
+        self._guesses = Guesses(holds=view.guesses_hold, fraction=observer.guess.number)
         self._host = seeds.host_place()
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether no value of units has been made up."""
+        return not self._observer.guess.made
 
     def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call the step; it ends where a placeholder stops it."""
@@ -79,7 +85,7 @@ class Rehearsal(Replay):
             self._draws.host_at(self._host, self._seeds.host_place())
             self._seeds.host(unit, nth)
             self._host = self._seeds.host_place()
-        return unflatten(list(tensors), structure)
+        return self._put_together(list(tensors), structure, self._around(unit, nth, args, kwargs))
 
     def random(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A random call between units."""
@@ -92,10 +98,28 @@ class Rehearsal(Replay):
     ) -> Any:
         """Answer where a number is read, so that the run goes on, as the trace does."""
         if func._schema.name in SCALAR_READS:
+            self._observer.guess.made = True
             return self._guesses.answer(func, next(filter(is_placeholder, operands_of(args, kwargs))))
-        return _noted(
-            self._guesses, func, args, kwargs, super().placeholder_operation(func, args, kwargs, run)
-        )
+        try:
+            result = super().placeholder_operation(func, args, kwargs, run)
+        except DynamicOutputShapeException:
+            self._observer.guess.made = True
+            result = of_most(func, args, kwargs, self._of_some_size)
+            if result is None and func._schema.name == "aten::bincount":
+                result = self._counts_of(*args, **kwargs)
+            if result is None:
+                raise
+        return _noted(self._guesses, func, args, kwargs, result)
+
+    def _counts_of(self, value: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+        dtype = torch.int64 if weights is None else weights.dtype
+        shape = (max(value.numel(), minlength),)
+        return self._of_some_size(TensorSpec(shape, None, dtype, value.device.type, False))
+
+    def _of_some_size(self, spec: TensorSpec) -> Tensor:
+        """What has as many rows as values say."""
+        rows = math.ceil(spec.shape[0] * self._observer.guess.share)
+        return self._view.mode.make(spec._replace(shape=(rows, *spec.shape[1:]), stride=None))
 
 
 class _NewWay(BaseException):
@@ -278,9 +302,7 @@ class Divisors:
 
         def rehearse() -> list[Whole] | str:
             try:
-                wholes = rehearsed(
-                    arguments, step.microbatches, partial(self._rehearse, step), lambda: Observer(tensors)
-                )
+                wholes = self._rehearsed(step, arguments, tensors)
             except CannotRepeatError as iterator:
                 return f"takes from {iterator}"
             for seen in wholes if step.trace.draws_unseen else ():
@@ -289,6 +311,22 @@ class Divisors:
 
         follower.warn_of_losses(step.trace.losses_inside, tensors)
         follower.begin(fractions, tensors, rehearse)
+
+    def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
+        """What was seen for each micro-batch; twice, where something was made up that it goes by."""
+
+        def run(guess: Guess) -> list[Whole]:
+            return rehearsed(
+                arguments, step.microbatches, partial(self._rehearse, step), lambda: Observer(tensors, guess)
+            )
+
+        first, second = (Guess(*given) for given in _GUESSES)
+        wholes = run(first)
+        if first.made:
+            others = zip(wholes, run(second), strict=False)
+            for whole, other in {id(one): (one, two) for one, two in others}.values():
+                told_apart(whole, other)
+        return wholes
 
     def _rehearse(self, step: Step, batch: Microbatch, number: int, observer: Observer, draws: Draws) -> None:
         """Run the step once without units, and leave nothing behind.

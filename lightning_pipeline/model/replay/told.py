@@ -31,7 +31,9 @@ class Told:
         metrics: The module's torchmetrics objects.
         calls: Takes the calls of metrics, where there are several micro-batches.
         microbatch: The one that runs on the last stage.
-        of_whole: Told, with the name of the method, what the step of the whole batch logs.
+        of_whole: Told, with the name of the method and whether no value of units was made up before, what the
+            step of the whole batch logs.
+        of_whole_begins: Told that it begins.
     """
 
     def __init__(
@@ -43,7 +45,8 @@ class Told:
         self.metrics, self._follower = metrics_of(root), follower
         self.calls = MetricCalls(self._followed, self._know)
         self.microbatch = 0
-        self.of_whole: Callable[..., None] = lambda how, *args, **kwargs: None
+        self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
+        self.of_whole_begins: Callable[[], None] = lambda: None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -69,6 +72,7 @@ class Told:
 
     def whole_noted(self) -> AbstractContextManager[None]:
         """Inside `silent_metrics`, for a step of the whole batch: what metrics are given is noted."""
+        self.of_whole_begins()
         return self.calls.of_whole(self.metrics, self._unfollowed)
 
     def metrics_by_batch(self, step: str, sizes: Sequence[int]) -> AbstractContextManager[None]:
@@ -117,7 +121,8 @@ class Told:
             watcher: Any = self._mode.watcher
             if watcher is not None and not getattr(watcher, "is_last", True):
                 if getattr(watcher, "rehearses", False):
-                    self.of_whole(name, *args, **kwargs)
+                    with self._unfollowed():
+                        self.of_whole(name, watcher.is_sure, args, kwargs)
                 return
             if watcher is not None:
                 watcher.check_real((args, kwargs), f"self.{name}")

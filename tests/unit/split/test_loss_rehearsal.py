@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.pipe import Module, Outcome, _run_batch, assert_whole, piped, split_arguments
+from lightning_pipeline.model.replay.rehearsal import Rehearsal
+from tests.unit.split.pipe import Module, Outcome, _run_batch, alone, assert_whole, piped, split_arguments
 
 COUNTED = {"steps": 0}
 STEPS = 0
@@ -160,3 +161,35 @@ def test_a_loss_inside_a_unit_that_leaves_out_targets_is_said(left_out: bool) ->
     theirs = piped(InUnit(), batch(left_out), 2, 3, units=["head"], steps=2)
     for name, gradient in theirs.gradients.items():
         torch.testing.assert_close(mine.gradients[name], gradient, equal_nan=True)
+
+
+class Sized(Padded):
+    """Logs by the size of the batch, beside a root."""
+
+    beta = 1.0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        out = self.net(batch["x"])
+        loss = F.mse_loss(out, batch["x"])
+        self.log("root", loss.sqrt())
+        self.log("hits", (out.argmax(-1) == 1).sum() / len(batch["x"]))
+        self.log("scaled", loss.sqrt() * out.sum() / (len(batch["x"]) * self.beta))
+        return loss * self.beta
+
+
+def test_numbers_that_are_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[int] = []
+    rehearse = Rehearsal.rehearse
+    monkeypatch.setattr(Rehearsal, "rehearse", lambda *args: (looked.append(1), rehearse(*args))[1])
+
+    def each(module: Any, step: int) -> dict[str, Tensor]:
+        module.beta = 1.0 / (step + 1)
+        return {"x": batch()["x"] * (step + 1)}
+
+    mine = piped(Sized(), {"x": batch()["x"]}, 2, 3, steps=4, follow=True, each=each)
+    assert len(looked) == 1
+    theirs = alone(Sized(), {"x": batch()["x"]}, 1, steps=4, each=each)
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient)
+    for _, name, value in theirs.logged[-3:]:
+        torch.testing.assert_close(mine.logs[name], value)

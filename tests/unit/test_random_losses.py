@@ -1,0 +1,85 @@
+"""Random losses and logs in micro-batches: one device's numbers, or a warning, or a refusal.
+
+`benchmarks/random_losses.py` runs more of them.
+"""
+
+import pytest
+
+from tests.random_losses import Call, LossProgram, loss_outcome_of, loss_program
+
+EQUAL = (
+    "s.body[2].aux * (o - y).mean()",
+    "o[o > 0].mean()", "(o[:, 0][o[:, 1] > 0] ** 2).sum() / (o[:, 1] > 0).sum()", "(o > -0.2).all().double()",
+    "float((o[:, 0] > 0.1).any())", "m.all().double()", "torch.count_nonzero(o > 0).double()", "(o - y)[m].pow(2).mean()", "o[:, 0].exp()[m].mean().sqrt()",
+    "F.mse_loss(o, y, weight=w[:, None].expand_as(o))", "F.cross_entropy(o[o[:, 0] > 0], v[o[:, 0] > 0])",
+    "torch.add(F.mse_loss(o, y), loss, alpha=0.3)", "o.aminmax().max - o.amin()",
+    "measures.explained_variance(o, y)",
+)  # fmt: skip
+WARNED = (
+    "(o - y).mean() * (o.sum().item() + 1)", "F.huber_loss(o, y, reduction='none').mean(1).argmax().double()",
+    "torch.pdist(o).mean()", "torch.zeros(3).index_add_(0, v, o.std(1)).max()", "max(o.mean().item(), y.mean().item())",
+    "torch.stack([p.sum() for p in o])[-1]", "float(o[:, 0].detach().numpy().std())", "o[o > o.mean()].mean()",
+)  # fmt: skip
+
+
+def program(values: tuple[str, ...], loss: str = "F.cross_entropy(o, c)", **options: object) -> LossProgram:
+    logged = (("on_step", True), ("on_epoch", True), *options.items())
+    calls = tuple(Call("log", (value,), logged) for value in values)
+    return LossProgram(loss, calls, (8, 5), (("num_microbatches", 4),), 2, values == EQUAL)
+
+
+def test_what_is_logged_is_the_number_of_the_batch() -> None:
+    assert loss_outcome_of(program(EQUAL)) == "equal"
+
+
+@pytest.mark.parametrize("reduce", ["'max'", "'sum'"])
+def test_another_reduction_of_the_epoch_takes_numbers_of_batches(reduce: str) -> None:
+    values = ("len(x) / (len(x) + 1)", "m.double().std().item()", "o[o > 0].mean()")
+    assert loss_outcome_of(program(values, "F.cross_entropy(o, v, weight=q)", reduce_fx=reduce)) == "equal"
+
+
+def test_a_number_that_cannot_be_followed_is_warned_of() -> None:
+    found = loss_outcome_of(program(WARNED))
+    assert all(f" v{number}," in found for number in range(len(WARNED))), found
+
+
+def test_a_metric_given_a_python_number_is_warned_of() -> None:
+    call = Call(
+        "object", ("s.total.update(o.sum().item() / max(int(m.sum()), 1))", "total"), (("on_epoch", True),)
+    )
+    assert loss_outcome_of(
+        LossProgram("(o - y)[m].pow(2).mean()", (call,), (8, 5), (("num_microbatches", 4),), 0, False)
+    ).startswith("warned: total_0")
+
+
+def test_a_metric_that_is_logged_in_a_step_has_the_step_s_value() -> None:
+    call = Call("object", ("s.mean(len(o[o > 0]))", "mean"), (("on_step", True), ("on_epoch", True)))
+    assert loss_outcome_of(
+        LossProgram("F.mse_loss(o, y)", (call,), (8, 5), (("num_microbatches", 4),), 0, False)
+    ).startswith("warned")
+
+
+LOSSES = (
+    "F.mse_loss(o, y, weight=w[:, None].expand_as(o))", "(o[:, 0][m] / w[m]).sum() / m.sum()", "(o - y)[m].pow(2).mean()",
+    "torch.sub(F.mse_loss(o, y), F.cross_entropy(o, c), alpha=0.3) + 0.1 * s.body[2].aux", "o[m].exp().mean()",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_a_loss_is_that_of_the_batch(loss: str) -> None:
+    assert loss_outcome_of(program(("loss",), loss)) == "equal"
+
+
+@pytest.mark.parametrize("loss", ["F.mse_loss(o, y, reduction='sum').sqrt()", "o.pow(2).mean().sqrt()"])
+def test_a_loss_that_is_no_sum_over_samples_is_warned_of(loss: str) -> None:
+    assert loss_outcome_of(program(("y.mean()",), loss)).startswith("warned")
+
+
+def test_a_loss_times_a_number_that_was_read_is_refused() -> None:
+    found = loss_outcome_of(program(("loss",), "F.mse_loss(o, y) * (o.sum().item() + 1)"))
+    assert found.startswith("refused: what training_step returns is divided by what differs")
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_loss_is_that_of_the_batch_or_said_to_be_none(seed: int) -> None:
+    loss_outcome_of(loss_program(seed))
