@@ -1,7 +1,7 @@
 """The batch that a module is traced with: looked at before the run, which sees the same data as ever."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -72,6 +72,20 @@ class EarlyLoaders:
             return None
         found = self._first(loaders, sequential=True)
         return None if found is None else (step, self._step_arguments(step, loaders, found[0]))
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """While steps are traced, `trainer.train_dataloader` and its like are what the loops will have."""
+        undo = []
+        for function, loaders in self._asked.items():
+            loop = _lightning.loop_of(self._trainer, function)
+            if loaders is not None and _lightning.combined_loader_of(loop) is None:
+                combined = _lightning.as_combined(loaders, sequential=function != TrainerFn.FITTING)
+                undo.append(patch(loop, "_combined_loader", combined))
+        try:
+            yield
+        finally:
+            all_undone(undo)()
 
     def _is_limited_to_none(self, function: TrainerFn) -> bool:
         return _lightning.batch_limit(self._trainer, function) == 0

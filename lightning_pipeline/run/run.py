@@ -184,11 +184,12 @@ class Pipeline:
             self._trainer, self._settings, plugin.forward_context, self._device, members.from_zero,
             members.agreed,
         )  # fmt: skip
-        cut = cutting.choose(step, args, self._placement.num_stages, built)
-        later = early.later_arguments(step)
-        if later is None:
-            return cut
-        return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
+        with early.shown():
+            cut = cutting.choose(step, args, self._placement.num_stages, built)
+            later = early.later_arguments(step)
+            if later is None:
+                return cut
+            return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
 
     def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
         """Micro-batches of a batch, and samples that each should have."""

@@ -28,6 +28,8 @@ class Reads(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         optimizer: Any = self.optimizers()
+        self.log("batches", float(len(self.trainer.train_dataloader)))  # type: ignore[arg-type]
+        self.log("samples", float(len(self.trainer.train_dataloader.dataset)))  # type: ignore[union-attr]
         self.log("lr", optimizer.param_groups[0]["lr"])
         self.log("lr_again", self.trainer.optimizers[0].param_groups[0]["lr"])
         self.log("lr_scheduled", self.lr_schedulers().get_last_lr()[0])  # type: ignore[union-attr]
