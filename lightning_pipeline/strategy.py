@@ -13,7 +13,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -165,7 +165,6 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         )
         self._accumulating = self._in_step = self._comes = False
         self._told: dict[tuple[int, str | None], Any] = {}
-        self._printed = ""
         self._staging = Staging()
         self.num_nodes = 1
         self._closed: Pipeline | None = None
@@ -329,7 +328,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         with self.optimizers_on_demand(self.lightning_module), self._telling():
             self._running.split_module(self.precision_plugin, built)
         self.note_names(trainer)
-        self._print_stages()
+        self.print_stages()
         self.model_to_device()
         if trainer.state.fn == TrainerFn.FITTING:
             self.setup_optimizers(trainer)
@@ -337,12 +336,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         if trainer.state.fn == TrainerFn.FITTING:
             _lightning.optimizers_to_device(self.optimizers, self.root_device)
             self._running.at_end(self.watch_steps(trainer))
-
-    def _print_stages(self) -> None:
-        table = str(self._running.stages.table or "")
-        if table not in ("", self._printed):
-            rank_zero_info(f"{table}\n{self._running.stages.says}")
-            self._printed = table
+            self.restore_before_fit(trainer)
 
     @pipelined
     @override

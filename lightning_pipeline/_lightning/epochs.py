@@ -20,6 +20,7 @@ __all__ = [
     "hold_schedulers",
     "is_last_batch",
     "progress_of",
+    "restore",
     "resume_from",
     "silence_unresumable_loaders",
     "validate_by_the_clock_of",
@@ -70,6 +71,20 @@ def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[
         original(checkpoint_path or choose(), weights_only)
 
     return patch(connector, "resume_start", resume_start)
+
+
+def restore(trainer: Trainer, path: Any) -> None:
+    """Load what stands in a checkpoint but for optimizers, schedulers and loops. Since 1.5.
+
+    For a strategy that loads after its setup, Lightning does so after `on_fit_start`. To be deleted when it
+    asks before.
+
+    Args:
+        trainer: Of the run.
+        path: Of the checkpoint, if there is one.
+    """
+    connector: Any = trainer._checkpoint_connector
+    connector._restore_modules_and_callbacks(path)
 
 
 def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callable[[], None]:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -32,6 +33,7 @@ class Answers:
     _settings: Settings
     _table: StageTable | None = None  # of the run that has ended
     _plan: Plan | None = None  # likewise, of its last training step
+    _printed = ""
 
     lightning_module: LightningModule | None
     _pipeline: Pipeline | None = None
@@ -76,6 +78,13 @@ class Answers:
         if self._has_ended and self._table is not None:
             return self._table
         return self._split.table
+
+    def print_stages(self) -> None:
+        """Say what the stages are, where that is new."""
+        table = str(self._running.stages.table or "")
+        if table not in ("", self._printed):
+            rank_zero_info(f"{table}\n{self._running.stages.says}")
+            self._printed = table
 
     def keep_answers(self) -> None:
         """The run ends: keep what may be asked after it."""

@@ -76,6 +76,7 @@ class CheckpointHooks(Answers, PlainStrategy):
     def __init__(self) -> None:
         self._unlink: list[Callable[[], None]] = []
         self._expected: Any = None
+        self._restored = False
         super().__init__()
 
     def note_names(self, trainer: Trainer) -> None:
@@ -116,7 +117,7 @@ class CheckpointHooks(Answers, PlainStrategy):
 
     def leave_callbacks(self) -> None:
         """The run ends: its callbacks may be used in another."""
-        undo, self._unlink = self._unlink, []
+        undo, self._unlink, self._restored = self._unlink, [], False
         all_undone(undo)()
 
     @property
@@ -182,7 +183,16 @@ class CheckpointHooks(Answers, PlainStrategy):
     @property
     @override
     def restore_checkpoint_after_setup(self) -> bool:
-        return not self.is_one_device
+        return not self.is_one_device and not self._restored
+
+    def restore_before_fit(self, trainer: Trainer) -> None:
+        """The module is split, and `on_fit_start` comes next, which sees what was loaded, as on one device.
+
+        Args:
+            trainer: Of this run; it would load once those hooks have run.
+        """
+        _lightning.restore(trainer, self._expected)
+        self._restored = True
 
     @property
     @override

@@ -3,12 +3,14 @@
 import time
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint, Timer
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch import nn
 
@@ -46,6 +48,58 @@ def fit_plain(pipeline: dict[str, Any] | None, epochs: int, path: str | None, fo
     run = trainer(pipeline, max_epochs=epochs, enable_checkpointing=True, callbacks=[saver])
     run.fit(module, loader(40, batch_size=4), ckpt_path=path)
     return weights(module)
+
+
+class Counts(Callback):
+    """Has a state, and looks at all there is as soon as a fit begins."""
+
+    def __init__(self) -> None:
+        self.batches, self.seen = 0, [0.0]
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.batches += 1
+
+    def on_fit_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.seen = [float(self.batches), float(pl_module.net[0].weight.sum()), float(pl_module.ticks)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.batches = state_dict["batches"]
+
+
+class Ticks(Regression):
+    """A buffer that the checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ticks", torch.zeros((), dtype=torch.float64))
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ticks += 1
+
+
+def fit_counted(pipeline: dict[str, Any] | None, folder: str) -> tuple[list[float], int]:
+    """Resume with a timer that is over: nothing is to be trained."""
+    pipeline = pipeline and {**pipeline, "save_distributed_checkpoint": False}
+    timer = Timer(duration=timedelta(hours=1))
+    run = trainer(pipeline, max_epochs=1, callbacks=[timer, Counts()])
+    run.fit(Ticks(), loader(40, batch_size=4))
+    path = f"{folder}/counted.ckpt"
+    run.save_checkpoint(path)
+    counts = Counts()
+    run = trainer(pipeline, max_epochs=3, callbacks=[Timer(duration=timedelta(microseconds=1)), counts])
+    run.fit(Ticks(), loader(40, batch_size=4), ckpt_path=path)
+    return counts.seen, run.global_step
+
+
+def test_what_was_loaded_is_there_when_a_fit_begins(ranks: Ranks, tmp_path: Path) -> None:
+    expected, steps = fit_counted(None, str(tmp_path / "one"))
+    assert expected[0] == expected[2] == steps == 10
+    for seen, trained in ranks(2)(fit_counted, TWO, str(tmp_path / "two")):
+        assert seen == pytest.approx(expected)
+        assert trained == steps
 
 
 def test_a_run_goes_from_one_device_to_stages_and_back(ranks: Ranks, tmp_path: Path) -> None:
