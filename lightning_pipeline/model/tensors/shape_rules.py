@@ -149,7 +149,19 @@ def _pack_padded_sequence(
     return _described(input, (int(lengths.sum()), *input.shape[2:])), batch_sizes
 
 
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *options: Any
+) -> tuple[TensorSpec, TensorSpec]:
+    """A loss for each sample, and what the backward needs; without lengths as for the longest target."""
+    steps, size = log_probs.shape[:2]
+    known = not isinstance(target_lengths, Tensor) or _is_real(target_lengths)
+    longest = max(map(int, target_lengths), default=0) if known else targets.shape[-1]
+    return _described(log_probs, (size,)), _described(log_probs, (size, steps, 2 * longest + 1))
+
+
 _RULES: dict[Any, Callable[..., tuple[Any, ...] | None]] = {
+    _aten._ctc_loss.Tensor: _ctc_loss,
+    _aten._ctc_loss.default: _ctc_loss,
     _aten._grouped_mm.default: _grouped_mm,
     _aten.masked_select.default: _masked_select,
     _aten._pack_padded_sequence.default: _pack_padded_sequence,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline._torch import set_version
+from lightning_pipeline._torch import DisableTorchFunction, set_version
 from lightning_pipeline.model.tensors import (
     filled_by,
     is_placeholder,
@@ -292,7 +292,9 @@ class _Seen:
     def look(self) -> list[Place]:
         """Those that are not as they were; from now on they are."""
         now = self.owner.read()
-        changed = [key for key, inner in self.held.items() if any(map(_is_changed, inner))]
+        # Most containers are empty: a module has a dozen for its hooks.
+        held = self.held.items()
+        changed = [key for key, inner in held if any(_is_changed(one) for one in inner if one[0] or one[1])]
         same = len(now) == len(self.entries) and all(map(is_, now.values(), self.entries.values()))
         if same and not changed:
             return []
@@ -337,8 +339,6 @@ def _contents(held: Any) -> list[Any]:
 
 def _is_changed(pair: tuple[Any, list[Any]]) -> bool:
     held, before = pair
-    if not held and not before:  # as most are: a module has a dozen for its hooks
-        return False
     if len(held) > _LONG:
         return before != [len(held)]
     now = _contents(held)
@@ -384,7 +384,8 @@ class Surroundings:
 
     def look(self) -> list[Place]:
         """Places that are not as they were at the last look."""
-        return [place for seen in self._seen for place in seen.look()]
+        with DisableTorchFunction():  # none of the step's is among them
+            return [place for seen in self._seen for place in seen.look()]
 
 
 def _iterators(place: Place, value: Any, depth: int = 2) -> Iterator[Place]:

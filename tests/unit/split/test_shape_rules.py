@@ -1,5 +1,6 @@
 """Units whose shapes torch cannot work out without values, in later traces too."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -68,3 +69,25 @@ def test_a_unit_that_looks_at_values_can_be_validated():
     expected = alone(module, batch, step="validation_step")
     for one, other in zip(mine.outputs, expected.outputs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Transcribes(Net):
+    """Its loss is known before its last units are called; lengths are the batch's, or follow from a unit."""
+
+    def __init__(self, of_units: bool) -> None:
+        super().__init__()
+        self.of_units = of_units
+
+    def training_step(self, batch, batch_idx):
+        h = self.layers[1](self.layers[0](self.emb(batch["x"])))
+        scores = F.log_softmax(h, -1).transpose(0, 1)
+        lengths = torch.full((len(h),), h.shape[1])
+        targets = torch.arange(2 * len(h)).reshape(len(h), 2) % (WIDTH - 1) + 1
+        found = 1 + (h.detach().mean((1, 2)) > 0).long() if self.of_units else 1 + torch.arange(len(h)) % 2
+        loss = F.ctc_loss(scores, targets, lengths, found)
+        return loss + self.loss(self.layers[3](self.layers[2](h)), batch)
+
+
+@pytest.mark.parametrize("of_units", [False, True])
+def test_a_ctc_loss_may_come_before_other_units(of_units):
+    assert_works(lambda: Transcribes(of_units), batch=batch_of(4, 6), num_microbatches=2)
