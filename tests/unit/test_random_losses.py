@@ -17,7 +17,8 @@ EQUAL = (
 )  # fmt: skip
 WARNED = (
     "(o - y).mean() * (o.sum().item() + 1)", "F.huber_loss(o, y, reduction='none').mean(1).argmax().double()",
-    "torch.pdist(o).mean()", "torch.zeros(3).index_add_(0, v, o.std(1)).max()", "max(o.mean().item(), y.mean().item())",
+    "torch.pdist(o).mean()",
+    "F.layer_norm(o[:, 0], (len(x),)).abs().mean()", "torch.zeros(3).index_add_(0, v, o.std(1)).max()", "max(o.mean().item(), y.mean().item())",
     "torch.stack([p.sum() for p in o])[-1]", "float(o[:, 0].detach().numpy().std())", "o[o > o.mean()].mean()",
 )  # fmt: skip
 

@@ -272,11 +272,14 @@ def _mixes_samples(func: Any, args: Any, kwargs: Any, value: Tensor, seen: Seen 
     if func in _OVER_ALL:
         trains = kwargs.get("training", args[5] if len(args) > 5 else False)
         return func is not F.batch_norm or bool(trains)
-    if func not in _MIXING:
+    if func in _OVER_LAST:
+        given: Any = range(-len(kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())), 0)
+    elif func in _MIXING:
+        position, default = _MIXING[func]
+        given = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
+    else:
         return False
-    position, default = _MIXING[func]
-    given = kwargs.get("dim", kwargs.get("dims", args[position] if len(args) > position else default))
-    dimensions = given if isinstance(given, list | tuple) else [given]
+    dimensions = given if isinstance(given, list | tuple | range) else [given]
     theirs = seen.args[0].shape if seen is not None else ()
     if len(theirs) != value.dim():
         return False
@@ -434,6 +437,7 @@ _MIXING: dict[Any, tuple[int, int | None]] = {
     F.normalize: (2, 1),
 }
 _EXTREMES = frozenset(both("aminmax"))
+_OVER_LAST = frozenset((F.layer_norm, F.rms_norm))
 _OVER_ALL = frozenset((torch.pdist, F.pdist, F.batch_norm))
 """What each sample has afterwards goes by others, whatever the arguments."""
 _SUMMING = frozenset((*both("sum mean count_nonzero"), *LOSSES))
