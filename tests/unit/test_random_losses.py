@@ -17,6 +17,7 @@ EQUAL = (
 )  # fmt: skip
 WARNED = (
     "(o - y).mean() * (o.sum().item() + 1)", "F.huber_loss(o, y, reduction='none').mean(1).argmax().double()",
+    "o.sum() / (abs((o.argmax(1) == v).sum().item()) + 1)",
     "torch.pdist(o).mean()",
     "F.layer_norm(o[:, 0], (len(x),)).abs().mean()", "torch.zeros(3).index_add_(0, v, o.std(1)).max()", "max(o.mean().item(), y.mean().item())",
     "torch.stack([p.sum() for p in o])[-1]", "float(o[:, 0].detach().numpy().std())", "o[o > o.mean()].mean()",
@@ -71,7 +72,14 @@ def test_a_loss_is_that_of_the_batch(loss: str) -> None:
     assert loss_outcome_of(program(("loss",), loss)) == "equal"
 
 
-@pytest.mark.parametrize("loss", ["F.mse_loss(o, y, reduction='sum').sqrt()", "o.pow(2).mean().sqrt()"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        "F.mse_loss(o, y, reduction='sum').sqrt()",
+        "o.pow(2).mean().sqrt()",
+        "(F.l1_loss(o, y, reduction='sum') + s.body[2].aux) * (1 - o.sum())",
+    ],
+)
 def test_a_loss_that_is_no_sum_over_samples_is_warned_of(loss: str) -> None:
     assert loss_outcome_of(program(("y.mean()",), loss)).startswith("warned")
 

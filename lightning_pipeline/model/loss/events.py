@@ -69,11 +69,13 @@ class Guess:
     Attributes:
         number: What is read of a tensor.
         share: Of the rows of a tensor, those that a mask picks.
+        more: Added to what is read where it is a whole number.
         made: Whether anything was asked.
     """
 
     number: float
     share: float
+    more: int = 0
     made: bool = False
 
 

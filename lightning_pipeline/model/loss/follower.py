@@ -232,12 +232,9 @@ class Follower:
         if shares.strayed and (share is None or share.lost):
             self._stray(shares)
         self._compare_computed(shares, loss)
-        bent = shares.bent(loss)
-        if (
-            bent is not None
-            and not bent.by_unit
-            and (share is None or not share.lost or shares.is_mean(share))
-        ):
+        bent, follows = shares.bent(loss), share is not None and not share.lost
+        is_other = bent is not None and not (bent.by_unit and follows)
+        if is_other and (share is None or follows or shares.is_mean(share)):
             self._say(
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
                 "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
