@@ -5,13 +5,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.data import sized_len
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
 from lightning_pipeline._lightning import loaders_in, moves_batches_itself
 from lightning_pipeline._torch import tree_leaves, tree_unflatten
-from lightning_pipeline.data.draws import seeded
+from lightning_pipeline.data.draws import random_states, seeded, set_random_states
 from lightning_pipeline.data.fingerprint import (
     CHECKED_BATCHES,
     Gather,
@@ -86,6 +88,19 @@ class Feed:
         for one, keeps in zip(looked_at, keep, strict=True):
             one.keeps = keeps
         return found
+
+    def states_behind(self, loaders: Any) -> tuple[Any, ...]:
+        """Random states as they are when the first batch, which was looked at, has been drawn by a loop.
+
+        They move on: to be called where they are put back.
+        """
+        for loader in loaders_in(loaders)[0]:
+            known = self._known(loader)
+            if known is not None and known.behind is not None:
+                set_random_states(known.behind)
+            elif isinstance(loader, DataLoader) and loader.generator is None:
+                torch.empty((), dtype=torch.int64).random_()  # as its iterator does, for the seed of workers
+        return random_states()
 
     def _peekable(self, loader: Any) -> Any:
         if not needs_peeking(loader):

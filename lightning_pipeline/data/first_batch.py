@@ -27,6 +27,9 @@ class EarlyLoaders:
         feed: Of the run; it decides which rank reads.
         equal_random_states: Gives all stages of a replica the same states; all ranks call.
         undone: Makes a context that takes back what the user's hooks note in modules meanwhile.
+
+    Attributes:
+        states: By step, the random states in which its first call begins.
     """
 
     def __init__(
@@ -38,6 +41,7 @@ class EarlyLoaders:
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
+        self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
 
     def first_arguments(self) -> tuple[str, tuple[Any, ...]] | None:
@@ -55,9 +59,9 @@ class EarlyLoaders:
         for one in candidates:
             if not self._is_limited_to_none(one):
                 loaders = asked[one] if one in asked else self._request(one)
-                found = self._first(loaders, sequential=one != TrainerFn.FITTING)
+                step = _lightning.STEPS[one]
+                found = self._first(loaders, step)
                 if found is not None:
-                    step = _lightning.STEPS[one]
                     return step, self._step_arguments(step, loaders, found[0])
         return None
 
@@ -70,7 +74,7 @@ class EarlyLoaders:
         step, loaders = _lightning.STEPS[TrainerFn.VALIDATING], self._asked.get(TrainerFn.VALIDATING)
         if loaders is None or first == step:
             return None
-        found = self._first(loaders, sequential=True)
+        found = self._first(loaders, step)
         return None if found is None else (step, self._step_arguments(step, loaders, found[0]))
 
     @contextmanager
@@ -129,12 +133,13 @@ class EarlyLoaders:
         undo, self._undo = self._undo, []
         all_undone(undo)()
 
-    def _first(self, loaders: Any, *, sequential: bool) -> tuple[Any] | None:
-        combined = _lightning.as_combined(loaders, sequential=sequential)
+    def _first(self, loaders: Any, step: str) -> tuple[Any] | None:
+        combined = _lightning.as_combined(loaders, sequential=step != "training_step")
         one_by_one = _lightning.is_sequential(combined)
         with random_states_kept(), torch.no_grad():  # from the states that the loops will find
             wanted = combined.flattened if one_by_one else [combined.iterables]
             found = next((one for one in map(self._feed.first, wanted) if one is not None), None)
+            self.states[step] = self._feed.states_behind(wanted)
         if found is None:
             return None
         with seeded(0), torch.no_grad():

@@ -91,6 +91,8 @@ class Peekable:
         """Whether the run must iterate this object for the loader, for it holds items of it."""
         self._first: tuple[Any] | None = None
         self._ahead: _Ahead | None = None
+        self.behind: tuple[Any, ...] | None = None
+        """The random states behind the first item, once it was looked at."""
 
     def peek(self) -> Any:
         """The first item of the next iteration that is not None. Random states are as before.
@@ -117,6 +119,7 @@ class Peekable:
         ahead = _Ahead(seen, items, start, taken, drew)
         self._ahead = self._repeated(ahead) if begins_anew else ahead
         self.keeps = self._ahead is not None
+        self.behind = taken.states
         start.draw()
         return seen[-1]
 

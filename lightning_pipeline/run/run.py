@@ -34,9 +34,12 @@ from lightning_pipeline.run.setup import (
     BY_HAND,
     Cut,
     Cutting,
+    FirstCall,
     batch_statistics,
     headline,
     hooks_undone,
+    lazy_layers,
+    make_lazy_layers,
     materialize,
     seed_of_run,
     steered,
@@ -185,11 +188,22 @@ class Pipeline:
             members.agreed,
         )  # fmt: skip
         with early.shown():
+            if lazy_layers(self._module):
+                self._make_lazy_layers(plugin, FirstCall(step, args, early.states[step]), number, early)
             cut = cutting.choose(step, args, self._placement.num_stages, built)
             later = early.later_arguments(step)
             if later is None:
                 return cut
             return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
+
+    def _make_lazy_layers(self, plugin: Precision, call: FirstCall, number: int, early: EarlyLoaders) -> None:
+        checked, calls = early.later_arguments(call.step), [call]
+        if checked is not None:  # the sanity check comes first
+            args = split_arguments(self._module, checked[1], number).args[0]
+            calls.insert(0, FirstCall(checked[0], args, early.states[checked[0]]))
+        states = self.members.from_zero.share(lambda: [one.states for one in calls])
+        calls = [one._replace(states=equal) for one, equal in zip(calls, states, strict=True)]
+        self.members.agreed(lambda: make_lazy_layers(self._trainer, calls, plugin.forward_context))
 
     def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
         """Micro-batches of a batch, and samples that each should have."""

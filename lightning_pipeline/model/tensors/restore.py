@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
@@ -34,8 +35,9 @@ class ModuleState:
         self._containers = [_containers(values) for values in self._dicts]
         plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
         self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
-        self._flags = [(parameter, parameter.requires_grad) for parameter in root.parameters()]
-        self._memory = [(p, p.data) for p in root.parameters() if not is_placeholder(p)]
+        parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
+        self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
+        self._memory = [(p, p.data) for p in parameters if not is_placeholder(p)]
 
     def restore(self) -> None:
         """Put it all back in place."""
@@ -60,7 +62,9 @@ class ModuleState:
 
 
 def _copy_values(buffer: Tensor) -> Tensor | None:
-    return None if buffer.is_meta or is_placeholder(buffer) else buffer.detach().clone()
+    if isinstance(buffer, UninitializedBuffer) or buffer.is_meta or is_placeholder(buffer):
+        return None
+    return buffer.detach().clone()
 
 
 def _copied(container: Any) -> Any:

@@ -3,6 +3,7 @@
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
 from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, steered, too_small
+from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
     as_the_loop_will,
@@ -17,6 +18,7 @@ __all__ = [
     "BY_HAND",
     "Cut",
     "Cutting",
+    "FirstCall",
     "as_the_loop_will",
     "batch_statistics",
     "beside_module",
@@ -27,7 +29,9 @@ __all__ = [
     "headline",
     "held_states",
     "hooks_undone",
+    "lazy_layers",
     "loggers_set_aside",
+    "make_lazy_layers",
     "make_whole",
     "materialize",
     "move",
