@@ -129,20 +129,26 @@ class StepRoutes:
         if len(self.decisions) > _MOST_DECISIONS:
             self.decisions = {leaf: None for one in self.decisions for leaf in leaves_of(one)}
 
-    def unknown(self, changed: Sequence[Place], written: Sequence[int] = ()) -> list[Hashable]:
-        """Which of the places that a run of the step has changed are not known to be.
+    def unknown(self, changed: Sequence[tuple[Place, int]], written: Sequence[int] = ()) -> list[Hashable]:
+        """Which of the places that a run of the step has changed are not known to be, or not there.
 
         Args:
-            changed: The places.
+            changed: The places, each with the number of calls that there had been.
             written: Memory that it has written, by `storage_key`.
         """
         held = (t for effect in self.base.trace.effects for t in standing_tensors(effect.place.get()))
         seen = {storage_key(tensor) for tensor in held} if written else set()
-        more = [
+        more: list[Hashable] = [
             ("written", key) for key in written if key not in seen and ("written", key) not in self._passing
         ]
-        known = {effect.place.identity for effect in self.base.trace.effects} | self._passing
-        return [*(place.identity for place in changed if place.identity not in known), *more]
+        known = {effect.place.identity: effect.positions for effect in self.base.trace.effects}
+        for place, position in changed:
+            key: Hashable = place.identity
+            if key in known and position not in known[place.identity]:
+                key = ("at", place.identity, position)
+            if key not in known and key not in self._passing:
+                more.append(key)
+        return list(dict.fromkeys(more))
 
     def learn(self, trace: Trace, places: Sequence[Hashable]) -> bool:
         """Take what a step leaves behind from one more trace. Whether that is more than was known.
@@ -151,7 +157,8 @@ class StepRoutes:
             trace: Of a known way or another.
             places: That made it worth a trace; those that it does not show are left alone from now on.
         """
-        more = self._join(self.base.trace, trace)
+        stood = _positions(self.base.trace)
+        more = self._join(self.base.trace, trace) or _positions(self.base.trace) != stood
         self._decides(trace.decisions, trace.numbers)
         if more and trace.path in self.known and (same := self.known[trace.path]) is not self.base:
             self._join(same.trace, trace)
@@ -177,12 +184,23 @@ class StepRoutes:
         """What a step does on one way or another, it may do."""
         known = {effect.place.identity for effect in base.effects}
         new = [effect for effect in other.effects if effect.place.identity not in known]
+        others = {effect.place.identity: effect for effect in other.effects}
+        grown = False
+        for effect in base.effects:
+            same = others.get(effect.place.identity, effect)
+            grown |= (same.from_units, same.deep, same.retains) > (
+                effect.from_units, effect.deep, effect.retains,
+            )  # fmt: skip
+            effect.positions |= same.positions
+            effect.from_units |= same.from_units
+            effect.deep |= same.deep
+            effect.retains |= same.retains
         base.effects = [*base.effects, *new]
         base.writes_batch |= other.writes_batch
         base.late_states = sorted({*base.late_states, *other.late_states})
         base.losses_inside |= other.losses_inside
         base.weighted_inside.update(other.weighted_inside)
-        return bool(new)
+        return bool(new) or grown
 
     def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
         """What the way depends on, beside the numbers that code between units reads from tensors."""
@@ -210,6 +228,11 @@ class StepRoutes:
             for effect in route.trace.effects
         }
         return plain_state(root, self._modules, set(places)), _set_yet(places.values())
+
+
+def _positions(trace: Trace) -> dict[Hashable, set[int]]:
+    """For each place that a step changes how many calls there had been, each time."""
+    return {effect.place.identity: set(effect.positions) for effect in trace.effects}
 
 
 def _set_yet(places: Iterable[Place]) -> tuple[Hashable, ...]:

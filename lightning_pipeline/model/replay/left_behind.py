@@ -21,6 +21,8 @@ from lightning_pipeline.model.state import (
     StepState,
     is_absent,
     rows_by_shape,
+    same,
+    summed,
     unmerged,
     usual,
 )
@@ -28,6 +30,7 @@ from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
+    Expression,
     Guard,
     Kept,
     Owner,
@@ -36,6 +39,7 @@ from lightning_pipeline.model.trace import (
     Surroundings,
     Trace,
     UnitPatches,
+    grown_in,
     metrics_of,
     step_function,
 )
@@ -61,6 +65,7 @@ class LeftBehind:
     Attributes:
         not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
         doubtful: By step, states that it works out from their last value once for each micro-batch.
+        decided_by: By step, sums over samples by which it decides when it has added those of a micro-batch.
     """
 
     def __init__(
@@ -81,13 +86,17 @@ class LeftBehind:
         self._rows_at: dict[str, int] = {}
         self._reads: dict[str, dict[str, bool]] = {}
         self._around: Surroundings | None = None
+        self._glue_modules: list[tuple[str, nn.Module]] = []
         self._earlier: dict[str, tuple[dict[str, Rule | None], list[str]]] = {}
+        self._rings: dict[str, set[str]] = {}
         self.doubtful: dict[str, list[str]] = {}
+        self.decided_by: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
     def new_state(
-        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
-    ) -> StepState | None:
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
+        decided: Collection[Expression] = (),
+    ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
         Args:
@@ -95,18 +104,21 @@ class LeftBehind:
             microbatches: Arguments of each.
             sizes: Samples of each.
             merge: Merges one value per micro-batch.
+            decided: What code between units has decided by numbers that change.
         """
         step, several = trace.step, len(microbatches) > 1
         if several and step not in self.doubtful:
             rules = self._find_rules(trace, microbatches, sizes, merge)
             before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
-            rules |= {label: rule for label, rule in before.items() if rule not in (usual, unmerged)}
+            rules |= {label: rule for label, rule in before.items() if rule not in (usual, unmerged, same)}
             states = {effect.place.label for effect in trace.effects if effect.deep}
             wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
             self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
             self.doubtful[step] = sorted({*wrong, *doubted})
             if len(self._stages) > 1:
                 self._refuse_chains(trace)
+        if several:
+            self._look_at_counts(step, decided)
         own = {effect.place.label for effect in trace.effects} | {p.label for _, p in trace.unit_attributes}
         beside = [found for label, found in self._by_rows.items() if several and label not in own]
         if not (trace.effects or beside):
@@ -115,6 +127,24 @@ class LeftBehind:
             trace.effects, self._rules.setdefault(step, {}), sizes,
             is_last=self._has_last_stage, step=step, beside=beside,
         )  # fmt: skip
+
+    def _look_at_counts(self, step: str, decided: Collection[Expression]) -> None:
+        """Sums over samples by which the step decides once it has added its own: each micro-batch its part.
+
+        What begins anew at a length, such as the place in a ring, is that of micro-batches in their order.
+        """
+        rules = self._rules[step]
+        counts = {label for label, rule in rules.items() if rule is summed}
+        rings = {label for one in decided for label in grown_in(one, within="mod") if label in counts}
+        if len(self._stages) == 1:
+            rules.update(dict.fromkeys(rings, CHAINED))
+            self._rings.setdefault(step, set()).update(rings)
+        found = {label for one in decided for label in grown_in(one)} & (
+            counts | self._rings.get(step, set())
+        )
+        whole = {label for one in decided if one[0] != "mod" for label in grown_in(one)}
+        known = self.decided_by.setdefault(step, [])
+        known += sorted((found & whole) - set(known))
 
     def unit_state(self, trace: Trace, stage: int, sizes: Sequence[int]) -> StepState | None:
         """For one batch: what units of a stage keep of its samples; None where they keep nothing.
@@ -136,14 +166,17 @@ class LeftBehind:
 
     # ---- what no run without values shows
 
-    def watch(self, trace: Trace) -> None:
-        """A batch begins, on whose last stage values of units may decide what is left behind."""
+    def watch(self) -> None:
+        """A batch begins, of which something may be left behind that no run without values has shown."""
         self._around = None
-        if self._has_last_stage and trace.reads_values:
-            apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]
-            inside = {id(part) for module in apart for part in module.modules()}
-            named = self._root.named_modules()
-            self._around = Surroundings.of_attributes((n, m) for n, m in named if id(m) not in inside)
+        if self._has_last_stage:
+            self._glue_modules = self._glue_modules or self._find_glue_modules()
+            self._around = Surroundings.of_attributes(self._glue_modules)
+
+    def _find_glue_modules(self) -> list[tuple[str, nn.Module]]:
+        apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]
+        inside = {id(part) for module in apart for part in module.modules()}
+        return [(name, module) for name, module in self._root.named_modules() if id(module) not in inside]
 
     def unforeseen(self, known: Collection[Hashable]) -> list[str]:
         """Attributes that the batch has changed and that no run of the step without values does.
@@ -256,6 +289,7 @@ class LeftBehind:
             step: Name of the user's method.
             keeps: Whether those that are known hold on: the batch that shows more may not leave these behind.
         """
+        self._glue_modules = []
         rules, doubtful = self._rules.pop(step, {}), self.doubtful.pop(step, [])
         if keeps and rules:
             self._earlier[step] = rules, doubtful

@@ -306,6 +306,14 @@ class SplitModel(OutsideSteps):
         """States that a step works out from their last value once for each micro-batch: no rule is known."""
         return self._left_behind.doubtful.get(step, [])
 
+    def decides_apart(self, step: str) -> bool:
+        """Whether micro-batches of one batch have decided differently by what is in them."""
+        return step in self._finder.torn
+
+    def decided_by(self, step: str) -> list[str]:
+        """Sums over samples by which a step decides when it has added those of a micro-batch."""
+        return self._left_behind.decided_by.get(step, [])
+
     def not_tried(self, step: str) -> str | None:
         """What a step leaves behind where no run on made-up values could tell how, and why not."""
         return self._left_behind.not_tried.get(step)
@@ -352,7 +360,7 @@ class SplitModel(OutsideSteps):
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
-        self._left_behind.watch(trace)
+        self._left_behind.watch()
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
@@ -376,7 +384,7 @@ class SplitModel(OutsideSteps):
         sizes = sizes or [1] * len(microbatches)
         self._find_ways(self._step, sizes)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
-        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge)
+        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways.decisions)
         for program in self._programs.values():
             program.state = self._state
             program.unit_state = self._left_behind.unit_state(trace, program.index, sizes)

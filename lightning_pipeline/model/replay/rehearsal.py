@@ -197,6 +197,7 @@ class Walk(Replay):
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._reads.on_call()
         nth = self._counts[unit]
         self._counts[unit] = nth + 1
         node = self._node.following.get(unit)

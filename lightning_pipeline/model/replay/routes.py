@@ -43,6 +43,7 @@ from lightning_pipeline.model.trace import (
     Decisions,
     Effect,
     Owner,
+    Place,
     Replayed,
     Surroundings,
     Trace,
@@ -81,6 +82,9 @@ class RouteFinder:
         in_silence: Inside, a run of a step logs nothing.
         forget: Told of a step that leaves more behind than was seen.
         others: What a step may change beside the module.
+
+    Attributes:
+        torn: Steps that decide by the batch, otherwise for one micro-batch than for another.
     """
 
     def __init__(
@@ -100,6 +104,8 @@ class RouteFinder:
         self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
+        self._flags: tuple[bool, ...] = ()  # that the last look has read
+        self.torn: set[str] = set()
         self._list_modules()
 
     def _list_modules(self) -> None:
@@ -147,16 +153,21 @@ class RouteFinder:
         state, finds = routes.state(self._root), self._by_key
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
+        flags: list[tuple[bool, ...]] = [()] * len(microbatches)
         if routes.base.trace.steered:
             finds = self._by_reads
             with self._glancing():
                 for number, microbatch in enumerate(microbatches):
                     with begun(number):
                         found[number] = self._glance(routes, keys[number], microbatch, partial(seeds, number))
+                        flags[number] = self._flags
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
                 with begun(number):
                     found[number] = finds(routes, keys[number], microbatch, partial(seeds, number))
+                    flags[number] = self._flags
+        if len(set(flags)) > 1:
+            self.torn.add(routes.base.trace.step)
         return [route for route in found if route is not None]
 
     def _by_key(
@@ -184,6 +195,7 @@ class RouteFinder:
         known = Reads(routes.by_reads, key)
         if (key, ()) in routes.by_reads:
             self._walk(microbatch, seeds, routes, known)
+        self._flags = known.flags()
         return known.leads_to
 
     def _by_reads(
@@ -197,6 +209,7 @@ class RouteFinder:
             return known
         reads = Reads()
         route = self._find(routes, microbatch, seeds, reads)
+        self._flags = reads.flags()
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
         if reads.tell_all and not reads.changed:
@@ -250,12 +263,15 @@ class RouteFinder:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
                 reads.changes = self._changes(effects)
                 around.look()
+                changed = _Changed(around)
+                reads.on_call = changed.look
                 try:
                     with writes:
                         route = self._walk(noted, seeds, routes, reads)
                 finally:
                     writes.restore()
-                more = routes.unknown(around.look(), writes.written)
+                changed.look()
+                more = routes.unknown(changed.places, writes.written)
                 self._refuse_weights(step, more)
         except CannotRepeatError:
             reads.tell_all = False
@@ -381,6 +397,23 @@ def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
             iterator.at = place
 
 
+class _Changed:
+    """Notes what a run of a step changes, and how many calls of units there had been.
+
+    Args:
+        around: What it may change.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self._around, self._calls = around, 0
+        self.places: list[tuple[Place, int]] = []
+
+    def look(self) -> None:
+        """A unit is called, or the step is over."""
+        self.places += [(place, self._calls) for place in self._around.look()]
+        self._calls += 1
+
+
 def _is_getter(func: Any) -> bool:
     """Whether a function reads an attribute, such as `requires_grad`, which is no value."""
     return getattr(func, "__name__", "") == "__get__"
@@ -395,6 +428,7 @@ class Reads:
 
     Attributes:
         values: What was read.
+        on_call: Told of each call of a unit.
         changes: Tells whether the step has changed anything; asked at each read where no way is known yet.
         changed: Whether it had at the last read.
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
@@ -405,6 +439,7 @@ class Reads:
         self._known, self._key = known, key
         self.values: list[Any] = []
         self.changes: Callable[[], bool] = lambda: False
+        self.on_call: Callable[[], None] = lambda: None
         self.changed = False
         self.tell_all = True
         self.leads_to: Route | None = None
@@ -421,6 +456,10 @@ class Reads:
     def collects(self) -> bool:
         """Whether all that is read is wanted, as no way is known by it."""
         return self._known is None
+
+    def flags(self) -> tuple[bool, ...]:
+        """What was read that something is decided by."""
+        return tuple(value for value in self.values if type(value) is bool)
 
     def note(self, func: Any, result: Any) -> None:
         """A function of tensors was called between units.

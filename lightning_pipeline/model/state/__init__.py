@@ -14,6 +14,7 @@ from lightning_pipeline.model.state.rules import (
     goes_on,
     rule_for,
     same,
+    summed,
     unmerged,
     usual,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "rows_by_shape",
     "rule_for",
     "same",
+    "summed",
     "unmerged",
     "usual",
 ]

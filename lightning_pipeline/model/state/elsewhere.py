@@ -106,6 +106,9 @@ class Unmerged(Elsewhere):
         super().__init__(what)
         object.__setattr__(self, "_step", step)
 
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._refused()
+
     def _refused(self) -> NoReturn:
         raise PlaceholderError(
             f"{self._what} is set by {self._step}, which runs once for each micro-batch, and the values "

@@ -147,12 +147,19 @@ class Noted:
         raise NotImplementedError
 
     def __str__(self) -> str:
-        self.is_used = True
-        return str(self.plain())
+        return str(self._shown())
+
+    def __repr__(self) -> str:
+        return repr(self._shown())
 
     def __format__(self, how: str) -> str:
+        return format(self._shown(), how)
+
+    def _shown(self) -> Any:
+        """As text it may be a key, or part of one: each number is another."""
         self.is_used = True
-        return format(self.plain(), how)
+        self.decisions.note(("hash", self.expression), self.plain())
+        return self.plain()
 
     def __divmod__(self, other: Any) -> tuple[Any, Any]:
         number: Any = self
@@ -245,6 +252,22 @@ def leaves_of(expression: Any) -> Iterator[Expression]:
     elif type(expression) is tuple:
         for operand in expression[1:]:
             yield from leaves_of(operand)
+
+
+def grown_in(expression: Any, within: str = "") -> Iterator[str]:
+    """Labels of the places whose number an expression adds to or takes from.
+
+    Args:
+        expression: That was noted.
+        within: The function whose operand the sum is; empty: any.
+    """
+    if type(expression) is not tuple or expression[0] == AT:
+        return
+    for operand in expression[1:]:
+        if expression[0] in ("add", "sub") and not within:
+            yield from (leaf[1] for leaf in leaves_of(operand))
+        else:
+            yield from grown_in(operand, "" if expression[0] == within else within)
 
 
 def _size(expression: Any) -> int:

@@ -305,8 +305,9 @@ class Batch:
             warned.add(("unforeseen", step))
             rank_zero_warn(
                 f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each "
-                "micro-batch by itself, as if a value that the model computes decided so (`if loss < 0.1`): "
-                "decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
+                "micro-batch by itself, as if something decided so that nobody sees: a value that the model "
+                "computes (`if loss < 0.1`), a list that the number of a step is the index of, the clock. "
+                "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
             )
         divided = self._steps.split.divided
         if divided and ("divided", step) not in warned:
@@ -338,6 +339,21 @@ class Batch:
                 "micro-batches mixes its own. Where partners are drawn (mixup by a permutation) that draws "
                 "them from fewer samples; otherwise the numbers are not those of one device, unless the step "
                 "puts the samples back in order: do it in on_after_batch_transfer, which sees the whole batch"
+            )
+        if split.decides_apart(step) and ("apart", step) not in warned:
+            warned.add(("apart", step))
+            rank_zero_warn(
+                f"{step} decides by what is in the batch (`if x.sum() > 0`), and the {number} micro-batches "
+                "of one have decided differently, where one device decides once for all of its samples: "
+                "decide in on_after_batch_transfer, or sample by sample with torch.where"
+            )
+        counts = split.decided_by(step)
+        if counts and ("counts", step) not in warned:
+            warned.add(("counts", step))
+            rank_zero_warn(
+                f"{step} adds up {', '.join(map(repr, counts))} over samples and decides by the sum (`if "
+                "self.seen + len(x) <= size`): each micro-batch decides by what it has added itself, one "
+                "device by the whole batch. Decide before adding, or in on_train_batch_end"
             )
         names = split.doubtful(step)
         if names and number > 1 and step not in warned:

@@ -1,0 +1,38 @@
+"""What random steps and hooks leave behind. `benchmarks/random_effects.py` runs more of them."""
+
+from collections.abc import Callable
+
+from tests.effect_programs import Program, Statement, outcomes_of, random_effects
+from tests.pool import Pool
+
+Ranks = Callable[[int], Pool]
+
+
+def test_random_effects_are_those_of_one_device(ranks: Ranks) -> None:
+    programs = [random_effects(seed) for seed in (0, 3, 5, 6, 9, 10, 14, 15)]
+    assert outcomes_of(programs, ranks(2)) == ["equal"] * len(programs)
+
+
+def test_a_place_that_a_later_batch_changes_further_down_is_that_of_one_device(ranks: Ranks) -> None:
+    """A list that each batch cuts first, and that one batch adds to after the units."""
+    cut = Statement("before", "always", "keep three", "samples", 9)
+    added = Statement("after", "batch_idx", "append", "batch mean", 5)
+    pipelines = [{"stages": 2, "num_microbatches": number} for number in (1, 2)]
+    programs = [Program((added, cut), pipeline, 4, False) for pipeline in pipelines]
+    alone, several = outcomes_of(programs, ranks(2))
+    assert alone == "equal"
+    assert several.startswith(("equal", "refused"))
+
+
+def test_a_number_in_a_text_decides(ranks: Ranks) -> None:
+    text = Statement("before", "text", "append", "batch mean", 5)
+    program = Program((text,), {"stages": 2, "num_microbatches": 2}, 4, False)
+    assert outcomes_of([program], ranks(2)) == ["equal"]
+
+
+def test_micro_batches_that_decide_differently_are_warned_of(ranks: Ranks) -> None:
+    scaled = Statement("between", "first sample", "use number", "batch largest", 9)
+    more = Statement("batch start", "always", "multiply", "one", 0)
+    program = Program((more, scaled), {"stages": 2, "num_microbatches": 4}, 4, False)
+    (end,) = outcomes_of([program], ranks(2))
+    assert end.startswith("warned: training_step decides by what is in the batch")
