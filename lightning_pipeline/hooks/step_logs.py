@@ -285,6 +285,8 @@ class LogRecorder:
         if call.is_unclear:
             self._unclear.add(key)
         guesses = call.bent or call.numbers or self._ways.get(key) == "" or key in self._unclear
+        if call.reduces in ("max", "min"):  # of a number that a unit computes, which may be a mean
+            guesses = guesses or len(call.parts) > call.known
         warns = guesses and len(call.values) > 1 and key not in self._means and key[0] not in self._warned
         if warns and ((call.numbers and call.reduces == "sum") or _differ(call)):
             self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
