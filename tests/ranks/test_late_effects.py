@@ -316,3 +316,30 @@ def test_rules_that_were_found_outlive_the_next_search(ranks: Ranks) -> None:
     for found in ranks(2)(learned_twice, {"stages": 2, "num_microbatches": 3}):
         assert found[0] == pytest.approx(losses)
         assert found[1] == pytest.approx(average)
+
+
+class CountsByNumbers(Regression):
+    """A plain tensor is written between the numbers that a step reads of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts = torch.zeros(3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        for place, bound in enumerate((-100.0, 0.0, 0.5)):
+            self.counts[place] += (batch[1] > bound).sum().item()
+        return F.mse_loss(self.net(batch[0]), batch[1])
+
+
+def counted(pipeline: dict[str, Any] | None) -> list[float]:
+    module = CountsByNumbers()
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(26))
+    return module.counts.tolist()
+
+
+def test_what_is_written_between_numbers_that_are_read_is_written_once(ranks: Ranks) -> None:
+    expected = counted(None)
+    assert min(expected) > 0
+    for microbatches in (1, 2):
+        for found in ranks(2)(counted, {"stages": 2, "num_microbatches": microbatches}):
+            assert found == expected

@@ -261,7 +261,7 @@ class RouteFinder:
         writes = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing])
         try:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
-                reads.changes = self._changes(effects)
+                reads.changes = self._changes(effects, writes)
                 around.look()
                 changed = _Changed(around)
                 reads.on_call = changed.look
@@ -341,14 +341,13 @@ class RouteFinder:
             self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
         return self._outputs[key]
 
-    def _changes(self, effects: Sequence[Effect]) -> Callable[[], bool]:
+    def _changes(self, effects: Sequence[Effect], writes: WritesSeen) -> Callable[[], bool]:
         """What tells whether anything has changed since; of a step that writes weights it has."""
         if any(isinstance(effect.place.get(), nn.Parameter) for effect in effects if effect.deep):
             return lambda: True
         around = Surroundings(self._root, self._others())
-        buffers = [(buffer, buffer._version) for buffer in self._root.buffers() if not buffer.is_inference()]
         around.look()
-        return lambda: bool(around.look()) or any(buffer._version != then for buffer, then in buffers)
+        return lambda: bool(around.look() or writes.written)
 
     @contextmanager
     def _glancing(self) -> Iterator[None]:
