@@ -22,6 +22,8 @@ from lightning_pipeline.ranks import Outlet
 
 SIGNATURE = inspect.signature(LightningModule.log)
 _DICT_SIGNATURE = inspect.signature(LightningModule.log_dict)
+_TAKEN = {"sum": "sum", "max": "maximum", "min": "minimum"}
+"""What the batch's number is taken for, by `reduce_fx`, where it is not known; else the mean by samples."""
 _SET_BY_REPLAY = ("name", "value", "batch_size", "enable_graph")
 
 
@@ -209,7 +211,7 @@ class LogRecorder:
         if isinstance(value, Metric):
             value = value._forward_cache
         call.sources.append(value.detach() if isinstance(value, Tensor) else value)
-        part = self.part_of(value, always=call.reduces in ("max", "min"))
+        part = self.part_of(value, always=call.reduces in _TAKEN)
         if part.value is not None:
             call.parts.append(torch.as_tensor(part.value).detach().double().reshape(()).to(scalar.device))
             call.followed = call.followed or part.differs
@@ -285,11 +287,13 @@ class LogRecorder:
         if call.is_unclear:
             self._unclear.add(key)
         guesses = call.bent or call.numbers or self._ways.get(key) == "" or key in self._unclear
-        if call.reduces in ("max", "min"):  # of a number that a unit computes, which may be a mean
+        if call.reduces in _TAKEN:  # of a number that a unit computes, which may be a mean
             guesses = guesses or len(call.parts) > call.known
         warns = guesses and len(call.values) > 1 and key not in self._means and key[0] not in self._warned
         if warns and ((call.numbers and call.reduces == "sum") or _differ(call)):
-            self._warn(key[0], "is a Python number" if call.numbers else "is no sum or mean over samples")
+            what = "is a Python number" if call.numbers else "is not seen to be a sum or mean over samples"
+            taken = _TAKEN.get(call.reduces, "mean by samples")
+            self._warn(key[0], what, "mean by samples" if key in self._means else taken)
         if call.reduces in ("max", "min") and key not in self._means:
             values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
@@ -313,11 +317,11 @@ class LogRecorder:
             return torch.stack([value.double() for value in call.values]).mean()
         return torch.stack([value.double() for value in call.values]).sum() if way == "sum" else None
 
-    def _warn(self, name: str, what: str) -> None:
+    def _warn(self, name: str, what: str, taken: str) -> None:
         self._warned.add(name)
         warnings.warn(
             f"what self.log({name!r}, ...) is given {what} that differs between micro-batches, so that "
-            "the batch's is taken for their mean by samples. Where it is another number (a root, a "
+            f"the batch's is taken for their {taken}. Where it is another number (a root, a "
             "quotient of two sums, a median) log the tensors that it is made of, log a torchmetrics "
             "object, or work it out in on_train_epoch_end or on_validation_epoch_end"
         )

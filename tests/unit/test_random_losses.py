@@ -45,8 +45,9 @@ def test_a_number_that_cannot_be_followed_is_warned_of() -> None:
     assert all(f" v{number}," in found for number in range(len(WARNED))), found
 
 
-def test_an_extreme_over_batches_of_a_number_that_a_unit_computes_is_warned_of() -> None:
-    assert loss_outcome_of(program(("s.body[2].aux",), reduce_fx="'max'")).startswith("warned: v0")
+@pytest.mark.parametrize("reduce_fx", ["'max'", "'sum'"])
+def test_an_extreme_or_sum_over_batches_of_a_number_that_a_unit_computes_is_warned_of(reduce_fx: str) -> None:
+    assert loss_outcome_of(program(("s.body[2].aux",), reduce_fx=reduce_fx)).startswith("warned: v0")
 
 
 def test_a_metric_given_a_python_number_is_warned_of() -> None:
