@@ -1,6 +1,7 @@
 """What exists between the start and the end of one run of a Trainer."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,7 @@ from lightning_pipeline.run.setup import (
     Cut,
     Cutting,
     FirstCall,
+    around_forwards,
     batch_statistics,
     headline,
     hooks_undone,
@@ -149,7 +151,7 @@ class Pipeline:
         recorder = LogRecorder(self._module)
         split = self.members.agreed(
             lambda: split_module(
-                self._module, cut, here, recorder, plugin.forward_context, self._device, self.seed, trainer,
+                self._module, cut, here, recorder, self._forwards(plugin), self._device, self.seed, trainer,
                 loss_over_batch=self._settings.loss_over_batch,
             )
         )  # fmt: skip
@@ -184,7 +186,7 @@ class Pipeline:
     ) -> Cut:  # fmt: skip
         members = self.members
         cutting = Cutting(
-            self._trainer, self._settings, plugin.forward_context, self._device, members.from_zero,
+            self._trainer, self._settings, self._forwards(plugin), self._device, members.from_zero,
             members.agreed,
         )  # fmt: skip
         with early.shown():
@@ -203,7 +205,10 @@ class Pipeline:
             calls.insert(0, FirstCall(checked[0], args, early.states[checked[0]]))
         states = self.members.from_zero.share(lambda: [one.states for one in calls])
         calls = [one._replace(states=equal) for one, equal in zip(calls, states, strict=True)]
-        self.members.agreed(lambda: make_lazy_layers(self._trainer, calls, plugin.forward_context))
+        self.members.agreed(lambda: make_lazy_layers(self._trainer, calls, self._forwards(plugin)))
+
+    def _forwards(self, plugin: Precision) -> Callable[[], AbstractContextManager[Any]]:
+        return around_forwards(plugin, self.groups.numbering.replicas)
 
     def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
         """Micro-batches of a batch, and samples that each should have."""

@@ -2,6 +2,7 @@
 
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
+from lightning_pipeline.run.setup.forwards import around_forwards
 from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, steered, too_small
 from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
@@ -19,6 +20,7 @@ __all__ = [
     "Cut",
     "Cutting",
     "FirstCall",
+    "around_forwards",
     "as_the_loop_will",
     "batch_statistics",
     "beside_module",
