@@ -343,3 +343,31 @@ def test_what_is_written_between_numbers_that_are_read_is_written_once(ranks: Ra
     for microbatches in (1, 2):
         for found in ranks(2)(counted, {"stages": 2, "num_microbatches": microbatches}):
             assert found == expected
+
+
+class MovesACenter(Regression):
+    """A buffer is given its next values as `.data`, of what units have computed; the loss reads it before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(4, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.mse_loss(out - self.center[: out.shape[1]], batch[1])
+        with torch.no_grad():
+            self.center.data = 0.9 * self.center + 0.1 * out.mean()
+        return loss
+
+
+def moved(pipeline: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
+    module = MovesACenter()
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(24))
+    return module.center.tolist(), weights(module)
+
+
+def test_a_buffer_that_gets_its_data_from_units_is_that_of_one_device(ranks: Ranks) -> None:
+    center, expected = moved(None)
+    for found in ranks(2)(moved, {"stages": 2, "num_microbatches": 1}):
+        assert found[0] == pytest.approx(center)
+        assert_same((found[1], {}), (expected, {}))

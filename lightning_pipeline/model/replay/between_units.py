@@ -29,6 +29,7 @@ from lightning_pipeline.model.tensors import (
     Taint,
     TensorSpec,
     by_shape_alone,
+    data_set_without_values,
     flatten,
     is_placeholder,
     map_tensors,
@@ -342,6 +343,9 @@ class _GlueFunctions(TorchFunctionMode):
         ):  # what a gradient runs again that a unit takes stands at a mark, and no unit's code does
             again = func in RANDOM_FUNCTIONS and run.at_mark()
             return run.random(func, args, kwargs) if again else func(*args, **kwargs)
+        if data_set_without_values(func, args):
+            run.guard()
+            return None
         if func is Tensor.register_hook and run.is_handed(args[0]):
             return _NoHandle()
         if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):

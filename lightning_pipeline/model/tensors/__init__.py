@@ -14,6 +14,7 @@ from lightning_pipeline.model.tensors.containers import (
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     WritesSeen,
+    data_set_without_values,
     is_placeholder,
     operands_of,
     standing_tensors,
@@ -79,6 +80,7 @@ __all__ = [
     "code_of",
     "contents_of",
     "copied_at_end",
+    "data_set_without_values",
     "describe",
     "filled_by",
     "flatten",

@@ -63,6 +63,31 @@ def standing_tensors(value: Any) -> Iterator[Tensor]:
         yield from (t for t in (value.values() if type(value) is dict else value) if isinstance(t, Tensor))
 
 
+_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = True) -> bool:
+    """Do what can be done of `tensor.data = placeholder`, which would take the tensor's values away.
+
+    Where the form stays it is what `tensor.copy_(placeholder)` is.
+
+    Args:
+        func: A function of torch that is called.
+        args: Its arguments.
+        writes: Whether it is a write; else, as of `weight.data = weight.data.to(device)` in a unit, nothing.
+
+    Returns:
+        Whether it was that.
+    """
+    if func != _SET_DATA or is_placeholder(args[0]) or not is_placeholder(args[1]):
+        return False
+    tensor, value = args
+    if writes and (tensor.shape, tensor.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+    return True
+
+
 class WritesSeen(TorchDispatchMode):
     """Notes which of some tensors operations write in place, and puts their values back.
 

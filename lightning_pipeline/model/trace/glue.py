@@ -18,6 +18,7 @@ from lightning_pipeline.model.tensors import (
     TensorSpec,
     by_shape_alone,
     chosen_by,
+    data_set_without_values,
     is_placeholder,
     map_tensors,
     of_most,
@@ -314,8 +315,8 @@ class GlueFunctions(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         observed = self._observed
-        if func == _SET_DATA and is_placeholder(args[1]) and not is_placeholder(args[0]):
-            return None  # `weight.data = weight.data.to(device)` in a unit, which keeps its values here
+        if data_set_without_values(func, args, writes=observed.inside is None):
+            return None
         observed.tensors_used(operands_of(args, kwargs or {}))
         if observed.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
