@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data.draws import generators_of, random_states, set_random_states
@@ -180,7 +180,7 @@ class Position:
 
     def _iterate(self, fetcher: Any) -> None:
         """Draw the order anew. A stream goes on where it stands: its items may come once only."""
-        if not self._streams():
+        if all(map(_draws_an_order, self._loaders())):
             iter(fetcher)
 
     def _loaders(self) -> list[Any]:
@@ -195,6 +195,11 @@ class Position:
 def _of_the_user(loader: Any) -> Any:
     loader = inner(loader)
     return loader.loader if type(loader) is Peekable else loader
+
+
+def _draws_an_order(loader: Any) -> bool:
+    loader = inner(loader)
+    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
 
 
 def _is_its_own_iterator(stream: Peekable) -> bool:

@@ -240,6 +240,30 @@ def test_a_resumed_run_takes_nothing_from_a_stream(tmp_path: Path) -> None:
     assert module.seen == [51, 52, 53]
 
 
+class Queue(IterableDataset[Any]):
+    """Each epoch takes two items that nobody gets again."""
+
+    def __init__(self) -> None:
+        self.items = iter(range(100))
+
+    def __iter__(self) -> Iterator[Any]:
+        for _ in range(2):
+            yield torch.tensor(float(next(self.items)))
+
+
+def test_a_resumed_run_takes_an_item_of_a_queue_once(tmp_path: Path) -> None:
+    first = trainer(ONE, max_epochs=2)
+    first.fit(Recording(), DataLoader(Queue(), batch_size=None))
+    first.save_checkpoint(tmp_path / "saved.ckpt")
+    module, data = Recording(), Queue()
+    resumed = trainer(ONE, max_epochs=4)
+    resumed.fit(
+        module, DataLoader(data, batch_size=None), ckpt_path=tmp_path / "saved.ckpt", weights_only=False
+    )
+    assert module.seen == [0, 1, 2, 3]
+    assert next(data.items) == 4
+
+
 class Standing:
     """Knows where it stands, and goes on there."""
 
