@@ -193,20 +193,7 @@ class Collecting(Regression):
         self.losses.append(nn.functional.mse_loss(out, batch[1]))
 
     def on_validation_epoch_end(self) -> None:
-        strategy = self.trainer.strategy
-        if getattr(strategy, "has_last_stage", True):
-            self.seen = (torch.cat(self.outputs), torch.stack(self.losses))
-        else:
-            refused = 0
-            for read in (
-                lambda: torch.stack(self.losses),
-                lambda: sum(self.losses),
-                lambda: len(self.outputs),
-            ):
-                with pytest.raises(Exception, match="last stage"):
-                    read()
-                refused += 1
-            self.seen = refused
+        self.seen = (torch.cat(self.outputs), torch.stack(self.losses))
         self.outputs.clear()
         self.losses = []
 
@@ -219,12 +206,11 @@ def validate_collecting(pipeline: dict[str, Any] | None) -> Any:
     return module.seen
 
 
-def test_lists_filled_by_a_step_are_those_of_one_device_on_the_last_stage(ranks: Ranks) -> None:
+def test_lists_filled_by_a_step_are_those_of_one_device_on_every_rank(ranks: Ranks) -> None:
     expected = validate_collecting(None)
-    last, other = ranks(2)(validate_collecting, {"stages": 2, "num_microbatches": 3})
-    for found, value in zip(last, expected, strict=True):
-        torch.testing.assert_close(found, value)
-    assert other == 3
+    for rank in ranks(2)(validate_collecting, {"stages": 2, "num_microbatches": 3}):
+        for found, value in zip(rank, expected, strict=True):
+            torch.testing.assert_close(found, value)
 
 
 class StopsOnOneRank(pl.Callback):

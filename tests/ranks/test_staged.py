@@ -113,13 +113,13 @@ def compare(expected: dict[str, Any], found: list[dict[str, Any]]) -> None:
 
 
 class Draws(TorchDispatchMode):
-    """Counts numbers that are drawn into memory."""
+    """Counts numbers that are drawn into memory for weights; a loader's iterator draws one seed, an integer."""
 
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags and type(args[0]) in (Tensor, nn.Parameter):
-            self.count += args[0].numel()
+            self.count += args[0].numel() if args[0].is_floating_point() else 0
         return func(*args, **(kwargs or {}))
 
 

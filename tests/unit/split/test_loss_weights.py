@@ -127,15 +127,18 @@ def test_what_cannot_be_followed_is_refused_with_the_line_and_the_ways_out() -> 
         assert_whole(Step(lambda m, y, b: F.cross_entropy(*flat(y, b)).sqrt()), batch(), 2, 3)
 
 
-def test_a_sum_over_rows_that_are_repeated_by_what_the_model_says_is_refused() -> None:
+def _repeated(logits: Tensor) -> Tensor:
     """As predicted durations do: how many rows the batch has is known to no micro-batch."""
+    return logits.repeat_interleave(1 + (logits.detach()[:, 0, 0] > 0).long(), 0).square()
 
-    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        times = 1 + (logits.detach()[:, 0, 0] > 0).long()
-        return logits.repeat_interleave(times, 0).square().sum() / 8
 
-    with pytest.raises(SplitError, match=r"(?s)cannot be compared with .*microbatch_weight"):
-        assert_whole(Step(loss), batch(), 2, 3)
+def test_a_sum_over_rows_that_are_repeated_by_what_the_model_says_is_that_of_the_whole_batch() -> None:
+    assert_whole(Step(lambda module, logits, batch: _repeated(logits).sum() / 8), batch(), 2, 3)
+
+
+def test_a_mean_over_rows_that_are_repeated_by_what_the_model_says_is_refused() -> None:
+    with pytest.raises(SplitError, match=r"(?s)training_step returns .*microbatch_weight"):
+        assert_whole(Step(lambda module, logits, batch: _repeated(logits).mean()), batch(), 2, 3)
 
 
 def test_a_guard_that_takes_another_way_where_nothing_counts_is_refused() -> None:
