@@ -43,7 +43,6 @@ from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.served import ServedHooks
 from lightning_pipeline.run.setup import (
     Cut,
-    around_forwards,
     beside_module,
     held_states,
     loggers_set_aside,
@@ -146,7 +145,7 @@ class Stages:
         metrics = served.serve(ends)
         self.lockstep = LockSteps(
             self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
-            around_forwards(plugin, groups.numbering.replicas), keeps=split.has_last_stage,
+            split.forward_context, keeps=split.has_last_stage,
         )  # fmt: skip
         reports = ReportChannel(members.from_last, self._device, groups.pipeline)
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization

@@ -110,7 +110,7 @@ class SplitModel(OutsideSteps):
     ) -> None:  # fmt: skip
         self.root, self.cut = root, cut
         self._device = device or torch.device("cpu")
-        self._context, self.seed = forward_context, seed
+        self.forward_context, self.seed = forward_context, seed
         self.mode = PlaceholderMode()
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of = cut.stage_of
@@ -370,7 +370,7 @@ class SplitModel(OutsideSteps):
             weights,
             ways,
             seeds,
-            self._context,
+            self.forward_context,
             self._at,
             split_backward,
             scaled=self.scaled,
@@ -433,7 +433,7 @@ class SplitModel(OutsideSteps):
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """For runs of a step on made-up values."""
-        with self.told.nothing(), self._context():
+        with self.told.nothing(), self.forward_context():
             yield
 
     def _set_elsewhere(self, trace: Trace) -> list[Place]:
@@ -543,7 +543,7 @@ class SplitModel(OutsideSteps):
         if step.follower is not None:
             step.follower.end()
         if self.told.calls.waiting:
-            with self._context():
+            with self.forward_context():
                 self.told.calls.settle()
         if step.count is not None:
             step.count.settle()
