@@ -143,7 +143,7 @@ class Pipeline:
         says = self._headline(parts, number)
         with parts.explained(args[0]):
             cut = self._cut(plugin, step, parts.args[0], number, built, early)
-        line = cut.partition.trace.steered_at
+        line = cut.partition.trace.steered_at if trainer.training else ""  # others are run whole for it
         says += f"\n{steered(line, len(parts.args))}" if line and len(parts.args) > 1 else ""
         here = self._placement.stages_of(self.groups.rank)
         self._built_in_parts = bool(built)

@@ -142,7 +142,11 @@ class KnownSteps:
         self._recent.clear()
 
     def refusal(self, step: str, microbatch: Microbatch) -> SplitError | None:
-        """Why a step cannot be cut; None where it can.
+        """Why a step of evaluation cannot be cut; None where it can.
+
+        That of one device decides by values of the whole batch, and has no gradients that parts of it add up
+        to: where each micro-batch would decide by its own, or which units are called may follow from them,
+        the step is not cut.
 
         Args:
             step: Name of the user's method.
@@ -153,7 +157,13 @@ class KnownSteps:
                 self._know(self.traced(step, microbatch))
         except SplitError as error:
             return error
-        return None
+        line = self[step].divided_at
+        if not line:
+            return None
+        return SplitError(
+            f"a value computed by the model steers the code at {line}, before other units may be called: of "
+            "each part of the batch it may be another one, and which units are called may follow from it"
+        )
 
     def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
         wrong = backward_edges(trace, self._cut.stage_of)

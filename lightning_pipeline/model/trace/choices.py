@@ -479,6 +479,10 @@ class Guesses:
         if func in _GUARDS and isinstance(result, Tensor):
             self._guards.replace(result, _GUARDS[func])
 
+    def asks_if_finite(self, tensor: Tensor) -> bool:
+        """Whether a tensor says no more than whether numbers are finite."""
+        return self._guards.of(tensor) in (_FINITE, _NOT_FINITE)
+
     def answer(self, func: Any, tensor: Tensor) -> bool | int | float:
         """The number in a tensor.
 
@@ -493,7 +497,7 @@ class Guesses:
                 return 0.0 if tensor.dtype.is_floating_point else 0
             return self._fraction if tensor.dtype.is_floating_point else 1
         guard = self._guards.of(tensor)
-        if guard in (_FINITE, _NOT_FINITE):
+        if self.asks_if_finite(tensor):
             return guard == _FINITE
         self.asked = True
         if self._opposite_left:

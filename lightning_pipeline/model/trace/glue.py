@@ -51,6 +51,7 @@ class Glue:
 
     Attributes:
         unknown_line: Where the trace stopped knowing what the values are; empty before.
+        divided_line: Likewise, beyond whether they are finite: parts of a batch may go different ways.
         steering: What the numbers come from that the code reads: all that runs later may depend on these.
         written_states: Parameters and buffers that glue writes, by name.
         draws: Whether a function runs that is known to draw random numbers.
@@ -58,7 +59,7 @@ class Glue:
 
     def __init__(self, observed: Observation, keeping: SavedActivations) -> None:
         self._observed, self._keeping = observed, keeping
-        self.unknown_line, self.draws = "", False
+        self.unknown_line, self.divided_line, self.draws = "", "", False
         self.steering: set[Tag] = set()
         self.written_states: dict[str, Tensor] = {}
         self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
@@ -228,7 +229,8 @@ class Glue:
         return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def _scalar(self, func: Any, operands: list[Tensor]) -> Any:
-        self._steers(operands)
+        is_bool = operands[0].dtype is torch.bool
+        self._steers(operands, divides=not (is_bool and self.guesses.asks_if_finite(operands[0])))
         if self.guesses.are_endless:
             raise refuse(
                 "code between units goes on for as long as a value computed by the model says so, and while "
@@ -237,12 +239,14 @@ class Glue:
             )
         return self.guesses.answer(func, operands[0])
 
-    def _steers(self, operands: list[Tensor]) -> None:
+    def _steers(self, operands: list[Tensor], *, divides: bool = True) -> None:
         """A number or a length that follows from these is known to the code from now on."""
         self._observed.values_read()
         self._observed.trace.reads_values = True
         if not self.unknown_line:
             self.unknown_line = user_line(self._observed.root)
+        if divides and not self.divided_line:
+            self.divided_line = user_line(self._observed.root)
         self.steering |= self._observed.tags.union(operands)
         self._observed.trace.tail |= self.steering
 

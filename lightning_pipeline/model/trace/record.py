@@ -126,6 +126,8 @@ class Trace:
         numbers: Where those of them stand that are beside the module, by label.
         steered_at: The line where code before a unit first reads a number that units have computed, which
             may choose what it does next; empty where none does.
+        divided_at: Likewise, where micro-batches may choose otherwise than their batch, or another unit may
+            follow: the number says more than whether values are finite.
         asked: Whether code asks whether something holds of values that units compute.
         holds: What it was answered.
         leaves: Numbers and strings of the micro-batch that was traced.
@@ -175,6 +177,7 @@ class Trace:
     decisions: dict[Expression, Any] = field(default_factory=dict)
     numbers: dict[str, Place] = field(default_factory=dict)
     steered_at: str = ""
+    divided_at: str = ""
     asked: bool = False
     holds: bool = False
     leaves: Hashable = None
@@ -214,6 +217,7 @@ class Trace:
         self.numbers.update(other.numbers)
         self.mixed = {**other.mixed, **self.mixed}
         self.steered_at = self.steered_at or other.steered_at
+        self.divided_at = self.divided_at or other.divided_at
 
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""

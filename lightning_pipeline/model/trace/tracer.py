@@ -273,9 +273,9 @@ class Tracer:
     def _check_way(self, unit: int) -> None:
         """Code that values of units steer may call others, or go on calling these."""
         done, expected = len(self.trace.calls), self.observed.expected
-        self.trace.steered_at = self.glue.unknown_line
+        self.trace.steered_at, self.trace.divided_at = self.glue.unknown_line, self.glue.divided_line
         if expected is not None and expected[done : done + 1] != (unit,):
-            raise SplitError(f"unit {self._name(unit)} is called where values say so")
+            raise _OtherWayError(self.glue.divided_line)
         if self.glue.unknown_line and self._counts[unit] >= _MOST_CALLS:
             raise SplitError(
                 f"a value computed by the model steers the code at {self.glue.unknown_line}, and unit "
@@ -461,6 +461,10 @@ def trace_step(
     return found
 
 
+class _OtherWayError(SplitError):
+    """Another unit is called where values say so; holds the line that asks."""
+
+
 class _UndecidedError(SplitError):
     """The step ended early after code had asked whether something holds of values that are not known."""
 
@@ -510,11 +514,14 @@ def _traced(
 def _join_opposite(trace: Trace, once: Callable[..., Trace]) -> None:
     """What `if loss < self.best:` does, too: trace once more with the opposite of every such answer.
 
-    A run that raises then, or calls other units, adds nothing: it ends there.
+    A run that raises then, or calls other units, ends there: it adds nothing but that it does the latter.
     """
     try:
         with silence():
             other = once(trace.porting)
+    except _OtherWayError as error:
+        trace.divided_at = trace.divided_at or str(error)
+        return
     except (Exception, SystemExit) as error:  # the user's, of a run that may never come to pass
         _log.debug("%s goes another way where values say so: %s", trace.step, error)
         return

@@ -227,6 +227,40 @@ def test_a_step_that_asks_nothing_is_traced_once_and_the_other_answer_surfaces_n
     assert capsys.readouterr() == ("", "")
 
 
+class Writes(Net):
+    """Goes through its layers until what they give says that it is done, as a loop over tokens does."""
+
+    def body(self, h):
+        for _ in range(3):
+            h = super().body(h)
+            if bool((h > 0).all()):
+                break
+        return h
+
+
+class WritesUntilAny(Net):
+    def body(self, h):
+        for _ in range(3):
+            h = super().body(h)
+            if (h > 0).any():
+                break
+        return h
+
+
+@pytest.mark.parametrize("kind", [Branches, Kept, Exits, Writes, WritesUntilAny])
+def test_a_trace_names_the_line_where_a_batch_may_be_divided_by_its_values(kind) -> None:
+    module = seeded(kind)
+    trace = trace_step(module, "training_step", (batch_of(), 0), units=find_units(module))
+    assert trace.divided_at.startswith("test_unit_values.py:")
+
+
+@pytest.mark.parametrize("kind", [Net, Guards, Reads, Finite, Ends])
+def test_a_batch_is_not_divided_by_what_asks_for_nan_or_by_what_no_unit_follows(kind) -> None:
+    module = seeded(kind)
+    trace = trace_step(module, "training_step", (batch_of(), 0), units=find_units(module))
+    assert trace.divided_at == ""
+
+
 def test_what_is_asked_of_all_holds_and_of_any_does_not() -> None:
     h, read = torch.ones(2), torch.ops.aten._local_scalar_dense.default
     aten = torch.ops.aten
