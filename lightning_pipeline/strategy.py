@@ -562,6 +562,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         closed, self._closed, self.leaves_in_teardown = self._closed, None, False
         if closed is not None:
             closed.leave()
+        self._comes = False  # to the start of a next run
 
     @pipelined
     @override
@@ -569,7 +570,6 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         try:
             self.finish_saving()
         finally:
-            self._comes = False
             self.note_position()
             self.leave_callbacks()
             self.end_compiled()

@@ -180,7 +180,7 @@ class Position:
 
     def _iterate(self, fetcher: Any) -> None:
         """Draw the order anew. A stream goes on where it stands: its items may come once only."""
-        if all(map(_draws_an_order, self._loaders())):
+        if not self._streams() and not any(map(_reads_a_stream, self._loaders())):
             iter(fetcher)
 
     def _loaders(self) -> list[Any]:
@@ -197,9 +197,9 @@ def _of_the_user(loader: Any) -> Any:
     return loader.loader if type(loader) is Peekable else loader
 
 
-def _draws_an_order(loader: Any) -> bool:
+def _reads_a_stream(loader: Any) -> bool:
     loader = inner(loader)
-    return isinstance(loader, DataLoader) and not isinstance(loader.dataset, IterableDataset)
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def _is_its_own_iterator(stream: Peekable) -> bool:
