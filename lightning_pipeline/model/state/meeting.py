@@ -32,6 +32,7 @@ from lightning_pipeline._torch import (
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
 from lightning_pipeline.model.tensors import (
+    SET_DATA,
     TensorSpec,
     is_placeholder,
     storage_key,
@@ -55,7 +56,7 @@ _READS = {
 }  # fmt: skip
 # Made anew whenever somebody looks, so that they are compared by `==`.
 _GRADIENT: Any = cast(Any, Tensor).grad.__get__
-_SET: Any = [cast(Any, Tensor).data.__set__, cast(Any, Tensor).grad.__set__]
+_SET: Any = [SET_DATA, cast(Any, Tensor).grad.__set__]
 
 
 class Sources:

@@ -13,6 +13,7 @@ from lightning_pipeline.model.tensors.containers import (
 )
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
+    SET_DATA,
     WritesSeen,
     data_set_without_values,
     is_placeholder,
@@ -56,6 +57,7 @@ from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
     "NOTHING",
+    "SET_DATA",
     "Code",
     "Given",
     "Held",

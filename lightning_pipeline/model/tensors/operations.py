@@ -63,7 +63,8 @@ def standing_tensors(value: Any) -> Iterator[Tensor]:
         yield from (t for t in (value.values() if type(value) is dict else value) if isinstance(t, Tensor))
 
 
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
+"""What `tensor.data = value` calls; made anew whenever somebody looks, so that it is compared by `==`."""
 
 
 def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = True) -> bool:
@@ -79,7 +80,7 @@ def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = 
     Returns:
         Whether it was that.
     """
-    if func != _SET_DATA or is_placeholder(args[0]) or not is_placeholder(args[1]):
+    if func != SET_DATA or is_placeholder(args[0]) or not is_placeholder(args[1]):
         return False
     tensor, value = args
     if writes and (tensor.shape, tensor.dtype) == (value.shape, value.dtype):

@@ -13,6 +13,7 @@ from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatch
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
+    SET_DATA,
     Tag,
     TagStore,
     TensorSpec,
@@ -34,7 +35,6 @@ from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Observation, refuse
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
-_SET_DATA: Any = Tensor.data.__set__  # type: ignore[attr-defined]
 _MAY_MIX = frozenset(
     f"aten::{name}"
     for name in (
@@ -334,7 +334,7 @@ class GlueFunctions(TorchFunctionMode):
                         "on it there, under any schedule",
                         observed.root,
                     )
-            elif func == _SET_DATA:
+            elif func == SET_DATA:
                 self._glue.data_set(*args)
             elif func is Tensor.register_hook:
                 self._glue.hook_registered(args[0])

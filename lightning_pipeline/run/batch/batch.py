@@ -161,7 +161,8 @@ class Batch:
         except BaseException:
             steps.split.failed()
             raise
-        self._warn_once()
+        self._warn_of_effects()
+        self._warn_of_samples()
 
     def _split(self) -> None:
         steps = self._steps
@@ -268,100 +269,110 @@ class Batch:
 
     # Warnings
 
+    def _say(self, kind: Hashable, text: str) -> None:
+        """Warn, once a run of each kind."""
+        if kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            rank_zero_warn(text)
+
     def _warn_unsplit(self) -> None:
         steps, parts = self._steps, self.parts
         more = steps.num_microbatches > len(parts.args)
-        if more and parts.batch_size is None and "batch" not in steps.warned:
-            steps.warned.add("batch")
-            rank_zero_warn(
+        if more and parts.batch_size is None:
+            self._say(
+                "batch",
                 f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
                 "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
-                "num_microbatches)` on the LightningModule"
+                "num_microbatches)` on the LightningModule",
             )
 
     def _warn_without_loss(self) -> None:
-        steps = self._steps
-        if steps.module.automatic_optimization and "loss" not in steps.warned:
-            steps.warned.add("loss")
-            rank_zero_warn(
+        if self._steps.module.automatic_optimization:
+            self._say(
+                "loss",
                 f"{self.step} returned no loss for any of a batch's {len(self.parts.args)} micro-batches, so "
                 "that no stage ran a backward and this batch trains nothing: return the loss, or a "
-                "dictionary with 'loss', unless that was on purpose"
+                "dictionary with 'loss', unless that was on purpose",
             )
 
     def _warn_whole(self, total: int) -> None:
-        if "rows" not in self._steps.warned:
-            self._steps.warned.add("rows")
-            rank_zero_warn(
-                f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
-                "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
-                "no later batch reads in `on_train_batch_end`"
-            )
+        self._say(
+            "rows",
+            f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
+            "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
+            "no later batch reads in `on_train_batch_end`",
+        )
 
     def _warn_unforeseen(self) -> None:
-        step, warned = self.step, self._steps.warned
+        step = self.step
         names = self._steps.split.unforeseen(step)
-        if names and self._steps.from_last.group is not None and ("unforeseen", step) not in warned:
-            warned.add(("unforeseen", step))
-            rank_zero_warn(
+        if names and self._steps.from_last.group is not None:
+            self._say(
+                ("unforeseen", step),
                 f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each "
                 "micro-batch by itself, as if something decided so that nobody sees: a value that the model "
                 "computes (`if loss < 0.1`), a list that the number of a step is the index of, the clock. "
-                "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs"
+                "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
             )
         divided = self._steps.split.divided
-        if divided and ("divided", step) not in warned:
-            warned.add(("divided", step))
-            rank_zero_warn(
+        if divided:
+            self._say(
+                ("divided", step),
                 f"{step} has changed {', '.join(map(repr, divided))} for some micro-batches of a batch and "
                 "not for others, as values that the model computes decide (`if loss < 0.1`), where one "
                 "device decides once for the batch: decide by what it returns, in a hook such as "
-                "on_train_batch_end"
+                "on_train_batch_end",
             )
 
-    def _warn_once(self) -> None:
+    def _warn_of_effects(self) -> None:
+        """Of what a step leaves behind, where it may not be what one device leaves."""
         step, number = self.step, len(self.parts.args)
-        split, warned = self._steps.split, self._steps.warned
+        split = self._steps.split
         untried = split.not_tried(step)
-        if untried is not None and ("untried", step) not in warned:
-            warned.add(("untried", step))
-            rank_zero_warn(
+        if untried is not None:
+            self._say(
+                ("untried", step),
                 f"what {step} leaves behind is made from its micro-batches as returned values are, means by "
                 "samples and rows joined; whether one device would leave the same could not be tried out. "
-                f"This concerns {untried}"
-            )
-        mixed = split.mixed(step)
-        if mixed and number > 1 and ("mixed", step) not in warned:
-            warned.add(("mixed", step))
-            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
-            rank_zero_warn(
-                f"{step} mixes samples of the batch with each other ({lines}), and each of {number} "
-                "micro-batches mixes its own. Where partners are drawn (mixup by a permutation) that draws "
-                "them from fewer samples; otherwise the numbers are not those of one device, unless the step "
-                "puts the samples back in order: do it in on_after_batch_transfer, which sees the whole batch"
-            )
-        if split.decides_apart(step) and ("apart", step) not in warned:
-            warned.add(("apart", step))
-            rank_zero_warn(
-                f"{step} decides by what is in the batch (`if x.sum() > 0`), and the {number} micro-batches "
-                "of one have decided differently, where one device decides once for all of its samples: "
-                "decide in on_after_batch_transfer, or sample by sample with torch.where"
+                f"This concerns {untried}",
             )
         counts = split.decided_by(step)
-        if counts and ("counts", step) not in warned:
-            warned.add(("counts", step))
-            rank_zero_warn(
+        if counts:
+            self._say(
+                ("counts", step),
                 f"{step} adds up {', '.join(map(repr, counts))} over samples and decides by the sum (`if "
                 "self.seen + len(x) <= size`): each micro-batch decides by what it has added itself, one "
-                "device by the whole batch. Decide before adding, or in on_train_batch_end"
+                "device by the whole batch. Decide before adding, or in on_train_batch_end",
             )
         names = split.doubtful(step)
-        if names and number > 1 and step not in warned:
-            warned.add(step)
-            rank_zero_warn(
+        if names and number > 1:
+            self._say(
+                ("doubtful", step),
                 f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
                 f"{number} micro-batches, and no rule puts their results together to what one "
-                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end"
+                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end",
+            )
+
+    def _warn_of_samples(self) -> None:
+        """Of what a step makes of several samples, of which a micro-batch has fewer."""
+        step, number = self.step, len(self.parts.args)
+        split = self._steps.split
+        mixed = split.mixed(step)
+        if mixed and number > 1:
+            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
+            self._say(
+                ("mixed", step),
+                f"{step} mixes samples of the batch with each other ({lines}), and each of {number} "
+                "micro-batches mixes its own. Where partners are drawn (mixup by a permutation) that draws "
+                "them from fewer samples; otherwise the numbers are not those of one device, unless the "
+                "step puts the samples back in order: do it in on_after_batch_transfer, which sees the batch",
+            )
+        if split.decides_apart(step):
+            self._say(
+                ("apart", step),
+                f"{step} decides by what is in the batch (`if x.sum() > 0`), and the {number} micro-batches "
+                "of one have decided differently, where one device decides once for all of its samples: "
+                "decide in on_after_batch_transfer, or sample by sample with torch.where",
             )
 
 
