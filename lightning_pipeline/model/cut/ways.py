@@ -10,6 +10,7 @@ from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut.liveness import Liveness
 from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
 from lightning_pipeline.model.trace import (
+    AT,
     INDEX,
     MISSING,
     Call,
@@ -25,7 +26,8 @@ from lightning_pipeline.model.trace import (
     plain_state,
 )
 
-_MOST_KEYS, _MOST_DECISIONS = 20, 200
+_MOST_KEYS, _MOST_DECISIONS, _MOST_HIDDEN = 20, 200, 32
+_BY_INDEX: Expression = (AT, INDEX)
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
@@ -83,6 +85,8 @@ class StepRoutes:
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
         self._modules = modules
+        self.index_tried = False
+        self._hidden = 0  # batches to look at yet, where no comparison shows what their index decides
         self._passing: set[Hashable] = set()  # places that only change within a run
         self.start = Node(base)
         self.add(base)
@@ -115,8 +119,25 @@ class StepRoutes:
             decisions: Made in it.
             places: Of the numbers.
         """
+        if self._hidden:
+            self._hidden -= 1
+            if not self._hidden and len(self.known) == 1:
+                self.decisions.pop(_BY_INDEX, None)
         labels = decisions.labels()
         self._decides(decisions.made, {place.label: place for place in places if place.label in labels})
+
+    @property
+    def follows_index(self) -> bool:
+        """Whether something is known to be decided by the index of the batch."""
+        return any(leaf == _BY_INDEX for one in self.decisions for leaf in leaves_of(one))
+
+    def hide_index(self) -> None:
+        """The index goes where no comparison is seen, as into a seed: each may be another way.
+
+        If none is in as many batches as we look at, the index decides nothing.
+        """
+        self._hidden = _MOST_HIDDEN
+        self._decides([_BY_INDEX], {})
 
     def _decides(self, decisions: Iterable[Expression], numbers: Mapping[str, Place]) -> None:
         """Where there are too many, as with the clock in them, the numbers themselves stand for all."""

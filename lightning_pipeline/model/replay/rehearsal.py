@@ -164,7 +164,7 @@ class Walk(Replay):
         except _NewWay:
             return None
         except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
-            self._reads.tell_all = False
+            self._reads.tell_all, self._reads.failed = False, True
             return self._node.ends or self._node.through
         self._reads.tell_all &= self._host_draws() == stood
         return self._node.ends

@@ -51,6 +51,7 @@ from lightning_pipeline.model.trace import (
     numbers_changed,
     plain_state,
     with_noted_index,
+    with_sealed_index,
 )
 
 _MOST_DECIDED = 1024
@@ -150,6 +151,10 @@ class RouteFinder:
             seeds: Sets the random numbers of a micro-batch.
             begun: Inside, what it begins with is there.
         """
+        if not routes.index_tried:
+            routes.index_tried = True
+            with begun(0):
+                self._try_index(routes, microbatches[0], partial(seeds, 0))
         state, finds = routes.state(self._root), self._by_key
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
@@ -169,6 +174,26 @@ class RouteFinder:
         if len(set(flags)) > 1:
             self.torn.add(routes.base.trace.step)
         return [route for route in found if route is not None]
+
+    def _try_index(
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
+    ) -> None:
+        """Whether the index of the batch goes where no comparison is seen, as into a seed or into a list.
+
+        The step is run with an object in the place of the index of which C code can make no number.
+        """
+        decisions, reads = Decisions(), Reads()
+        sealed = with_sealed_index(microbatch[0], decisions), microbatch[1]
+        if sealed[0] is microbatch[0] or routes.follows_index:
+            return
+        step, effects = routes.base.trace.step, routes.base.trace.effects
+        try:
+            with self._numbers_kept(), self._in_silence(), _values_kept(effects), self._apart(step):
+                route = self._walk(sealed, seeds, routes, reads)
+        except CannotRepeatError:
+            return
+        if reads.failed or route is not routes.base or decisions.labels():
+            routes.hide_index()
 
     def _by_key(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,
@@ -432,6 +457,7 @@ class Reads:
         changed: Whether it had at the last read.
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
         leads_to: The way that the numbers lead to.
+        failed: Whether the run ended with an error.
     """
 
     def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
@@ -440,7 +466,7 @@ class Reads:
         self.changes: Callable[[], bool] = lambda: False
         self.on_call: Callable[[], None] = lambda: None
         self.changed = False
-        self.tell_all = True
+        self.tell_all, self.failed = True, False
         self.leads_to: Route | None = None
 
     def begin(self) -> None:

@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.choices import (
+    AT,
     INDEX,
     SCALAR_READS,
     Decisions,
@@ -17,6 +18,7 @@ from lightning_pipeline.model.trace.choices import (
     plain_leaves,
     plain_state,
     with_noted_index,
+    with_sealed_index,
 )
 from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.patches import (
@@ -56,6 +58,7 @@ from lightning_pipeline.model.trace.tracer import trace_step
 from lightning_pipeline.model.trace.units import Unit, find_new_units, find_units, finer_names
 
 __all__ = [
+    "AT",
     "FLOPS_PER_BYTE",
     "INDEX",
     "MISSING",
@@ -111,4 +114,5 @@ __all__ = [
     "trace_step",
     "untraced",
     "with_noted_index",
+    "with_sealed_index",
 ]

@@ -68,6 +68,19 @@ class Decisions:
         self._values[label] = value
         return self._noted(value, (AT, label))
 
+    def sealed(self, value: int, label: str) -> "Sealed":
+        """What stands for a number, and is none: code that takes it past its methods fails.
+
+        Args:
+            value: The number.
+            label: Of its place.
+        """
+        self._values[label] = value
+        made = Sealed()
+        made.value = value
+        made.decisions, made.expression, made.is_used = self, (AT, label), False
+        return made
+
     def number(self, value: Any, expression: Expression) -> Any:
         """A number that was computed; too long an expression counts as decided by each of its numbers."""
         if not isinstance(value, _NUMBERS) or _size(expression) > _MOST_OPERANDS:
@@ -185,6 +198,20 @@ class NotedFloat(Noted, float):
         return float.__float__(self)
 
 
+class Sealed(Noted):
+    """A whole number that C code cannot take the value of past these methods, as it does of an `int`.
+
+    Attributes:
+        value: The number.
+    """
+
+    value: int
+
+    def plain(self) -> int:
+        """The number alone."""
+        return self.value
+
+
 def _operand(value: Any) -> Any:
     if isinstance(value, Noted):
         value.is_used = True
@@ -230,16 +257,16 @@ def _given(name: str) -> Any:
     return give
 
 
-for _kind in (NotedInt, NotedFloat):
+for _kind, _like in ((NotedInt, int), (NotedFloat, float), (Sealed, int)):
     for _name in _BINARY:
         _own = _name.rstrip("_")
-        if hasattr(_kind, f"__{_own}__"):
+        if hasattr(_like, f"__{_own}__"):
             setattr(_kind, f"__{_own}__", _binary(_name))
             setattr(_kind, f"__r{_own}__", _binary(_name, reflected=True))
     for _name in _COMPARED:
         setattr(_kind, f"__{_name}__", _binary(_name))
     for _name in _UNARY:
-        if hasattr(_kind, f"__{_name}__"):
+        if hasattr(_like, f"__{_name}__"):
             setattr(_kind, f"__{_name}__", _unary(_name))
     for _name in _GIVEN:
         setattr(_kind, f"__{_name}__", _given(_name))
@@ -301,6 +328,12 @@ def with_noted_index(args: tuple[Any, ...], decisions: Decisions) -> tuple[Any, 
     """Arguments of a step with an index of the batch that notes what is done with it."""
     index = index_of(args)
     return args if index is None else (args[0], decisions.stand_in(index, INDEX), *args[2:])
+
+
+def with_sealed_index(args: tuple[Any, ...], decisions: Decisions) -> tuple[Any, ...]:
+    """Arguments of a step with an index of the batch that is no number; see `Decisions.sealed`."""
+    index = index_of(args)
+    return args if index is None else (args[0], decisions.sealed(index, INDEX), *args[2:])
 
 
 def index_of(args: Sequence[Any]) -> int | None:

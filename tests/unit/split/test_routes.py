@@ -14,6 +14,21 @@ from tests.unit.split.nets import WIDTH, Block, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
+def seeded_by(index):
+    generator = random.Random(index)
+    return [generator.random() < 0.4 for _ in range(6)]
+
+
+BY_INDEX = {
+    "seeded by index": seeded_by,
+    "numpy by index": lambda index: numpy.random.RandomState(index).random_sample(6) < 0.4,
+    "listed by index": lambda index: [[n in one for n in range(6)] for one in ((), (1, 4), (2,), (0, 1))][
+        index
+    ],
+    "generator by index": lambda index: torch.rand(6, generator=torch.Generator().manual_seed(index)) < 0.4,
+}
+
+
 class Ways(Module):
     """Six layers and three heads; which of them are called is chosen by `self.chosen(...)`."""
 
@@ -25,6 +40,8 @@ class Ways(Module):
         self.heads = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def left_out(self, batch, index, number):
+        if self.by in BY_INDEX:
+            return BY_INDEX[self.by](index)[number]
         match self.by:
             case "torch":
                 return torch.rand([]) < 0.4
@@ -68,7 +85,7 @@ def batches(module, count):
     )
 
 
-@pytest.mark.parametrize("by", ["epoch", "flag", "index", "values", "listed", "task"])
+@pytest.mark.parametrize("by", ["epoch", "flag", "index", *BY_INDEX, "values", "listed", "task"])
 def test_what_is_called_by_epoch_batch_or_attribute_is_that_of_one_device(by):
     made = seeded(lambda: Ways(by))
     batches(made, 0)
@@ -102,6 +119,18 @@ def test_layers_left_out_at_random_are_those_of_one_stage(by, options):
     finder = mine.splits[0]._finder._steps["training_step"]
     assert len(finder.known) > 3
     assert len({tuple(split._finder._steps["training_step"].known) for split in mine.splits}) == 1
+
+
+def test_an_index_that_decides_nothing_is_not_looked_at_for_ever():
+    class Named(Ways):
+        def training_step(self, batch, batch_idx):
+            self.name = [f"batch {number}" for number in range(50)][batch_idx]
+            return super().training_step(batch, 0)
+
+    made = seeded(lambda: Named("nothing"))
+    mine = piped(made, batches(made, 0), 2, steps=34, each=lambda module, count: batches(module, 0))
+    (step,) = mine.splits[0]._finder._steps.values()
+    assert step.index_tried and not step.follows_index
 
 
 class Teacher(Ways):
