@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal
@@ -325,7 +325,8 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         with loggers_set_aside(trainer):  # also one that is run once more to learn of it
             trainer.log_dir  # noqa: B018
         self.note_hyper_parameters(self.lightning_module)
-        with self.optimizers_on_demand(self.lightning_module), self._telling():
+        trains = trainer.state.fn == TrainerFn.FITTING
+        with self.optimizers_on_demand(self.lightning_module) if trains else nullcontext(), self._telling():
             self._running.split_module(self.precision_plugin, built)
         self.note_names(trainer)
         self.print_stages()

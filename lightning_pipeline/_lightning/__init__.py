@@ -4,6 +4,7 @@ from lightning_pipeline._lightning.building import checkpoint_without_state, con
 from lightning_pipeline._lightning.compiled import Compile, compile_of, hide_compile_of, take_compile_from
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
+    at_first_batch,
     batches_of_epoch,
     current_hook,
     fetches_ahead,
@@ -12,10 +13,11 @@ from lightning_pipeline._lightning.epochs import (
     progress_of,
     restore,
     resume_from,
+    show_loaders,
     silence_unresumable_loaders,
     validate_by_the_clock_of,
 )
-from lightning_pipeline._lightning.hooks import around_hooks, before_hooks
+from lightning_pipeline._lightning.hooks import around_hooks, before_hooks, has_own_hooks
 from lightning_pipeline._lightning.launchers import make_launcher
 from lightning_pipeline._lightning.logs import (
     LogPlace,
@@ -92,6 +94,7 @@ __all__ = [
     "around_epoch_start",
     "around_hooks",
     "as_combined",
+    "at_first_batch",
     "backend_of",
     "batch_limit",
     "batches_of_epoch",
@@ -119,6 +122,7 @@ __all__ = [
     "explain_signature",
     "fetches_ahead",
     "gather_over",
+    "has_own_hooks",
     "hide_compile_of",
     "hold_schedulers",
     "init_optimizers",
@@ -155,6 +159,7 @@ __all__ = [
     "set_device_mesh",
     "set_rank_zero",
     "set_received_sigterm",
+    "show_loaders",
     "silence_leaf_specs",
     "silence_moved_checkpoints",
     "silence_sync_dist_advice",

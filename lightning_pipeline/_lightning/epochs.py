@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -10,10 +11,17 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 
-from lightning_pipeline.patching import patch
+# How many batches of a loader a loop takes. Since 2.0.
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
+from lightning.pytorch.utilities.data import sized_len
+
+from lightning_pipeline.patching import Undo, all_undone, patch
 
 __all__ = [
     "after_epoch",
+    "at_first_batch",
     "batches_of_epoch",
     "current_hook",
     "fetches_ahead",
@@ -22,6 +30,7 @@ __all__ = [
     "progress_of",
     "restore",
     "resume_from",
+    "show_loaders",
     "silence_unresumable_loaders",
     "validate_by_the_clock_of",
 ]
@@ -153,3 +162,73 @@ def progress_of(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{label}.", vars(held)
         kinds = (_Loop, _BaseProgress)
         pending += [(f"{label}.{name}", one) for name, one in vars(held).items() if isinstance(one, kinds)]
+
+
+def show_loaders(trainer: Trainer, loop: Any, combined: CombinedLoader, limit: int | float) -> Undo:
+    """Let a loop that has no loaders yet have these, and count their batches; gives the undoing. Since 2.0.
+
+    What a Trainer tells of its loaders and of its batches is read from there, and the total of its steps too.
+    What `setup_data` does besides is left to the loop.
+
+    Args:
+        trainer: In its setup.
+        loop: Of the Trainer.
+        combined: As it will have them.
+        limit: Of the Trainer's for this loop, as `limit_train_batches`.
+    """
+    trains = loop is trainer.fit_loop
+    stage = RunningStage.TRAINING if trains else RunningStage.VALIDATING
+    lengths = [_length(one) for one in combined.flattened]
+    limits = [_parse_num_batches(stage, length, limit) for length in lengths]
+    undo = [patch(loop, "_combined_loader", combined)]
+    if loop is trainer.predict_loop:
+        batches_seen: list[list[int]] = [[] for _ in limits]
+        return all_undone(
+            [*undo, patch(loop, "max_batches", limits), patch(loop, "epoch_batch_indices", batches_seen)]
+        )
+    if not trains:
+        return all_undone([*undo, patch(loop, "_max_batches", limits)])
+    batches = _length(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, limits))
+    undo.append(patch(loop, "max_batches", batches))
+    every: Any = trainer.val_check_interval
+    if isinstance(every, float):
+        every = max(1, int(batches * every)) if batches != float("inf") else batches
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        every = None
+    return all_undone([*undo, patch(trainer, "val_check_batch", every)])
+
+
+def _length(loader: Any) -> int | float:
+    length = sized_len(loader)
+    return float("inf") if length is None else length
+
+
+@contextmanager
+def at_first_batch(trainer: Trainer, step: str, *, moving: bool = False) -> Iterator[None]:
+    """Inside, the Trainer counts as when it calls a step for the first time; then as before. Since 1.5.
+
+    Args:
+        trainer: In its setup.
+        step: Its name. A validation step within `fit` belongs to the sanity check.
+        moving: Whether the batch is still on its way to the device, where it does not count.
+    """
+    before, held = trainer.state.stage, list[Any]()
+    loop: Any = trainer._active_loop
+    if step == "training_step":
+        loop = trainer.fit_loop.epoch_loop
+        held.append(trainer.fit_loop.epoch_progress)
+    elif loop is trainer.fit_loop:
+        loop = trainer.fit_loop.epoch_loop.val_loop
+        trainer.state.stage = RunningStage.SANITY_CHECKING
+    if not moving:
+        held.append(loop.batch_progress)
+    trackers = [vars(tracker) for one in held for tracker in (one.total, one.current)]
+    saved = [dict(numbers) for numbers in trackers]
+    for numbers in trackers:
+        numbers.update(ready=numbers["ready"] + 1, started=numbers["started"] + 1)
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
+        for numbers, values in zip(trackers, saved, strict=True):
+            numbers.update(values)

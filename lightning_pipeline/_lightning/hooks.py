@@ -1,7 +1,7 @@
 """Where Lightning calls the user's hooks."""
 
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -137,6 +137,18 @@ def _does_something(trainer: Trainer, action_name: str, common: Container[str]) 
         holders = [callback for callback in callbacks if callback.state_key == owner]
     functions = [f for one in holders for f in (vars(one).get(hook), getattr(type(one), hook, None))]
     return any(f is not None and not _is_in(f, _WITHOUT_WEIGHTS) for f in functions)
+
+
+def has_own_hooks(trainer: Trainer, hooks: Iterable[str]) -> bool:
+    """Whether the module or a callback has one of these hooks that is none of Lightning's own. Since 2.0.
+
+    Args:
+        trainer: Of the run.
+        hooks: Their names.
+    """
+    holders: list[Any] = [trainer.lightning_module, *trainer.callbacks]  # type: ignore[attr-defined]
+    found = (getattr(one, hook, None) for hook in hooks for one in holders)
+    return any(f is not None and not _is_in(f, ("lightning.pytorch.", "lightning_pipeline.")) for f in found)
 
 
 def _goes_over_parameters(trainer: Trainer, hook: str) -> bool:

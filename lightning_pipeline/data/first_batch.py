@@ -26,7 +26,7 @@ class EarlyLoaders:
         trainer: In the setup of a run.
         feed: Of the run; it decides which rank reads.
         equal_random_states: Gives all stages of a replica the same states; all ranks call.
-        undone: Makes a context that takes back what the user's hooks note in modules meanwhile.
+        undone: Makes a context for hooks that a step's batch goes through; it takes back what they note.
 
     Attributes:
         states: By step, the random states in which its first call begins.
@@ -37,7 +37,7 @@ class EarlyLoaders:
         trainer: Trainer,
         feed: Feed,
         equal_random_states: Callable[[], None],
-        undone: Callable[[], AbstractContextManager[None]],
+        undone: Callable[[str], AbstractContextManager[None]],
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
@@ -79,13 +79,17 @@ class EarlyLoaders:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """While steps are traced, `trainer.train_dataloader` and its like are what the loops will have."""
+        """While steps are traced, `trainer.train_dataloader` and its like are what the loops will have.
+
+        `trainer.num_training_batches` and `estimated_stepping_batches` are, too.
+        """
         undo = []
         for function, loaders in self._asked.items():
             loop = _lightning.loop_of(self._trainer, function)
             if loaders is not None and _lightning.combined_loader_of(loop) is None:
                 combined = _lightning.as_combined(loaders, sequential=function != TrainerFn.FITTING)
-                undo.append(patch(loop, "_combined_loader", combined))
+                limit = _lightning.batch_limit(self._trainer, function)
+                undo.append(_lightning.show_loaders(self._trainer, loop, combined, limit))
         try:
             yield
         finally:
@@ -143,12 +147,12 @@ class EarlyLoaders:
         if found is None:
             return None
         with seeded(0), torch.no_grad():
-            return (self._moved(found[0]),)
+            return (self._moved(found[0], step),)
 
-    def _moved(self, batch: Any) -> Any:
+    def _moved(self, batch: Any, step: str) -> Any:
         """Through the user's transfer hooks, which note nothing of it."""
         trainer = self._trainer
-        with self._undone(), self._feed.not_counted():
+        with self._undone(step), self._feed.not_counted(), self.shown():
             batch = _lightning.prepared_batch(trainer, batch)
             return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 

@@ -91,6 +91,7 @@ class Pipeline:
         options = checkpoint_options(settings, placement.num_stages)
         checkpoints = partial(Checkpoints, options, groups.numbering, groups.store, groups.lookout)
         self.checkpoints: Checkpoints = within("making groups", checkpoints)
+        self.position = Position(trainer, counts=True)  # `setup` may ask for the number of steps
         self.stages: Stages | Whole = Whole(self._module)
         self._plans = Plans(settings.schedule, placement.num_ranks, over_batch=settings.loss_over_batch)
         self._undo: list[Callable[[], Any]] = []
@@ -119,10 +120,9 @@ class Pipeline:
         """
         trainer, members = self._trainer, self.members
         self.seed = self.feed.seed = seed_of_run(members.from_zero)
-        self.position = Position(trainer, counts=True)
         self.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
-        early = EarlyLoaders(trainer, self.feed, together.equal_random_states, lambda: hooks_undone(trainer))
+        early = EarlyLoaders(trainer, self.feed, together.equal_random_states, partial(hooks_undone, trainer))
         self._undo.append(early.restore)
         first = early.first_arguments()
         _lightning.count_replicas_as_devices(trainer, self._placement.num_ranks)

@@ -255,23 +255,6 @@ def test_a_class_that_a_step_makes_once_is_kept(ranks: Ranks) -> None:
         assert found == pytest.approx(expected, rel=1e-9)
 
 
-class SetLater(Regression):
-    """The step reads what a hook sets."""
-
-    def on_train_start(self) -> None:
-        self.shift = torch.ones(6, dtype=torch.float64)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((batch[0] - self.shift, batch[1]), batch_idx)
-
-
-def test_an_attribute_that_a_later_hook_sets_is_named_with_the_mend(ranks: Ranks) -> None:
-    with pytest.raises(
-        RankFailure, match=r"no attribute 'shift'.*before on_fit_start.*set in __init__, setup"
-    ):
-        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, SetLater)
-
-
 class KeepsByLoader(Regression):
     """Keeps what it predicts in a list for each loader, and works it out at the end of the epoch."""
 

@@ -1,7 +1,10 @@
 """What a step reads off its Trainer, and how it may end, is as on one device, while it is traced too."""
 
+import io
+import logging
 import warnings
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from tests.pool import Pool
@@ -253,6 +257,45 @@ def fails_in_search(pipeline: dict[str, Any], folder: str) -> None:
 def test_an_error_in_the_search_for_a_learning_rate_is_the_users(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks(2).outcomes(fails_in_search, TWO, str(tmp_path))
     assert all("the data are wrong" in str(outcome.error) for outcome in outcomes)
+
+
+class Prints(Regression):
+    """In every way."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.print("step", batch_idx)
+        print("all ranks", batch_idx)
+        rank_zero_info(f"told {batch_idx}")
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.print("validation", batch_idx)
+        super().validation_step(batch, batch_idx)
+
+
+def printed(pipeline: dict[str, Any] | None) -> list[str]:
+    out, told = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(told)
+    loggers = [logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+    for one in loggers:
+        one.addHandler(handler)
+    try:
+        with redirect_stdout(out):
+            run = trainer(pipeline, enable_progress_bar=False, enable_model_summary=False, max_epochs=1)
+            run.fit(Prints(), loader(24), loader(seed=4))
+    finally:
+        for one in loggers:
+            one.removeHandler(handler)
+    lines = [*out.getvalue().splitlines(), *told.getvalue().splitlines()]
+    return [line for line in lines if line.startswith(("step ", "all ranks ", "told ", "validation "))]
+
+
+def test_a_step_prints_once(ranks: Ranks) -> None:
+    expected = printed(None)
+    assert "step 0" in expected
+    first, second = ranks(2)(printed, {"stages": 2, "num_microbatches": 1})
+    assert first == expected
+    assert second == [line for line in expected if line.startswith("all ranks")]
 
 
 def test_one_device_is_what_this_file_compares_with() -> None:

@@ -1,6 +1,6 @@
 """Modules that hooks add, move or take away while a run is on: which units they are, and of which stage."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any
 
@@ -36,21 +36,27 @@ class ModuleTree:
             or any(_filled(buffers) != was for buffers, was in self._buffers)
         )
 
-    def new_units(self, units: Sequence[Unit], stage_of: Sequence[int]) -> Iterator[tuple[Unit, int]]:
+    def new_units(
+        self, units: Sequence[Unit], stage_of: Sequence[int], copies: Mapping[int, int]
+    ) -> Iterator[tuple[Unit, int]]:
         """Modules with parameters that have come and are in no unit, each with the stage that it goes to.
 
-        That is the stage of the unit whose name it has taken, or of the one before it in the module tree.
+        That is the stage of the unit that it was copied from, of the unit whose name it has taken, or of the
+        one before it in the module tree.
 
         Args:
             units: Those of the cut.
             stage_of: The stage of each.
+            copies: The number of the unit that a module was copied from, by `id`.
         """
         before = set(map(id, self._modules))
         of_name = {unit.name: stage for unit, stage in zip(units, stage_of, strict=True)}
         stages = {id(unit.module): stage for unit, stage in zip(units, stage_of, strict=True)}
-        for unit in find_new_units(self._root, [one.module for one in units], before):
+        for unit in find_new_units(self._root, [one.module for one in units], before, copies):
             in_use = any(unit.name == name and id(m) in stages for name, m in self._root.named_modules())
             taken = None if in_use else of_name.get(unit.name)
+            if id(unit.module) in copies:
+                taken = stage_of[copies[id(unit.module)]]
             stages[id(unit.module)] = _beside(self._root, unit.name, stages) if taken is None else taken
             yield unit, stages[id(unit.module)]
 

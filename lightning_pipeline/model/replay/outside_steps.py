@@ -90,7 +90,7 @@ class OutsideSteps:
         if not self._tree.has_changed():
             return False
         units = self._patches.units
-        for unit, stage in list(self._tree.new_units(units, self._stage_of)):
+        for unit, stage in list(self._tree.new_units(units, self._stage_of, self._patches.copied())):
             self.cut.take_in(unit, stage)
             self._patches.take_in(unit)
             self._stage_of.append(stage)

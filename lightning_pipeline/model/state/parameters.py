@@ -117,7 +117,26 @@ class StageParameters:
         self._first_names = _first_names(self._root)
         self.parameter_names = [name for name, _ in self._root.named_parameters()]
         self.shared = self._find_shared()
+        self._adopt_copies()
         self.drop()
+
+    def _adopt_copies(self) -> None:
+        """What was copied from what stands for tensors of other stages stands for tensors of its own."""
+        own = {id(made) for made in self.stand_ins.values()}
+        own |= {
+            id((i.module._parameters if i.is_parameter else i.module._buffers).get(i.name))
+            for i in self._dropped
+        }
+        for prefix, module in self._root.named_modules(remove_duplicate=True):
+            for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
+                for name, tensor in list(registry.items()):
+                    if tensor is not None and is_placeholder(tensor) and id(tensor) not in own:
+                        full = f"{prefix}.{name}" if prefix else name
+                        spec = TensorSpec.of(tensor)
+                        gone: Tensor = torch.empty(0, dtype=spec.dtype, device=self._device)
+                        if is_parameter:
+                            gone = nn.Parameter(gone, requires_grad=tensor.requires_grad)
+                        self._take(module, registry, name, full, gone, is_parameter, spec)
 
     def _name_dropped(self) -> None:
         """What stands for tensors of other stages is called as it is now."""
@@ -138,9 +157,10 @@ class StageParameters:
                     rename(stands, item.full_name)
 
     def _take(
-        self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool
-    ) -> None:
-        spec = TensorSpec.of(tensor)._replace(device=self._device.type)
+        self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool,
+        spec: TensorSpec | None = None,
+    ) -> None:  # fmt: skip
+        spec = (spec or TensorSpec.of(tensor))._replace(device=self._device.type)
         self._dropped.append(_Dropped(module, name, full, tensor, spec, is_parameter))
         registry[name] = self._stand_in(tensor, full, spec) if is_parameter else self.absent.make(full, spec)
 

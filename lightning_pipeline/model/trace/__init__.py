@@ -51,6 +51,7 @@ from lightning_pipeline.model.trace.sinks import (
     around_metrics,
     metrics_of,
     named_metrics,
+    printed_once,
     stub_metrics,
     stub_sinks,
 )
@@ -106,6 +107,7 @@ __all__ = [
     "outcome",
     "plain_leaves",
     "plain_state",
+    "printed_once",
     "reentrant_checkpoint_replaced",
     "step_function",
     "stub_metrics",

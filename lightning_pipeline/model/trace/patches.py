@@ -2,6 +2,7 @@
 
 import copy
 import types
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -67,6 +68,13 @@ class _UnitStand(Stand):
         self._patches, self._number = patches, number
 
     @override
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo.get(id(self._module))
+        if copied is not None:
+            self._patches.copies.append((weakref.ref(copied), self._number))
+        return super().__deepcopy__(memo)
+
+    @override
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         runner = self._patches.runner or self._patches.idle
         if runner is None:
@@ -82,6 +90,7 @@ class UnitPatches:
         originals: What `forward` was before, one per unit; an instance's own `forward` is kept.
         runner: Who answers calls now. None: `idle` does.
         idle: Who answers outside a step. None: the original does.
+        copies: Modules that were copied from units meanwhile, with the unit's number.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -89,6 +98,7 @@ class UnitPatches:
         self.originals: list[Callable[..., Any]] = [_original(unit) for unit in self.units]
         self.runner: Runner | None = None
         self.idle: Runner | None = None
+        self.copies: list[tuple[weakref.ref[nn.Module], int]] = []
         self._own = [vars(unit.module).get("forward") for unit in self.units]
         self._undo: list[Undo] = []
 
@@ -114,6 +124,11 @@ class UnitPatches:
         ):
             stands[name] = Stand(module, name, call)
         self._undo += [patch(module, name, stand) for name, stand in stands.items()]
+
+    def copied(self) -> dict[int, int]:
+        """The unit that a module was copied from, by its `id`: its weights are where the unit's are."""
+        found = [(copied(), number) for copied, number in self.copies]
+        return {id(module): number for module, number in found if module is not None}
 
     def remove(self) -> None:
         """Give every unit its own `forward` back."""

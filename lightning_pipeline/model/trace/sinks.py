@@ -2,6 +2,7 @@
 
 import io
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
@@ -120,3 +121,44 @@ def silence() -> Iterator[None]:
             yield
         finally:
             logging.disable(disabled)
+
+
+@contextmanager
+def printed_once() -> Iterator[None]:
+    """Inside, what a step prints or logs as information is dropped: it is run again. A debugger is heard."""
+    disabled = logging.root.manager.disable
+    logging.disable(max(disabled, logging.INFO))
+    try:
+        with redirect_stdout(_Dropped(sys.stdout)):
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+class _Dropped(io.TextIOBase):
+    """A standard output that drops what is written, unless a debugger runs.
+
+    Args:
+        real: Where it goes then.
+    """
+
+    def __init__(self, real: Any) -> None:
+        super().__init__()
+        self._real = real
+
+    def write(self, text: str) -> int:
+        """Drop, or pass on."""
+        return len(text) if sys.gettrace() is None else int(self._real.write(text))
+
+    def flush(self) -> None:
+        """Of a debugger's prompt, too."""
+        if sys.gettrace() is not None:
+            self._real.flush()
+
+    def isatty(self) -> bool:
+        """As the real one."""
+        return bool(self._real.isatty())
+
+    def fileno(self) -> int:
+        """As the real one."""
+        return int(self._real.fileno())

@@ -60,7 +60,7 @@ from lightning_pipeline.model.trace.record import (
     step_function,
 )
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
-from lightning_pipeline.model.trace.sinks import metrics_of, silence, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.sinks import metrics_of, printed_once, silence, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 
 _log = logging.getLogger(__name__)
@@ -489,6 +489,7 @@ def _traced(
             random_state_kept(Generators(root.modules())),
             torch.compiler.set_stance("force_eager"),
             decisions.noting(numbers.values()),
+            printed_once(),
         ):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
@@ -580,11 +581,7 @@ def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _hint(error: Exception) -> str:
     if isinstance(error, AttributeError) and isinstance(error.obj, nn.Module):
-        return (
-            "The step is traced right after setup() and configure_model(), before on_fit_start, "
-            "on_train_start and every hook after them: what the step reads must be set in __init__, setup or "
-            "configure_model"
-        )
+        return "What the step reads must be set in __init__, or in a hook that comes before it on every rank"
     return "Between units only shapes are known while the module is traced, not values"
 
 

@@ -162,15 +162,22 @@ def _expand_largest(units: list[Unit], patterns: Sequence[str]) -> list[Unit] | 
     return None
 
 
-def find_new_units(root: nn.Module, units: Sequence[nn.Module], before: Collection[int]) -> Iterator[Unit]:
+def find_new_units(
+    root: nn.Module, units: Sequence[nn.Module], before: Collection[int], copies: Collection[int]
+) -> Iterator[Unit]:
     """The largest modules with parameters that have come since a look and are in no unit.
 
     Args:
         root: The LightningModule.
         units: The modules of the units that there are.
         before: The modules that there were, by `id`.
+        copies: Those copied from a unit, by `id`: they are units by themselves.
     """
     known = {id(unit) for unit in units}
+
+    def is_apart(module: nn.Module) -> bool:
+        inside = [part for part in module.modules() if part is not module]
+        return any(id(part) in known or id(part) in copies for part in inside)
 
     def walk(module: nn.Module, prefix: str) -> Iterator[Unit]:
         for name, child in module.named_children():
@@ -178,7 +185,7 @@ def find_new_units(root: nn.Module, units: Sequence[nn.Module], before: Collecti
             if id(child) in known or not _has_parameters(child):
                 continue
             hollow = isinstance(child, nn.ModuleList | nn.ModuleDict)
-            if id(child) in before or hollow or any(id(part) in known for part in child.modules()):
+            if id(child) in before or hollow or (id(child) not in copies and is_apart(child)):
                 yield from walk(child, full)
             else:
                 known.add(id(child))

@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from torch import nn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
@@ -19,6 +21,12 @@ from lightning_pipeline.ranks import Company, Outlet
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import fetch_absent
+
+_BEFORE_STEPS = (
+    "on_fit_start", "on_sanity_check_start", "on_sanity_check_end", "on_validation_epoch_start",
+    "on_validation_epoch_end", "on_train_start", "on_train_epoch_start", "on_train_batch_start",
+)  # fmt: skip
+"""Hooks that may set what the first training step reads."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,8 @@ class Cutting:
         """Trace a step and choose the stages. Rank 0 chooses: its batch may have other sizes than others'.
 
         With manual optimization, and where a step of evaluation cannot be cut, nothing is traced: every rank
-        runs the step.
+        runs the step. Nor is a training step that stumbles over what hooks before it are to set: that one is
+        traced when it comes.
 
         Args:
             step: Name of the step to trace.
@@ -94,16 +103,11 @@ class Cutting:
                 raise
             except (SplitError, StageFailedError) as error:
                 whole = not trains
-                if built:
-                    built.make()
-                    rank_zero_warn(
-                        f"the step cannot be traced without weights, so every process built the whole "
-                        f"module, {sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
-                    )
-                elif trains:
-                    raise
+                if trains and not built:
+                    whole = self._from_zero.share(partial(self._may_come, error))
+                self._explain(error, step, built, whole=whole)
                 chosen = self._agreed(choose)
-            if trains:
+            if trains and not chosen.trace.is_made_up:
                 _lightning.explain_output(chosen.trace.returns, chosen.trace.returned)
             table: StageTable = self._from_zero.share(chosen.table)
             names = [row.units[0] for row in table.rows[1:]]
@@ -113,6 +117,36 @@ class Cutting:
         if advice is not None:
             rank_zero_info(advice)
         return Cut(chosen, table)
+
+    def _explain(self, error: Exception, step: str, built: Construction | None, *, whole: bool) -> None:
+        """Say what is done about a step that cannot be traced yet, or raise.
+
+        Args:
+            error: Why.
+            step: Its name.
+            built: The weights that the module has not yet; they are made.
+            whole: Whether the stages can be chosen without a trace.
+        """
+        if built:
+            built.make()
+            rank_zero_warn(
+                f"the step cannot be traced without weights, so every process built the whole "
+                f"module, {sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
+            )
+        elif not whole:
+            raise error
+        elif step == "training_step":
+            rank_zero_info(
+                f"{step} needs what hooks before it set, so it is traced when it comes, and the stages are "
+                f"chosen by the number of parameters, in the order of the module: {error}"
+            )
+
+    def _may_come(self, error: Exception) -> bool:
+        """Whether hooks between the setup and the first step may bring what a step has stumbled over."""
+        cause = error.__cause__
+        if isinstance(cause, AttributeError) and isinstance(cause.obj, nn.Module):
+            return True
+        return cause is not None and _lightning.has_own_hooks(self._trainer, _BEFORE_STEPS)
 
     def look_at(self, cut: Cut, step: str, args: tuple[Any, ...]) -> Cut:
         """The cut with the trace of another step, made while the module is whole.

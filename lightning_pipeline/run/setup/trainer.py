@@ -6,26 +6,29 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
+from lightning_pipeline import _lightning
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
 from lightning_pipeline.ranks import Outlet
 
 
 @contextmanager
-def as_the_loop_will(trainer: Trainer, step: str) -> Iterator[None]:
+def as_the_loop_will(trainer: Trainer, step: str, *, moving: bool = False) -> Iterator[None]:
     """Inside, the module is in the mode in which the loop calls the step; at the end all is as before.
 
     Args:
         trainer: In its setup.
         step: To be traced.
+        moving: Whether its batch is on its way to the device.
     """
     attributes = dict(vars(trainer))
     modes = [(part, part.training) for part in trainer.lightning_module.modules()]
     if step != "training_step":
         trainer.lightning_module.eval()
     try:
-        yield
+        with _lightning.at_first_batch(trainer, step, moving=moving):
+            yield
     finally:
         for part, mode in modes:
             part.training = mode
@@ -34,18 +37,20 @@ def as_the_loop_will(trainer: Trainer, step: str) -> Iterator[None]:
 
 
 @contextmanager
-def hooks_undone(trainer: Trainer) -> Iterator[None]:
+def hooks_undone(trainer: Trainer, step: str) -> Iterator[None]:
     """Inside, what the user's transfer hooks note in the module or data module is forgotten at the end.
 
     Args:
         trainer: Whose first batch is looked at before the run.
+        step: That the batch is for.
     """
     data: Any = getattr(trainer, "datamodule", None)
     attributes = {} if data is None else dict(vars(data))
     state = ModuleState(trainer.lightning_module)
     containers = ObjectState({name: value for name, value in attributes.items() if name != "trainer"})
     try:
-        yield
+        with as_the_loop_will(trainer, step, moving=True):
+            yield
     finally:
         state.restore()
         containers.restore()
@@ -69,10 +74,52 @@ def beside_module(trainer: Trainer) -> list[Any]:
 
 @contextmanager
 def loggers_set_aside(trainer: Trainer) -> Iterator[None]:
-    """Inside, what a step gives to `self.logger` is dropped."""
+    """Inside, what a step gives to `self.logger` is dropped. What it asks of it is answered."""
     loggers = trainer.loggers
-    trainer.loggers = [DummyLogger() for _ in loggers]
+    trainer.loggers = [_Aside(one) for one in loggers]
     try:
         yield
     finally:
         trainer.loggers = loggers
+
+
+class _Aside(DummyLogger):
+    """Stands for a logger, and takes what is given to it nowhere.
+
+    Args:
+        real: That it stands for.
+    """
+
+    def __init__(self, real: Logger) -> None:
+        super().__init__()
+        self._real = real
+
+    @property  # type: ignore[misc]  # the base's may be set
+    def __class__(self) -> Any:
+        """So that `isinstance` says what it says of the real one."""
+        return type(self._real)
+
+    @property
+    def name(self) -> Any:
+        """Of the real one, as are the others."""
+        return self._real.name
+
+    @property
+    def version(self) -> Any:
+        """A number or text."""
+        return self._real.version
+
+    @property
+    def save_dir(self) -> str | None:
+        """Where it saves."""
+        return self._real.save_dir
+
+    @property
+    def log_dir(self) -> Any:
+        """TensorBoard's and the one of csv files have it."""
+        return getattr(self._real, "log_dir", None)
+
+    @property
+    def root_dir(self) -> Any:
+        """As `log_dir`."""
+        return getattr(self._real, "root_dir", None)

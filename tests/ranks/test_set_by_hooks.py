@@ -1,0 +1,156 @@
+"""What hooks set between the setup and the first step is there for that step, as on one device."""
+
+import copy
+import time
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+TWO = {"stages": 2, "num_microbatches": 2}
+
+
+class Total(Regression):
+    """The number of steps, as a ramp needs it."""
+
+    def on_fit_start(self) -> None:
+        self.total_steps = self.trainer.estimated_stepping_batches
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + self.global_step / self.total_steps)
+
+
+class AsksTheTrainer(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("batches", float(self.trainer.num_training_batches))
+        return loss * (1 + self.global_step / self.trainer.estimated_stepping_batches)
+
+
+class Started(Regression):
+    def on_train_start(self) -> None:
+        self.start = time.monotonic()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("is_later", float(time.monotonic() >= self.start))
+        return super().training_step(batch, batch_idx)
+
+
+class InSetup(Total):
+    def on_fit_start(self) -> None:
+        """As of one that sets nothing."""
+
+    def setup(self, stage: str) -> None:
+        self.total_steps = self.trainer.estimated_stepping_batches
+
+
+class Prototypes(Regression):
+    """A plain tensor that a hook moves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prototypes: Tensor | None = None
+
+    def on_fit_start(self) -> None:
+        self.prototypes = torch.zeros(FEATURES, dtype=torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] - self.prototypes, batch[1]), batch_idx)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.prototypes = 0.9 * self.prototypes + 0.1 * batch[0].mean(dim=0)
+
+
+class Drawn(Regression):
+    """Drawn on one device from the same random state."""
+
+    def on_train_epoch_start(self) -> None:
+        self.register_buffer("noise", torch.randn(FEATURES, dtype=torch.float64), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0] + 0.1 * self.noise, batch[1]), batch_idx)
+
+
+class Averaged(Regression):
+    """A teacher: a copy of the network that follows it."""
+
+    def on_fit_start(self) -> None:
+        self.ema_model = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        with torch.no_grad():
+            target = self.ema_model(batch[0])
+        return loss + nn.functional.mse_loss(self.net(batch[0]), target)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        with torch.no_grad():
+            for mean, own in zip(self.ema_model.parameters(), self.net.parameters(), strict=True):
+                mean.mul_(0.9).add_(own, alpha=0.1)
+
+
+class SetsIt(Callback):
+    """Of the user's; what it sets in the module."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.factor = 0.5
+
+
+class SetByCallback(Regression):
+    def configure_callbacks(self) -> Any:
+        return [SetsIt()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+class SetWithOptimizers(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("rate", self.main.param_groups[0]["lr"])
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        self.main = super().configure_optimizers()
+        return self.main
+
+
+CASES = [
+    Total, InSetup, AsksTheTrainer, Started, Prototypes, Drawn, Averaged, SetByCallback, SetWithOptimizers,
+]  # fmt: skip
+
+
+def fitted(pipeline: dict[str, Any] | None, case: Any) -> Any:
+    pl.seed_everything(3)
+    module, run = case(), trainer(pipeline, num_sanity_val_steps=1)
+    run.fit(module, loader(24, shuffle=True), loader(seed=4))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.__name__))
+def test_what_hooks_set_is_read_in_the_step(ranks: Ranks, case: Any) -> None:
+    expected = fitted(None, case)
+    for found in ranks(2)(fitted, TWO, case):
+        assert_same(found, expected)
+
+
+class Misspelled(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.lost(batch)
+
+
+def fails(pipeline: dict[str, Any]) -> None:
+    trainer(pipeline).fit(Misspelled(), loader())
+
+
+def test_what_nobody_sets_is_told_when_the_step_comes(ranks: Ranks) -> None:
+    for outcome in ranks(2).outcomes(fails, TWO):
+        assert "no attribute 'lost'" in str(outcome.error)
