@@ -51,7 +51,6 @@ from lightning_pipeline.model.trace import (
     Standing,
     Trace,
     UnitPatches,
-    printed_once,
     step_function,
 )
 
@@ -428,13 +427,13 @@ class SplitModel(OutsideSteps):
     @contextmanager
     def _in_silence(self) -> Iterator[None]:
         """For runs of a step on placeholders."""
-        with self.set_aside(), self.told.silent_metrics(), printed_once():
+        with self.set_aside(), self.told.silent():
             yield
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """For runs of a step on made-up values."""
-        with self.told.nothing(), printed_once(), self.forward_context():
+        with self.told.nothing(), self.forward_context():
             yield
 
     def _set_elsewhere(self, trace: Trace) -> list[Place]:

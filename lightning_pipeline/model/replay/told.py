@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec
-from lightning_pipeline.model.trace import around_metrics, metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace import around_metrics, metrics_of, printed_once, stub_metrics, stub_sinks
 from lightning_pipeline.patching import patched
 
 Sink = Callable[..., None]
@@ -70,6 +70,12 @@ class Told:
         """Inside, metrics take nothing, and give placeholders."""
         return stub_metrics(self.metrics, _drop, self._no_value)
 
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """The same for a run of a step more than on one device, which prints nothing."""
+        with self.silent_metrics(), printed_once():
+            yield
+
     def whole_noted(self) -> AbstractContextManager[None]:
         """Inside `silent_metrics`, for a step of the whole batch: what metrics are given is noted."""
         self.of_whole_begins()
@@ -81,9 +87,10 @@ class Told:
 
     @contextmanager
     def nothing(self) -> Iterator[None]:
-        """Inside, nothing is logged or measured, and no random number is used up."""
+        """Inside, nothing is logged, printed or measured, and no random number is used up."""
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
+            stack.enter_context(printed_once())
             stack.enter_context(stub_sinks(self._root, self.names, _drop))
             stack.enter_context(
                 stub_metrics(self.metrics, _drop, lambda: torch.zeros((), device=self._device))
