@@ -546,9 +546,11 @@ def outcome_on(pool: Any, ranks: int, program: LossProgram) -> str:
     expected = reference_of(program)
     if expected is None:
         return "no reference"
-    found = pool(fitted, program, {"stages": ranks, **dict(program.options)})
+    found: list[Fitted | str] = pool(fitted, program, {"stages": ranks, **dict(program.options)})
+    warned = [text for one in found if isinstance(one, Fitted) for text in one.warned]  # users read all ranks'
+    together = [one if isinstance(one, str) else one._replace(warned=warned) for one in found]
     return max(
-        (compare(program, one, expected) for one in found),
+        (compare(program, one, expected) for one in together),
         key=lambda end: ("equal", "refused", "warned").index(end.partition(":")[0]),
     )
 
