@@ -547,7 +547,9 @@ def outcome_on(pool: Any, ranks: int, program: LossProgram) -> str:
     if expected is None:
         return "no reference"
     found: list[Fitted | str] = pool(fitted, program, {"stages": ranks, **dict(program.options)})
-    warned = [text for one in found if isinstance(one, Fitted) for text in one.warned]  # users read all ranks'
+    warned = [
+        text for one in found if isinstance(one, Fitted) for text in one.warned
+    ]  # users read all ranks'
     together = [one if isinstance(one, str) else one._replace(warned=warned) for one in found]
     return max(
         (compare(program, one, expected) for one in together),

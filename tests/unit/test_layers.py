@@ -34,6 +34,7 @@ ROOMS = [
     "model.cut",
     "model.trace",
     "model.loss",
+    "model.mixing",
     "model.construction",
     "model.random",
     "model.tensors",

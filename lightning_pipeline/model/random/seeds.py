@@ -41,16 +41,22 @@ def mix(*numbers: int) -> int:
 
 
 class StepSeeds:
-    """The random state of one batch: set for each micro-batch, put back at the end."""
+    """The random state of one batch: set for each micro-batch, put back at the end.
+
+    Attributes:
+        one_host: Whether numpy and Python give all micro-batches the same up to the first unit.
+    """
 
     def __init__(self, modules: Sequence[nn.Module], key: Sequence[int]) -> None:
         self._key = mix(*key)
         self._generators = Generators(modules)
         self._before = RandomState(self._generators)  # no open context: one that is dropped ends by itself
+        self.one_host = False
 
     def microbatch(self, microbatch: int) -> "MicrobatchSeeds":
         """Seed everything for one micro-batch."""
-        return MicrobatchSeeds(mix(self._key, microbatch), self._generators)
+        host = mix(self._key, 0) if self.one_host else None
+        return MicrobatchSeeds(mix(self._key, microbatch), self._generators, host)
 
     def close(self) -> None:
         """Put back the states from before the batch."""
@@ -68,10 +74,16 @@ def _cuda_generator() -> torch.Generator:
 
 
 class MicrobatchSeeds:
-    """The draws of one micro-batch."""
+    """The draws of one micro-batch.
 
-    def __init__(self, key: int, generators: Generators) -> None:
-        self._key = key
+    Args:
+        key: Its seed.
+        generators: Those that there are.
+        host: The seed of numpy and Python, where that is another one.
+    """
+
+    def __init__(self, key: int, generators: Generators, host: int | None = None) -> None:
+        self._key, self._host_key = key, key if host is None else host
         self._generators = generators
         defaults = _default_generators()
         self._all = [*defaults, *generators.of_torch]
@@ -84,11 +96,17 @@ class MicrobatchSeeds:
 
     def host(self, *call: int) -> None:
         """Seed numpy and Python, on entry and after calls where a unit was seen to draw from them."""
-        seed = mix(self._key, *call)
+        seed = mix(self._host_key, *call)
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
         self._generators.seed_host(seed)
         self._host_seed = seed
+
+    def host_own(self) -> None:
+        """From now on they give the micro-batch its own numbers."""
+        if not self.host_is_users():
+            self._host_key = self._key
+            self.host()
 
     def host_is_users(self) -> bool:
         """Whether numpy or Python stands where no draw leads from the last seed: the user has seeded it."""

@@ -21,6 +21,7 @@ from lightning_pipeline._torch import (
 )
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
+from lightning_pipeline.model.mixing import Functions
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, States, generators_in
 from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
@@ -84,6 +85,7 @@ class GlueRun:
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.functions = _GlueFunctions(self)
         self.follow: Follow | None = None
+        self.mixing: Functions | None = None  # of a step that mixes samples
         self.on_unit: Callable[[int, int], None] = lambda unit, nth: None
 
     # ---- units
@@ -92,6 +94,8 @@ class GlueRun:
         """Answer a call of a unit."""
         if self.inside:
             return self._within(unit, args, kwargs)
+        if self.mixing is not None:
+            self.mixing.unit(unit, self._seeds)
         ours = current_function_mode() is self.functions and not (self.draws and self._in_region())
         if ours:  # out of the way, where no mode of the user's is above it, and no region may run again
             pop_function_mode()
@@ -360,11 +364,17 @@ class _GlueFunctions(TorchFunctionMode):
         return result
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
+        if self._run.mixing is not None:
+            return self._run.mixing.call(func, args, kwargs, self._seen)
+        return self._seen(func, args, kwargs)
+
+    def _seen(self, func: Any, args: Any, kwargs: Any, instead: Any = None) -> Any:
         if func in RANDOM_FUNCTIONS:
             return self._run.random(func, args, kwargs)
+        answer = instead or self._run.remembered.call
         if self._run.follow is not None:
-            return self._run.follow(func, args, kwargs, self._run.remembered.call)
-        return self._run.remembered.call(func, args, kwargs)
+            return self._run.follow(func, args, kwargs, answer)
+        return answer(func, args, kwargs)
 
 
 class Recomputation(GlueRun):

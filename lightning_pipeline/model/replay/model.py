@@ -17,7 +17,7 @@ from lightning_pipeline.model.replay.known_steps import KnownSteps
 from lightning_pipeline.model.replay.left_behind import LeftBehind
 from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
 from lightning_pipeline.model.replay.over_batch import OverBatch
-from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns
+from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns, Mixing
 from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.told import Sink, Told
@@ -157,6 +157,7 @@ class SplitModel(OutsideSteps):
             forget=self._left_behind.forget, others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
+        self._mixing = Mixing(DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence)
         self._divisors = Divisors(
             root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
         )  # fmt: skip
@@ -321,8 +322,14 @@ class SplitModel(OutsideSteps):
     def mixed(self, step: str) -> dict[str, str]:
         """Lines at which a step mixes the samples of a micro-batch, and by which operation."""
         trace = self.known[step]
+        if self._mends(trace, 2):
+            return {}
         end = len(trace.calls) + (self._over_batch is None)  # what comes last may run once for the batch
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
+
+    def _mends(self, trace: Trace, number: int) -> bool:
+        """Whether the micro-batches of a step get their samples of what it mixes."""
+        return number > 1 and self._end < self.num_stages and self._mixing.mends(trace)
 
     # ---- a batch
 
@@ -382,7 +389,12 @@ class SplitModel(OutsideSteps):
         for program in self._programs.values():
             program.begin(self._step)
         sizes = sizes or [1] * len(microbatches)
+        mends = self._mends(trace, len(microbatches)) and at_once is not None
+        seeds.one_host = mends
         self._find_ways(self._step, sizes)
+        if mends and at_once is not None and not self._mixing.begin(self._step, at_once, sizes):
+            seeds.one_host = False
+            self._find_ways(self._step, sizes)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways.decisions)
         for program in self._programs.values():

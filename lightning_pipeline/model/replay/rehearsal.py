@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, told_apart
+from lightning_pipeline.model.mixing import Followed, Functions, Given, Rows, Seen, is_cut_by_rows
 from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
@@ -25,8 +26,15 @@ from lightning_pipeline.model.tensors import (
     operands_of,
     tensors_in,
 )
-from lightning_pipeline.model.trace import SCALAR_READS, Guesses, UnitPatches, reentrant_checkpoint_replaced
+from lightning_pipeline.model.trace import (
+    SCALAR_READS,
+    Guesses,
+    Trace,
+    UnitPatches,
+    reentrant_checkpoint_replaced,
+)
 
+_Any = TypeVar("_Any", bound=Functions)
 _GUESSES = (
     (0.7310585786300049, 1.0, 0),
     (0.7310585786300137, 0.5, 1),
@@ -44,8 +52,6 @@ class Rehearsal(Replay):
         draws: Sees the random ones.
     """
 
-    rehearses = True  # what it logs is of the whole batch
-
     def __init__(
         self,
         view: StageView,
@@ -60,6 +66,7 @@ class Rehearsal(Replay):
         self._outputs, self._draws = outputs, draws
         self._guesses = Guesses(holds=view.guesses_hold, fraction=observer.guess.number)
         self._host = seeds.host_place()
+        self.rehearses = True  # what it logs is of the whole batch
 
     @property
     def is_sure(self) -> bool:
@@ -234,11 +241,12 @@ class DryRuns:
 
     def rehearse(
         self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
-        observer: Observer, draws: Draws,
+        observer: Observer, draws: Draws, mixing: Functions | None = None,
     ) -> None:  # fmt: skip
         """Run the step with the seeds of a micro-batch. See `Rehearsal`."""
         step = self._view.current_step()
         run = Rehearsal(self._view, outputs, step.seeds.microbatch(number), observer, draws)
+        run.mixing, run.rehearses = mixing, mixing is None
         with self._answering(run):
             run.rehearse(step.function, self._view.fresh(batch[0]), self._view.fresh(batch[1]))
 
@@ -322,9 +330,11 @@ class Divisors:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""
 
         def run(guess: Guess) -> list[Whole]:
-            return rehearsed(
-                arguments, step.microbatches, partial(self._rehearse, step), lambda: Observer(tensors, guess)
+            parts = [arguments] if step.mixing else step.microbatches  # whose draws are the batch's own
+            found = rehearsed(
+                arguments, parts, partial(self._rehearse, step), lambda: Observer(tensors, guess)
             )
+            return found * len(step.microbatches) if step.mixing else found
 
         first, second = (Guess(*given) for given in _GUESSES)
         wholes = run(first)
@@ -348,6 +358,78 @@ class Divisors:
             noted = nullcontext if any(batch is part for part in step.microbatches) else self._noted
             with self._silent(), noted():
                 self._runs.rehearse(batch, outputs, number, observer, draws)
+
+
+class Mixing:
+    """Steps that mix samples of the batch alone: each micro-batch is given its samples of the batch's.
+
+    The step is run without units for the batch, and twice for each micro-batch: by itself, which says what
+    shapes its results have, and with its part of the batch's.
+
+    Args:
+        runs: Of a stage of this rank.
+        finder: Of ways through the model.
+        apart: Inside, runs of a step leave nothing behind and tell nobody anything.
+    """
+
+    def __init__(
+        self, runs: DryRuns, finder: RouteFinder, apart: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._runs, self._finder, self._apart = runs, finder, apart
+        self._given_up: set[str] = set()
+
+    def mends(self, trace: Trace) -> bool:
+        """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.
+
+        Args:
+            trace: Of the step.
+        """
+        leaves = trace.effects or trace.states_first or trace.checkpointed
+        known = not (leaves or trace.reads_values or trace.draws_unseen)
+        return bool(trace.mixed) and known and trace.step not in self._given_up
+
+    def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
+        """A batch of such a step begins.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+
+        Returns:
+            Whether the micro-batches are given their part; otherwise that is not tried again.
+        """
+        found = self._found(step, whole, sizes)
+        if found is None:
+            self._given_up.add(step.name)
+            return False
+        step.mixing = [
+            partial(Given, one.answers, step.name, goes_on=not number) for number, one in enumerate(found)
+        ]
+        return True
+
+    def _found(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> list[Followed] | None:
+        if not is_cut_by_rows(whole, step.microbatches, sizes):
+            return None
+        (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        found, start = [], 0
+        with self._apart(step.name):
+            batch = self._run(step, whole, 0, route, Seen())
+            for number, (part, size) in enumerate(zip(step.microbatches, sizes, strict=True)):
+                own = self._run(step, part, number, step.routes[number], Seen())
+                one = Followed(batch, own, Rows(start, size, sum(sizes)))
+                if not one.failed:
+                    self._run(step, part, number, step.routes[number], one)
+                if one.failed or len(one.answers) != len(batch.calls):
+                    return None
+                found.append(one)
+                start += size
+        return found
+
+    def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
+        outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
+        self._runs.rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
+        return mixing
 
 
 Run = Callable[[Any, int, Observer, Draws], None]

@@ -96,11 +96,11 @@ class StageProgram(Stage):
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
         self.view.take(step.routes[microbatch])
-        args, kwargs = step.microbatches[microbatch]
+        args, kwargs = map(self.view.fresh, step.microbatches[microbatch])
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
-                replay.replayed.result = step.function(*self.view.fresh(args), **self.view.fresh(kwargs))
+                replay.replayed.result = step.function(*args, **kwargs)
             done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)
@@ -132,6 +132,8 @@ class StageProgram(Stage):
             step.context(),
         ):
             replay = self.replay_kind(self.view, microbatch, incoming, step.seeds.microbatch(microbatch))
+            if step.mixing:
+                replay.mixing = step.mixing[microbatch]()
             if self.ends_itself or self.view.no_unit_follows:
                 replay.on_unit = replay.end_after_own
             if self.is_last and step.follower is not None:

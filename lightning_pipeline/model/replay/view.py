@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.cut import Microbatch, Route, StepRoutes, TracedOutput, ValueKey
 from lightning_pipeline.model.loss import Follower
+from lightning_pipeline.model.mixing import Functions
 from lightning_pipeline.model.random import States, StepSeeds
 from lightning_pipeline.model.tensors import (
     Given,
@@ -54,6 +55,7 @@ class Step:
         scale: Of all gradients, where the weights are not used.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: Counts what the stages hold, in the steps that are looked at.
+        mixing: By micro-batch, what gives it its samples of what the step mixes; empty where it does not.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Step:
     scale: float = 1.0
     scaled: Callable[[Tensor], Tensor] = lambda seed: seed
     count: SavedCount | None = None
+    mixing: Sequence[Callable[[], Functions]] = ()
 
     @property
     def trace(self) -> Trace:

@@ -42,6 +42,13 @@ _MAY_MIX = frozenset(
         "cumprod", "rot90",
     )
 )  # fmt: skip
+_SUMMING = frozenset(
+    f"aten::{name}"
+    for name in (
+        "mean", "sum", "var", "std", "var_mean", "std_mean", "amax", "amin", "aminmax", "max", "min", "norm",
+        "linalg_vector_norm", "median", "logsumexp", "nanmean", "nansum",
+    )
+)  # fmt: skip
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 
@@ -366,6 +373,7 @@ class MixingSeen:
     def __init__(self, observed: Observation) -> None:
         self._observed = observed
         self._derived, self._drawn = TagStore(), TagStore()
+        self._continuous, self._summed = TagStore(), TagStore()
         self._samples = 0
 
     def begin(self, batch: Any) -> None:
@@ -374,6 +382,14 @@ class MixingSeen:
         self._samples = held[0].shape[0] if held else 0
         for tensor in held:
             self._derived.add(tensor, _DERIVED)
+            if tensor.is_floating_point():
+                self._continuous.add(tensor, _DERIVED)
+
+    def reaches_unit(self, given: Iterable[Tensor]) -> None:
+        """A unit is called with these: what was made of a mean of the batch's samples counts as mixed."""
+        for _, position, _, found in self._summed.union(given):
+            name, _, line = found.partition(" ")
+            self._observed.trace.mixed.setdefault(line, (name, position))
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation has run.
@@ -385,6 +401,9 @@ class MixingSeen:
             result: What it gave.
         """
         operands, results = list(operands_of(args, kwargs)), list(operands_of((result,)))
+        trace = self._observed.trace
+        if not trace.calls and any(tag.kind == "state" for tag in self._observed.tags.union(operands)):
+            trace.states_first = True
         if self._samples < 2 or any(map(is_placeholder, (*operands, *results))):
             return
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self._drawn.of, operands)):
@@ -397,6 +416,27 @@ class MixingSeen:
             self._observed.trace.mixed.setdefault(user_line(self._observed.root), found)
         for tensor in results:
             self._derived.add(tensor, _DERIVED)
+        if any(map(self._continuous.of, operands)):
+            self._note_summed(func, args, kwargs, results)
+
+    def _note_summed(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
+    ) -> None:
+        """What has one number for all samples, such as a mean over them, and what is made of it."""
+        operands = list(operands_of(args, kwargs))
+        summed, name = set(self._summed.union(operands)), func._schema.name.removeprefix("aten::")
+        sums = func._schema.name in _SUMMING and self._has_rows(operands[:1])
+        if sums and self._continuous.of(operands[0]) and self._is_of_all(func, args, kwargs, results):
+            line = user_line(self._observed.root)
+            summed.add(Tag("batch", len(self._observed.trace.calls), name=f"{name} {line}"))
+        for tensor in results:
+            self._continuous.add(tensor, _DERIVED)
+            self._summed.add(tensor, frozenset(summed))
+
+    def _is_of_all(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
+    ) -> bool:
+        return not self._has_rows(results) or self._mixes(func, args, kwargs, results)
 
     def _mixes(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]) -> bool:
         """Whether a sample of a result changes where another one of the first operand does."""

@@ -138,6 +138,7 @@ class Trace:
         porting: Which ports it looked for; None: none.
         mixed: Lines at which samples of the batch are mixed with each other, by which operation, and how
             many calls of units had been made.
+        states_first: Whether code before the first unit reads parameters, buffers or plain tensors.
     """
 
     root: nn.Module
@@ -187,6 +188,7 @@ class Trace:
     circumstances: str = ""
     porting: Porting | None = None
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
+    states_first: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -216,6 +218,7 @@ class Trace:
         self.decisions.update(other.decisions)
         self.numbers.update(other.numbers)
         self.mixed = {**other.mixed, **self.mixed}
+        self.states_first |= other.states_first
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
 

@@ -216,10 +216,10 @@ class Tracer:
         self.trace.calls.append(call)
         self._note_region(call)
         self.functions.note(unit)
-        call.reads |= self.tags.union(tensors_in((args, kwargs))) | self.keeping.take_waiting()
-        call.reads |= self.glue.steering
-        given = Given(args, kwargs)
         inputs = list(tensors_in((args, kwargs)))
+        call.reads |= self.tags.union(inputs) | self.keeping.take_waiting() | self.glue.steering
+        given = Given(args, kwargs)
+        self.glue.mixing.reaches_unit(inputs)
         call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
         call.asked, arguments = describe((args, kwargs), []), set(call.reads)
         self.observed.watch = self._watch(unit, given)

@@ -1,12 +1,15 @@
 """Samples of a batch that a step mixes with each other, before and after its units."""
 
+import random
+
+import numpy
 import pytest
 import torch
 from torch import nn
 
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
-from tests.ranks.lightning_cases import Regression, loader, trainer
+from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
 from tests.unit.split.nets import seeded
 from tests.unit.split.pipe import Module
 
@@ -42,6 +45,8 @@ MIXING = {
     "index_select": lambda x: x.index_select(0, order),
     "sort": lambda x: x.sort(0).values,
     "cumsum": lambda x: x.cumsum(0),
+    "mean": lambda x: x - x.mean(0, keepdim=True),
+    "spread": lambda x: x / (x.var(0).sqrt() + 1),
     "gather": lambda x: x.gather(0, order[:, None].expand(SAMPLES, 4)),
 }
 APART = {
@@ -53,6 +58,7 @@ APART = {
     "sort of features": lambda x: x.sort(1).values,
     "weights by index": lambda x: x + torch.randn(9, 4, dtype=torch.float64)[order],
     "first": lambda x: x + x[0],
+    "mean of features": lambda x: x - x.mean(1, keepdim=True),
 }
 
 
@@ -67,25 +73,115 @@ def test_what_keeps_samples_apart_is_not(name):
     assert mixed(APART[name]) == {}
 
 
-class Mixup(Regression):
+def flipped(self, x, y):
+    return nn.functional.mse_loss(self.net(0.6 * x + 0.4 * x.flip(0)), 0.6 * y + 0.4 * y.flip(0))
+
+
+def sorted_by_a_feature(self, x, y):
+    order = x[:, 0].argsort()
+    return nn.functional.mse_loss(self.net(x[order]), y[order])
+
+
+def whitened(self, x, y):
+    x, counted = (x - x.mean(0)) / (x.std(0) + 0.1), (y > 0).sum()
+    loss = ((self.net(x) - y).pow(2) * (y > 0)).sum() / counted
+    self.log_dict({"counted": counted.double(), "loss": loss})
+    return loss
+
+
+def two_views(self, x, y):
+    return nn.functional.mse_loss(self.net(torch.cat([x, x.roll(1, 0)])), torch.cat([y, y.roll(1, 0)]))
+
+
+def mixup(self, x, y):
+    share, order = numpy.random.beta(1, 1), torch.randperm(len(x))
+    out = self.net(share * x + (1 - share) * x[order])
+    loss, other = nn.functional.mse_loss(out, y), nn.functional.mse_loss(out, y[order])
+    return share * loss + (1 - share) * other
+
+
+def mixup_by_torch(self, x, y):
+    share, order = torch.distributions.Beta(1.0, 1.0).sample().item(), torch.randperm(len(x))
+    y, out = share * y + (1 - share) * y[order], self.net(share * x + (1 - share) * x[order])
+    return nn.functional.mse_loss(out, y)
+
+
+def cutmix(self, x, y):
+    share, order, begin = random.random(), torch.randperm(len(x)), numpy.random.randint(3)
+    x[:, begin : begin + 3] = x[order, begin : begin + 3]
+    out = self.net(x)
+    loss, other = nn.functional.mse_loss(out, y), nn.functional.mse_loss(out, y[order])
+    return share * loss + (1 - share) * other
+
+
+class Mixed(Regression):
     """Mixes in the step."""
 
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("shift", torch.zeros(6, dtype=torch.float64))
+
     def training_step(self, batch, batch_idx):
-        x, y = batch
-        permutation = torch.randperm(len(x))
-        return nn.functional.mse_loss(
-            self.net(0.6 * x + 0.4 * x[permutation]), 0.6 * y + 0.4 * y[permutation]
-        )
+        return self.function(self, *batch)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2])
-def test_a_step_that_mixes_is_warned_of_where_there_are_micro_batches(num_microbatches, recwarn):
-    run = trainer(
-        {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": num_microbatches},
-        max_epochs=1, limit_train_batches=1, limit_val_batches=0,
+STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
+BY_ORDER = (flipped, sorted_by_a_feature, whitened, two_views)
+BY_CHANCE = (mixup, mixup_by_torch, cutmix)
+
+
+def fitted(function, pipeline):
+    """22 samples in batches of 8, so that micro-batches have 3, 3 and 2 samples, and then 2 each."""
+    return fit(
+        pipeline, lambda: Mixed(function), max_epochs=1, limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False,
     )  # fmt: skip
-    torch.manual_seed(3)
-    run.fit(Mixup(), loader(8))
-    told = [str(one.message) for one in recwarn if "mixes samples of the batch" in str(one.message)]
-    assert len(told) == (num_microbatches > 1)
-    assert not told or "test_mixing.py" in told[0]
+
+
+def told(recwarn):
+    return [str(one.message) for one in recwarn if "mixes samples of the batch" in str(one.message)]
+
+
+@pytest.mark.parametrize("schedule", [STAGED, {"stages": 1, "schedule": "ZBH1"}], ids=["two stages", "ZBH1"])
+@pytest.mark.parametrize("function", BY_ORDER)
+def test_micro_batches_have_their_samples_of_what_one_device_mixes(function, schedule, recwarn):
+    found = fitted(function, {**schedule, "num_microbatches": 3})
+    assert_same(found, fitted(function, None))
+    assert not told(recwarn)
+
+
+@pytest.mark.parametrize("function", BY_CHANCE)
+def test_what_is_drawn_to_mix_samples_is_drawn_once_a_batch(function, recwarn):
+    found = fitted(function, {**STAGED, "num_microbatches": 3})
+    assert_same(found, fitted(function, {**STAGED, "num_microbatches": 1}))
+    assert not told(recwarn)
+
+
+def by_a_buffer(self, x, y):
+    return nn.functional.mse_loss(self.net((x + self.shift).flip(0)), y)
+
+
+def by_pairs(self, x, y):
+    return nn.functional.mse_loss(self.net((x @ x.T).softmax(1) @ x.flip(0)), y)
+
+
+def by_numpy(self, x, y):
+    return nn.functional.mse_loss(self.net(x[numpy.random.permutation(len(x))]), y)
+
+
+@pytest.mark.parametrize("function", [by_a_buffer, by_pairs, by_numpy])
+def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, recwarn):
+    fitted(function, {**STAGED, "num_microbatches": 3})
+    assert len(told(recwarn)) == 1
+    assert "test_mixing.py" in told(recwarn)[0]
+
+
+def test_parts_that_are_no_rows_in_order_are_warned_of(recwarn):
+    class Strided(Mixed):
+        def split_batch(self, batch, num_microbatches):
+            return [[one[start::2] for one in batch] for start in range(2)]
+
+    run = trainer({**STAGED, "num_microbatches": 2}, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
+    run.fit(Strided(flipped), loader(8))
+    assert len(told(recwarn)) == 1

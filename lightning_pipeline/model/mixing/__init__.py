@@ -1,0 +1,8 @@
+"""What a step makes of the batch alone where it mixes samples: for a micro-batch, its rows of the batch's."""
+
+from lightning_pipeline.model.mixing.rows import Followed as Followed
+from lightning_pipeline.model.mixing.rows import Functions as Functions
+from lightning_pipeline.model.mixing.rows import Given as Given
+from lightning_pipeline.model.mixing.rows import Rows as Rows
+from lightning_pipeline.model.mixing.rows import Seen as Seen
+from lightning_pipeline.model.mixing.rows import is_cut_by_rows as is_cut_by_rows

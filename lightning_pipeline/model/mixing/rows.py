@@ -1,0 +1,359 @@
+"""Functions that a step calls on the batch alone, and each micro-batch's part of what they give for all.
+
+A step such as mixup's, `x = lam * x + (1 - lam) * x[torch.randperm(len(x))]`, is run for the whole batch and
+for each micro-batch, without units. Both call the same functions. What one gives for the whole batch is then
+given to each micro-batch: its rows, where the two results differ in the one dimension that samples have, and
+all of it where they have the same shape, as `x.mean(0)` has.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
+
+Run = Callable[..., Any]
+"""Runs a function: it, arguments, keyword arguments, and what answers in its place."""
+_NUMBERS = frozenset(
+    {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero}
+)
+
+
+class _CannotError(Exception):
+    """What a function gives for a micro-batch is no part of what it gives for the batch."""
+
+
+class Called(NamedTuple):
+    """A call of a function, or of a unit.
+
+    Attributes:
+        func: The function, or the number of the unit.
+        result: What it gave, in copies.
+        target: What it has written into its first argument, in a copy; None where it only returns.
+        opaque: Whether it has to do with values of units.
+        is_given: Whether it returned the very tensor that it was given.
+    """
+
+    func: Any
+    result: Any = None
+    target: Tensor | None = None
+    opaque: bool = False
+    is_given: bool = False
+
+
+class Functions:
+    """Stands between a step's code and the functions that it calls between units."""
+
+    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+        """A unit is called.
+
+        Args:
+            number: Its number.
+            seeds: Of the run.
+        """
+        raise NotImplementedError
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """Answer a call of a function.
+
+        Args:
+            func: It.
+            args: Its arguments.
+            kwargs: Likewise.
+            run: Runs it.
+        """
+        raise NotImplementedError
+
+
+class Seen(Functions):
+    """One run of a step, as it is.
+
+    Attributes:
+        calls: Of functions and units, in order.
+        host: Where numpy's and Python's generators stood at the first unit.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Called] = []
+        self.host: int | None = None
+        self._shared: set[int] = set()  # memory that several tensors have
+        self._held: list[Tensor] = []
+
+    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+        """A unit is called."""
+        if self.host is None:
+            self.host = seeds.host_place()
+        self.calls.append(Called(number))
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """Run a function and note what it gave."""
+        result = run(func, args, kwargs)
+        target = _target(func, args)
+        opaque = any(one.requires_grad or is_placeholder(one) for one in tensors_in((args, kwargs, result)))
+        if target is not None and not opaque:
+            if target._base is not None or storage_key(target) in self._shared:
+                opaque = True  # another tensor is written, too
+        elif not opaque:
+            self._note_memory(args, result)
+        kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
+        written = None if target is None or opaque else target.detach().clone()
+        is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
+        self.calls.append(Called(func, kept, written, opaque, is_given))
+        return result
+
+    def _note_memory(self, args: Any, result: Any) -> None:
+        given = {storage_key(one) for one in tensors_in(args)}
+        for tensor in tensors_in(result):
+            self._held.append(tensor)  # so that its memory is no other's
+            if storage_key(tensor) in given and not any(tensor is arg for arg in args):
+                self._shared.add(storage_key(tensor))
+
+
+class Rows:
+    """Which rows of a batch a micro-batch has.
+
+    Args:
+        start: The first.
+        count: How many.
+        total: Of the batch.
+    """
+
+    def __init__(self, start: int, count: int, total: int) -> None:
+        self.start, self.count, self.total = start, count, total
+
+    def of(self, whole: Tensor, own: Tensor) -> Tensor | None:
+        """The part of a result that the micro-batch has; None where shapes do not say.
+
+        Args:
+            whole: What a function gave for the batch.
+            own: What it gave for the micro-batch by itself.
+        """
+        if whole.dtype != own.dtype or whole.dim() != own.dim():
+            return None
+        if whole.shape == own.shape:
+            return whole
+        uneven = [d for d in range(own.dim()) if own.shape[d] != whole.shape[d]]
+        if len(uneven) > 1 or (whole.shape[uneven[0]], own.shape[uneven[0]]) != (self.total, self.count):
+            return None
+        return whole.narrow(uneven[0], self.start, self.count)
+
+    def holds(self, whole: Tensor, own: Tensor) -> bool:
+        """Whether a result has the samples' values of the batch's, as of joined views or joined tokens."""
+        if whole.dtype != own.dtype or whole.dim() != own.dim():
+            return False
+        uneven = [d for d in range(own.dim()) if own.shape[d] != whole.shape[d]]
+        if not uneven:
+            return _close(whole, own)
+        dimension, *others = uneven
+        times, rest = divmod(whole.shape[dimension], self.total)
+        if others or rest or own.shape[dimension] != times * self.count:
+            return False
+        for before in (one for one in range(1, times + 1) if times % one == 0):
+            cut = whole.unflatten(dimension, (before, self.total, times // before))
+            part = cut.narrow(dimension + 1, self.start, self.count).flatten(dimension, dimension + 2)
+            if _close(part, own):
+                return True
+        return False
+
+
+class _Answer(NamedTuple):
+    """What a call is answered with; `is_given` is false where it is to be run."""
+
+    func: Any
+    is_given: bool = False
+    value: Any = None
+    writes: bool = False
+
+
+class Followed(Functions):
+    """A run of a step for one micro-batch that has its part of the batch's values.
+
+    Args:
+        whole: The step's run for the batch.
+        own: For the micro-batch, with its own values.
+        rows: Of the micro-batch.
+
+    Attributes:
+        failed: Whether that cannot be done.
+    """
+
+    def __init__(self, whole: Seen, own: Seen, rows: Rows) -> None:
+        self._whole, self._own, self._rows = whole.calls, own.calls, rows
+        alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
+        self.failed = not alike or whole.host != own.host
+        self._before = True  # no unit has been called
+        self.answers: list[_Answer] = []
+
+    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+        """A unit is called."""
+        self._before = False
+        self.failed = self.failed or self._taken(number) is None
+        self.answers.append(_Answer(number))
+
+    def _taken(self, func: Any) -> tuple[Called, Called] | None:
+        place = len(self.answers)
+        if place >= len(self._whole) or self._whole[place].func != func:
+            return None
+        return self._whole[place], self._own[place]
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """Answer with the micro-batch's part of what the batch has."""
+        found = None if self.failed else self._taken(func)
+        if found is None:
+            self.failed = True
+            return run(func, args, kwargs)
+        try:
+            answer = self._answer(*found)
+            if answer is None:
+                self.answers.append(_Answer(func))
+                result = run(func, args, kwargs)
+                if self._before:
+                    self._check(found[0].result, result)
+                return result
+        except _CannotError:
+            self.failed = True
+            return run(func, args, kwargs)
+        self.answers.append(answer)
+        return _given(answer, args, kwargs, run)
+
+    def _answer(self, whole: Called, own: Called) -> _Answer | None:
+        """None where the function is to be run."""
+        if whole.opaque or own.opaque:
+            if self._before:
+                raise _CannotError
+            return None
+        if whole.target is not None:
+            part = None if own.target is None else self._rows.of(whole.target, own.target)
+            if part is None:
+                raise _CannotError
+            return _Answer(whole.func, is_given=True, value=part, writes=True)
+        if whole.func in _NUMBERS:
+            return _Answer(whole.func, is_given=True, value=whole.result) if self._before else None
+        value = None if whole.is_given else self._part(whole.result, own.result)
+        return None if value is None else _Answer(whole.func, is_given=True, value=value)
+
+    def _part(self, whole: Any, own: Any) -> Any:
+        if isinstance(whole, Tensor) and isinstance(own, Tensor):
+            if not self._before and whole.shape == own.shape:
+                return None  # such as a sum, whose batch's is found from all micro-batches'
+            return self._rows.of(whole, own)
+        tensors = isinstance(whole, tuple | list) and all(isinstance(one, Tensor) for one in whole)
+        if not tensors or not whole or len(whole) != len(own):
+            return None
+        parts = [self._part(*pair) for pair in zip(whole, own, strict=True)]
+        return None if any(part is None for part in parts) else type(whole)(parts)
+
+    def _check(self, whole: Any, result: Any) -> None:
+        """What is run for the micro-batch has to give what the batch's samples have."""
+        mine, theirs = list(tensors_in(result)), list(tensors_in(whole))
+        if (
+            isinstance(whole, tuple | list)
+            and len(theirs) == self._rows.total
+            and len(mine) == self._rows.count
+        ):
+            theirs = theirs[self._rows.start : self._rows.start + self._rows.count]  # one for each sample
+        if len(mine) != len(theirs):
+            raise _CannotError
+        if not all(self._rows.holds(*pair) for pair in zip(theirs, mine, strict=True)):
+            raise _CannotError
+
+
+class Given(Functions):
+    """A micro-batch's step on a stage, which is given what `Followed` found.
+
+    Args:
+        answers: To each of its calls.
+        step: Name of the user's method.
+        goes_on: Whether numpy and Python go on from where they stand at the first unit.
+    """
+
+    def __init__(self, answers: Sequence[_Answer], step: str, *, goes_on: bool) -> None:
+        self._answers, self._step, self._next = answers, step, 0
+        self._goes_on, self._before = goes_on, True
+
+    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+        """A unit is called: what is drawn from now on is the micro-batch's own."""
+        if self._before and not self._goes_on:
+            seeds.host_own()
+        self._before = False
+        self._take(number)
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """Answer as was found."""
+        answer = self._take(func)
+        return run(func, args, kwargs) if not answer.is_given else _given(answer, args, kwargs, run)
+
+    def _take(self, func: Any) -> _Answer:
+        answer = self._answers[self._next] if self._next < len(self._answers) else _Answer(func)
+        self._next += 1
+        if answer.func != func:
+            if any(one.is_given for one in self._answers[self._next - 1 :]):
+                raise SplitError(
+                    f"{self._step} mixes samples of the batch with each other, and does something else when "
+                    "it is run again for the same batch, as by the clock, so that a micro-batch cannot be "
+                    "given its samples of the batch: mix them in on_after_batch_transfer"
+                )
+            self._next = len(self._answers)
+            return _Answer(func)
+        return answer
+
+
+def _given(answer: _Answer, args: Any, kwargs: Any, run: Run) -> Any:
+    run(answer.func, args, kwargs, lambda *call: answer.value)  # a random one is run: the next is another
+    if not answer.writes:
+        return _fresh(answer.value)
+    with torch.no_grad():
+        args[0].copy_(answer.value)
+    return None if getattr(answer.func, "__name__", "") == "__setitem__" else args[0]
+
+
+def _fresh(value: Any) -> Any:
+    """A copy, which nobody has written into and of which nobody knows what a micro-batch has of it."""
+    return map_tensors(torch.clone, value)
+
+
+def _target(func: Any, args: Any) -> Tensor | None:
+    """What a function changes in place, by its name."""
+    name = getattr(func, "__name__", "")
+    writes = name in ("__setitem__", "__set__") or name.startswith("__i") or (
+        name.endswith("_") and not name.endswith("__")
+    )  # fmt: skip
+    is_type = name in ("__index__", "__int__", "__invert__", "__iter__")
+    return args[0] if writes and not is_type and args and isinstance(args[0], Tensor) else None
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape:
+        return False
+    if not one.is_floating_point():
+        return bool(torch.equal(one, other))
+    precise = one.dtype is torch.float64
+    return torch.allclose(one, other, rtol=1e-12 if precise else 1e-5, atol=0.0, equal_nan=True)
+
+
+def is_cut_by_rows(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> bool:
+    """Whether micro-batches have the samples of a batch in order.
+
+    Args:
+        whole: The batch's arguments.
+        parts: Each micro-batch's.
+        sizes: Samples of each.
+    """
+    batch, total, start, found = list(tensors_in(whole)), sum(sizes), 0, False
+    for part, size in zip(parts, sizes, strict=True):
+        tensors = list(tensors_in(part))
+        if len(tensors) != len(batch):
+            return False
+        for theirs, mine in zip(batch, tensors, strict=True):
+            cut = theirs.dim() > 0 and theirs.shape[0] == total and mine.shape[:1] == (size,)
+            found = found or cut
+            same = theirs[start : start + size] if cut else theirs
+            if mine is not same and not (mine.shape == same.shape and torch.equal(mine, same)):
+                return False
+        start += size
+    return found and math.prod(sizes) > 0
