@@ -228,6 +228,8 @@ class Followed(Functions):
                 raise _CannotError
             return None
         if whole.target is not None:
+            if not self._before and own.target is not None and whole.target.shape == own.target.shape:
+                return None
             part = None if own.target is None else self._rows.of(whole.target, own.target)
             if part is None:
                 raise _CannotError

@@ -412,6 +412,7 @@ class SplitModel(OutsideSteps):
             self._divisors.follow(self._step, whole)
             if self._state is not None:
                 self._state.start_again()
+        if self._step.mixing or self._step.follower is not None:
             self._open.enter_context(self.told.metrics_unfollowed())
 
     def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:

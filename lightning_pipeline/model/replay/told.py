@@ -141,18 +141,19 @@ class Told:
     @contextmanager
     def _unfollowed(self) -> Iterator[None]:
         watcher: Any = self._mode.watcher
-        follow = getattr(watcher, "follow", None)
-        if follow is None:
+        if not hasattr(watcher, "mixing"):
             yield
             return
-        watcher.follow = None
+        seeing = watcher.follow, watcher.mixing
+        watcher.follow = watcher.mixing = None
         try:
             yield
         finally:
-            watcher.follow = follow
+            watcher.follow, watcher.mixing = seeing
 
     def _no_value(self) -> Tensor:
-        return self._mode.make(TensorSpec((), (), torch.float32, self._device.type, False))
+        with self._unfollowed():
+            return self._mode.make(TensorSpec((), (), torch.float32, self._device.type, False))
 
 
 def _drop(value: Any) -> None:
