@@ -18,10 +18,10 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.hooks.metrics import SharedMetrics
-from lightning_pipeline.model.state import ElsewhereError, Sent
+from lightning_pipeline.model.state import ElsewhereError, InUnits, Sent
 from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.patching import all_undone, patch
-from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.ranks import Company, Outlet
 
 HOOKS = ("on_train_epoch_end", "on_validation_epoch_end", "on_test_epoch_end", "on_predict_epoch_end")
 LARGEST = 2**28
@@ -34,6 +34,7 @@ class LeavesBehind(Protocol):
     """A rank's part of a module; see `SplitModel`."""
 
     begun: int
+    in_units: InUnits
 
     @property
     def leaves_late(self) -> bool: ...
@@ -41,6 +42,26 @@ class LeavesBehind(Protocol):
     def left_so_far(self, largest: int | None = None) -> tuple[dict[str, Sent], list[str]]: ...
 
     def take(self, left: Mapping[str, Sent]) -> None: ...
+
+
+def tell_of_units(units: InUnits, company: Company, largest: int | None = None) -> None:
+    """Let ranks have what units of others keep, and say what no rule puts together; all ranks call.
+
+    Args:
+        units: Of this rank.
+        company: Of the ranks.
+        largest: Bytes that one rank may tell; None: what is little, as after each batch.
+    """
+    if company.group is None:
+        return
+    own = units.told(largest, after_batch=largest is None)
+    told = company.gather("telling what units keep", own)
+    for label, line in units.take(list(told.values())).items():
+        rank_zero_warn(
+            f"the {line} works out {label!r} from the value before once for each micro-batch of a batch, and "
+            "no rule is known that puts their results together to what one device has: return what it is "
+            "made of, and keep it in on_train_batch_end"
+        )
 
 
 class LeftBySteps:
@@ -63,6 +84,8 @@ class LeftBySteps:
         if self._told_after == self._split.begun:
             return
         self._told_after, self.is_everywhere = self._split.begun, True
+        self._split.in_units.notice()
+        tell_of_units(self._split.in_units, self._outlet.company, LARGEST)
         if not self._split.leaves_late:
             return
         left, unsent = self._outlet.share(

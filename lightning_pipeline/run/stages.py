@@ -284,6 +284,7 @@ class Stages:
         trainer = self._trainer
         self.take_in()
         if not self._module.automatic_optimization:
+            self._uncut_begins()
             return self.lockstep.batch("training_step", args)
         of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
         batch = Batch(self.steps, "training_step", args, (of_run,), trainer.accumulate_grad_batches)
@@ -313,6 +314,7 @@ class Stages:
         aside = nullcontext if uncut else self.meeting.aside
         batch: Batch | UncutBatch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
         if uncut:
+            self._uncut_begins()
             batch = self.lockstep.batch(step, args)
 
         @contextmanager
@@ -324,6 +326,11 @@ class Stages:
 
         batch.around = around
         return batch
+
+    def _uncut_begins(self) -> None:
+        """A batch comes whose step runs whole, and may leave something in the units that it calls."""
+        self.split.begun += 1
+        self.split.in_units.notice()
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average over replicas.
@@ -412,6 +419,8 @@ class Stages:
         from_last = self._members.from_last
         try:
             left, _ = from_last.share(self.split.left_so_far, "gathering what steps left on the last stage")
+            self.split.in_units.notice()
+            kept = self._members.replica.gather("gathering what units keep", self.split.in_units.told())
             came = make_whole(
                 self._module, callbacks, self.split, self.owns(), self._members.replica,
                 self._settings.gather_weights, staged=staged,
@@ -422,6 +431,7 @@ class Stages:
         self.split.restore(came, on_meta=True)
         if not from_last.is_source:
             self.split.take(left)
+        self.split.in_units.take(list(kept.values()))
 
 
 def split_module(

@@ -3,8 +3,10 @@
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from lightning_pipeline.data import merge_outputs
@@ -14,6 +16,7 @@ from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
 from lightning_pipeline.model.state import (
     CHAINED,
     AttributeGuards,
+    InUnits,
     Merge,
     Rows,
     Rule,
@@ -25,6 +28,7 @@ from lightning_pipeline.model.state import (
     summed,
     unmerged,
     usual,
+    values_kept,
 )
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
@@ -61,8 +65,11 @@ class LeftBehind:
         guards: What stands for attributes of other stages.
         others: What a step may change beside the module.
         quiet: Inside, nothing is logged or measured and no random number is used up.
+        stage_of: The stage of each unit, of those too that come later.
+        device: Of the run.
 
     Attributes:
+        in_units: What units keep of their own.
         not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
         doubtful: By step, states that it works out from their last value once for each micro-batch.
         decided_by: By step, sums over samples by which it decides when it has added those of a micro-batch.
@@ -75,13 +82,15 @@ class LeftBehind:
         guards: AttributeGuards,
         others: Callable[[], Sequence[Owner]],
         quiet: Callable[[], AbstractContextManager[None]],
+        stage_of: Sequence[int],
+        device: torch.device,
     ) -> None:  # fmt: skip
         self._root, self._cut, self._patches, self._stages = root, cut, patches, stages
         self._has_last_stage = cut.num_stages - 1 in stages
         self._traced, self._traced_like = traced, traced_like
         self._guards, self._others, self._quiet = guards, others, quiet
         self._rules: dict[str, dict[str, Rule | None]] = {}
-        self._unit_rules: dict[str, dict[str, Rows]] = {}
+        self.in_units = InUnits(root, patches.units, stage_of, stages, guards, device)
         self._by_rows: dict[str, tuple[Place, Rows]] = {}  # of all steps
         self._rows_at: dict[str, int] = {}
         self._reads: dict[str, dict[str, bool]] = {}
@@ -146,24 +155,6 @@ class LeftBehind:
         known = self.decided_by.setdefault(step, [])
         known += sorted((found & whole) - set(known))
 
-    def unit_state(self, trace: Trace, stage: int, sizes: Sequence[int]) -> StepState | None:
-        """For one batch: what units of a stage keep of its samples; None where they keep nothing.
-
-        Args:
-            trace: Of the step.
-            stage: Of this rank.
-            sizes: Samples of each micro-batch.
-        """
-        rules = self._unit_rules.get(trace.step, {})
-        effects = [
-            Effect(place)
-            for unit, place in trace.unit_attributes
-            if place.label in rules and self._cut.stage_of[unit] == stage
-        ]
-        if not effects or len(sizes) == 1:
-            return None
-        return StepState(effects, dict(rules), sizes, is_last=True, step=trace.step)
-
     # ---- what no run without values shows
 
     def watch(self) -> None:
@@ -197,7 +188,7 @@ class LeftBehind:
             trace: Of the step.
             total: Samples of the batch.
         """
-        rules = {**self._rules.get(trace.step, {}), **self._unit_rules.get(trace.step, {})}
+        rules = {**self._rules.get(trace.step, {}), **self.in_units.rows(trace.step)}
         places = [effect.place for effect in trace.effects] + [place for _, place in trace.unit_attributes]
         for place in places:
             rule = rules.get(place.label)
@@ -290,6 +281,7 @@ class LeftBehind:
             keeps: Whether those that are known hold on: the batch that shows more may not leave these behind.
         """
         self._glue_modules = []
+        self.in_units.forget(step)
         rules, doubtful = self._rules.pop(step, {}), self.doubtful.pop(step, [])
         if keeps and rules:
             self._earlier[step] = rules, doubtful
@@ -328,13 +320,14 @@ class LeftBehind:
         inside = [place for _, place in trace.unit_attributes]
         start = StartRows([*(e.place for e in here), *inside], sum(sizes))
         keep = any(sizes[0] in shape for shapes in trace.unit_shapes.values() for shape in shapes)
+        keep |= bool(self.in_units.tried(trace))
         while True:
             # What stands at the first batch every rank has to cut, so that it is tried out on all.
             effects = [e for e in here if self._has_last_stage or start or not e.from_units]
             if not (effects or keep):
                 return {}
             try:
-                found, in_units = self._ask(trace, effects, microbatches[:2], sizes[:2], merge, start)
+                found, in_units, asked = self._ask(trace, effects, microbatches[:2], sizes[:2], merge, start)
             except Exception as error:  # the user's code, on made-up values: then the usual rules must do
                 if start:
                     start.wrong(start.rules)
@@ -351,7 +344,7 @@ class LeftBehind:
             if not wrong:
                 break
             start.wrong(wrong)
-        self._unit_rules[trace.step] = in_units
+        self.in_units.know(trace, {**in_units, **self._try_units(trace, in_units, asked, merge, start)})
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
         return found.by_place
@@ -359,8 +352,8 @@ class LeftBehind:
     def _ask(
         self, trace: Trace, effects: Sequence[Effect], microbatches: Sequence[MicrobatchArguments],
         sizes: Sequence[int], merge: Merge, start: StartRows,
-    ) -> tuple[Rules, dict[str, Rows]]:  # fmt: skip
-        """The rules for what is left between units, and those for what these keep of their samples."""
+    ) -> tuple[Rules, dict[str, Rows], Question]:  # fmt: skip
+        """The rules for what is left between units, those for what these keep of their samples, and how."""
         (one, other), (first, second) = microbatches, sizes
         whole, back = (
             merge_outputs([one, other], [first, second]),
@@ -377,9 +370,33 @@ class LeftBehind:
         by_identity = {place.label: place.identity for _, place in trace.unit_attributes}
         in_units = {label: rows for label, rows in in_units.items() if by_identity.get(label) not in carried}
         if not effects:
-            return Rules({}, {}), in_units
+            return Rules({}, {}), in_units, asked
         with self._guards.lifted():
-            return self._try_out(effects, asked, merge, start), in_units
+            return self._try_out(effects, asked, merge, start), in_units, asked
+
+    def _try_units(
+        self, trace: Trace, known: Collection[str], asked: Question, merge: Merge, start: StartRows
+    ) -> dict[str, Rule | None]:
+        """The rules for what units of this rank keep beside their samples; these run for it."""
+        tried = [(unit, place) for unit, place in self.in_units.tried(trace) if place.label not in known]
+        parts = [part.unit_numbers for _, part in (asked.one, asked.other, asked.whole)]
+        found: dict[str, Rule | None] = {}
+        for _, place in tried:
+            values = [part.get(place.label, MISSING) for part in parts]
+            if MISSING not in values and values[0] == values[1] == values[2]:
+                found[place.label] = same
+        left = [(u, p) for u, p in tried if p.label not in found and self.in_units.is_here(u)]
+        if not left:
+            return found
+        units = {unit for unit, _ in left}
+        asked = replace(asked, really=frozenset(units))
+        try:
+            with self._guards.lifted(), values_kept([self._patches.units[unit].module for unit in units]):
+                rules = self._try_out([Effect(place) for _, place in left], asked, merge, start).by_place
+        except Exception as error:  # the user's code, on made-up values
+            _log.debug("units of %s do not run on made-up values: %s", trace.step, error)
+            rules = {}
+        return found | {place.label: rules.get(place.label, unmerged) for _, place in left}
 
     def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge, start: StartRows) -> Rules:
         """The rules, with everything as it is left as it is."""

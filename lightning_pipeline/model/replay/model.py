@@ -93,6 +93,7 @@ class SplitModel(OutsideSteps):
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
         known: What is known of each step.
+        in_units: What units keep of their own.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: That of the last step in which it was counted.
         worst: The worst moment of all steps in which it was.
@@ -146,10 +147,11 @@ class SplitModel(OutsideSteps):
         self._step: Step | None = None
         self._state: StepState | None = None
         self._left_behind = LeftBehind(
-            root, cut, self._patches, stages,
+            root, cut, self._patches, stages, stage_of=self._stage_of, device=self._device,
             traced=self.known.traced, traced_like=self.known.traced_like, guards=self._guards, others=others,
             quiet=self._quiet,
         )  # fmt: skip
+        self.in_units = self._left_behind.in_units
         self._finder = RouteFinder(
             root, cut, self._residence.needed,
             walk=DryRuns(self._first_view, self._patches).walk, traced=self.known.traced,
@@ -208,6 +210,7 @@ class SplitModel(OutsideSteps):
         """What hooks have added to the module is on its stages: find out anew what steps do."""
         self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
         self._modules = list(self.root.modules())
+        self.in_units.changed()
         for program in self._programs.values():
             program.view.modules, program.view.stage_of = self._modules, list(self._stage_of)
         for trace in self.known.forget():
@@ -368,6 +371,7 @@ class SplitModel(OutsideSteps):
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
         self._guards.install(self._set_elsewhere(trace), SetByUnit)
         self._left_behind.watch()
+        self.in_units.begin(trace)
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
         self._step = Step(
@@ -399,11 +403,13 @@ class SplitModel(OutsideSteps):
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways.decisions)
         for program in self._programs.values():
             program.state = self._state
-            program.unit_state = self._left_behind.unit_state(trace, program.index, sizes)
+            program.unit_state = self.in_units.state(trace, program.index, sizes)
         self._total = sum(sizes)
         if self._over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
-            self._over_batch.begin(self._step, at_once, self._finder, self._state)
+            later = self._over_batch.begin(self._step, at_once, self._finder, self._state)
+            last = self._programs[self.num_stages - 1]
+            last.unit_state = self.in_units.state(trace, last.index, sizes, but=later)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if self.has_last_stage and len(microbatches) > 1 and self._over_batch is None:
@@ -467,10 +473,11 @@ class SplitModel(OutsideSteps):
         Args:
             merge: Merges one value per micro-batch.
         """
-        states = [self._state, *(program.unit_state for program in self._programs.values())]
-        for state in states:
+        inside = [program.unit_state for program in self._programs.values()]
+        for state in (self._state, *inside):
             if state is not None:
                 state.settle(merge)
+        self.in_units.settle(inside)
 
     def unforeseen(self, step: str) -> list[str]:
         """After `settle`, on the last stage: attributes that values of units have let the step change.

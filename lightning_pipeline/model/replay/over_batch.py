@@ -105,8 +105,10 @@ class OverBatch(Stage):
 
     # ---- a batch
 
-    def begin(self, step: Step, whole: Microbatch, finder: RouteFinder, state: StepState | None) -> None:
-        """Take on a batch.
+    def begin(
+        self, step: Step, whole: Microbatch, finder: RouteFinder, state: StepState | None
+    ) -> frozenset[int]:
+        """Take on a batch; units of the stage that run once for all of it.
 
         Args:
             step: With the micro-batches.
@@ -159,6 +161,7 @@ class OverBatch(Stage):
             self._table = table
         self._given.clear()
         self._gradients = None
+        return later
 
     def end(self) -> None:
         """Let go of the batch."""

@@ -60,6 +60,7 @@ class Question:
         whole: Of both.
         back: Of both, the second first.
         sizes: Samples of the two.
+        really: Units that run for what they keep of their own, though what they return is made up.
     """
 
     one: tuple[Arguments, Trace]
@@ -67,6 +68,7 @@ class Question:
     whole: tuple[Arguments, Trace]
     back: tuple[Arguments, Trace]
     sizes: tuple[int, int]
+    really: frozenset[int] = frozenset()
 
     def pieces(self, batch: Arguments) -> Pieces:
         """Of the two, where the samples of these arguments are, which are of one, the other or both."""
@@ -79,25 +81,38 @@ class Question:
 
     def swapped(self) -> "Question":
         """The second first."""
-        return Question(self.other, self.one, self.back, self.whole, (self.sizes[1], self.sizes[0]))
+        sizes = self.sizes[1], self.sizes[0]
+        return Question(self.other, self.one, self.back, self.whole, sizes, self.really)
 
 
 class _MadeUp:
     """Answers calls of units with values that nobody computed."""
 
-    inside = False
-
-    def __init__(self, values: Mapping[tuple[int, int], Any], trace: Trace) -> None:
+    def __init__(
+        self, values: Mapping[tuple[int, int], Any], trace: Trace, really: frozenset[int],
+        originals: Sequence[Callable[..., Any]] = (),
+    ) -> None:  # fmt: skip
+        self.inside = False
         self._values, self._trace = values, trace
+        self._really, self._originals = really, originals
         self._counts: dict[int, int] = {}
         self._modules = list(trace.root.modules())
         self.seen: Observed = []
 
-    def again(self) -> "_MadeUp":
-        """The same, for another run."""
-        return _MadeUp(self._values, self._trace)
+    def again(self, originals: Sequence[Callable[..., Any]]) -> "_MadeUp":
+        """The same, for another run, in which units have these forwards."""
+        return _MadeUp(self._values, self._trace, self._really, originals)
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.inside:  # a unit that is called by another is part of that
+            return self._originals[unit](*args, **kwargs)
+        if unit in self._really:
+            copies = map_tensors(_copied, (args, kwargs))
+            self.inside = True
+            try:
+                self._originals[unit](*copies[0], **copies[1])
+            finally:
+                self.inside = False
         nth = self._counts.get(unit, 0)
         self._counts[unit] = nth + 1
         self.seen.append((unit, _values_in((args, kwargs))))
@@ -111,6 +126,11 @@ class _MadeUp:
         for hook in watch.put_off(fresh, structure):
             hook()
         return result
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    copy = tensor.detach().clone()
+    return alias(copy.requires_grad_()) if tensor.requires_grad else copy
 
 
 @dataclass(frozen=True)
@@ -365,7 +385,7 @@ class _Runs:
                     if carried is not None and effect.place.label in carried:
                         _put(effect, _renewed(carried[effect.place.label]))
                 for (args, kwargs), values in parts:
-                    self._patches.runner = runner = values.again()
+                    self._patches.runner = runner = values.again(self._patches.originals)
                     copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
                     result = self._function(*copied[0], **copied[1])
                     self.observed = [*runner.seen, (None, _values_in(result))]
@@ -413,7 +433,9 @@ def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _Made
                 tensor.requires_grad_(needed)
             table[call.unit, call.nth] = (tensors, call.structure)
     traces = question.one[1], question.other[1], question.whole[1]
-    one_by, other_by, whole_by = map(_MadeUp, found, traces)
+    one_by, other_by, whole_by = (
+        _MadeUp(table, trace, question.really) for table, trace in zip(found, traces, strict=True)
+    )
     return one_by, other_by, whole_by
 
 

@@ -1,6 +1,7 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
+from lightning_pipeline.model.state.in_units import InUnits, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
@@ -39,6 +40,7 @@ __all__ = [
     "ElsewhereError",
     "FromLast",
     "Gradients",
+    "InUnits",
     "Meeting",
     "Merge",
     "Pieces",
@@ -67,4 +69,5 @@ __all__ = [
     "summed",
     "unmerged",
     "usual",
+    "values_kept",
 ]

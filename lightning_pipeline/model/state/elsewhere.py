@@ -176,14 +176,49 @@ for _cls in (ElsewhereList, ElsewhereDeque, ElsewhereDict):
         setattr(_cls, _name, _silent)
 
 
+def _refuse_unit(what: str) -> NoReturn:
+    raise PlaceholderError(
+        f"{what} is set by a unit's forward on another stage and read outside it, where it has "
+        f"an old value: return it from forward instead [at {user_line()}]"
+    )
+
+
 class SetByUnit(Elsewhere):
     """Raises on any use of an attribute that the forward of a unit sets, on a stage that does not hold it."""
 
     def _refused(self) -> NoReturn:
-        raise PlaceholderError(
-            f"{self._what} is set by a unit's forward on another stage and read outside it, where it has "
-            f"an old value: return it from forward instead [at {user_line()}]"
-        )
+        _refuse_unit(self._what)
+
+
+class _ListOfUnit(ElsewhereList):
+    """The same of a list that it fills: writes are dropped."""
+
+    def _refused(self) -> NoReturn:
+        _refuse_unit(self._what)
+
+
+class _DequeOfUnit(ElsewhereDeque):
+    """The same of a deque."""
+
+    def _refused(self) -> NoReturn:
+        _refuse_unit(self._what)
+
+
+class _DictOfUnit(ElsewhereDict):
+    """The same of a dictionary."""
+
+    def _refused(self) -> NoReturn:
+        _refuse_unit(self._what)
+
+
+def set_by_unit(value: Any) -> Callable[[str], Any]:
+    """What makes a guard for what a unit of another stage has in a place.
+
+    Args:
+        value: What stands there on this rank.
+    """
+    kinds = {list: _ListOfUnit, deque: _DequeOfUnit, dict: _DictOfUnit}
+    return next((kind for plain, kind in kinds.items() if isinstance(value, plain)), SetByUnit)
 
 
 def attribute_name(place: Place) -> str:

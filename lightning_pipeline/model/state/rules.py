@@ -93,6 +93,11 @@ def one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -
     return _with(start, [merged(None, list(column), sizes, merge) for column in columns])
 
 
+def averaged_one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """The same of items that are means of each element."""
+    return one_by_one(start, results, sizes, lambda values, sizes: averaged(None, values, sizes, merge))
+
+
 class Rows:
     """Tensors with a dimension of the samples, joined along it; what a batch finds there is cut likewise.
 
@@ -238,6 +243,7 @@ _RULES: list[Rule] = [
     added,
     joined,
     one_by_one,
+    averaged_one_by_one,
     merged,  # takes a list of as many items as there are samples for one of samples
     averaged,
     largest,
@@ -296,7 +302,7 @@ def goes_on(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
 def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
     if rule is same and not equal(trial.one, trial.other):
         return False
-    if rule in (joined, one_by_one) and _begins_anew(start, trial):
+    if rule in (joined, one_by_one, averaged_one_by_one) and _begins_anew(start, trial):
         return False
     # What is added up goes on from what was there; what begins anew does not.
     if rule in (summed, added) and (rule is summed) is not equal(trial.after, trial.whole):

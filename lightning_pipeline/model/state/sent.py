@@ -37,6 +37,7 @@ class Sent(NamedTuple):
         """Make a value ready that is small, or travels."""
         if value is MISSING:
             return cls(None, [], is_there=False)
+        value = _packed(value)
         on_device = [tensor.device.type != "cpu" for tensor in tensors_in(value)]
         return cls(map_tensors(lambda tensor: tensor.detach().cpu(), value), on_device)
 
@@ -49,7 +50,31 @@ class Sent(NamedTuple):
         if not self.is_there:
             return MISSING
         places = iter(self.on_device)
-        return map_tensors(lambda tensor: tensor.to(device) if next(places) else tensor, self.value)
+        return _unpacked(map_tensors(lambda t: t.to(device) if next(places) else t, self.value))
+
+
+class _Deque(NamedTuple):
+    """A deque on its way."""
+
+    items: list[Any]
+    longest: int | None
+
+
+def _packed(value: Any) -> Any:
+    """The same with `_Deque` in the place of deques, in which tensors are found."""
+    if isinstance(value, deque):
+        return _Deque([_packed(item) for item in value], value.maxlen)
+    if type(value) in (list, tuple):
+        return type(value)(map(_packed, value))
+    return {key: _packed(item) for key, item in value.items()} if type(value) is dict else value
+
+
+def _unpacked(value: Any) -> Any:
+    if type(value) is _Deque:
+        return deque(map(_unpacked, value.items), value.longest)
+    if type(value) in (list, tuple):
+        return type(value)(map(_unpacked, value))
+    return {key: _unpacked(item) for key, item in value.items()} if type(value) is dict else value
 
 
 class FromLast(NamedTuple):
@@ -81,9 +106,9 @@ def travels(value: Any) -> bool:
         return not is_placeholder(value)
     if isinstance(value, numpy.ndarray | numpy.generic):
         return not value.dtype.hasobject
-    if type(value) in (list, tuple):
+    if type(value) in (list, tuple, deque):
         return all(map(travels, value))
-    if type(value) in (set, deque):
+    if type(value) is set:
         return all(type(item) in _SMALL for item in value)
     if type(value) in (dict, OrderedDict):
         return all(type(key) in _SMALL and travels(item) for key, item in value.items())

@@ -28,14 +28,17 @@ class StepState:
         is_last: Whether this rank holds the last stage.
         step: Name of the step.
         beside: What another step has left by rows, which this one may read.
+        in_unit: Whether a unit leaves it, whose next forward reads it.
 
     Attributes:
+        unfit: After `settle`, labels of what a unit leaves and no rule puts together.
         divided: After `settle`, labels of places that some micro-batches have changed and others have not.
     """
 
     def __init__(
         self, effects: Sequence[Effect], rules: dict[str, Rule | None], sizes: Sequence[int],
         *, is_last: bool, step: str, beside: Sequence[tuple[Place, Rows]] = (),
+        in_unit: bool = False,
     ) -> None:  # fmt: skip
         self._step, self._is_last = step, is_last
         self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
@@ -46,7 +49,8 @@ class StepState:
         self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
         self._results: list[dict[str, Any]] = []
         self._several, self._sizes = len(sizes) > 1, list(sizes)
-        self._fresh, self.divided = True, list[str]()
+        self._fresh, self.divided, self.unfit = True, list[str](), list[str]()
+        self._in_unit = in_unit
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
@@ -168,6 +172,9 @@ class StepState:
                 whole = _merged(rule, before, results, sizes, merge)
         except NoFit:
             whole = Unmerged(attribute_name(place), self._step)
+            if self._in_unit:
+                whole = _in_order(before, results)
+                self.unfit.append(place.label)
         self._put(effect, start, whole)
 
     def _put(self, effect: Effect, start: Kept, whole: Any) -> None:
@@ -359,6 +366,13 @@ def _is_new(result: Any, before: Any) -> bool:
 
 def _length(value: Any) -> list[Any]:
     return [value.maxlen] if isinstance(value, deque) else []
+
+
+def _in_order(before: Any, results: list[Any]) -> Any:
+    """Something for the next forward of a unit, where no rule puts together what micro-batches left."""
+    if not all(isinstance(result, _Grown) for result in results):
+        return results[-1]
+    return type(before)([*before, *(item for result in results for item in result.items)], *_length(before))
 
 
 def _all(before: Any, result: Any) -> Any:

@@ -164,6 +164,11 @@ class EffectsSeen:
             place.label: [tuple(tensor.shape) for tensor in tensors_held(place.get(), most=_MOST_CARRIED)]
             for _, place in trace.unit_attributes
         }
+        trace.unit_numbers = {
+            place.label: value
+            for _, place in trace.unit_attributes
+            if type(value := place.get()) in (bool, int, float, str)
+        }
         own = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
         unseen = set(self._buffers) if observed.ended_early else set()
         late = unseen | {

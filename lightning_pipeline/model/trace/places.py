@@ -299,8 +299,9 @@ class _Seen:
         if same and not changed:
             return []
         names = {**self.entries, **now}
+        old = self.entries
         changed += [
-            key for key in names if key not in changed and now.get(key, MISSING) is not self._old(key)
+            key for key in names if key not in changed and now.get(key, MISSING) is not old.get(key, MISSING)
         ]
         for key in changed:
             self.held.pop(key, None)
@@ -309,9 +310,6 @@ class _Seen:
                 self.held[key] = inner
         self.entries = dict(now)
         return [self.owner.place(key) for key in changed if self.owner.watches(key)]
-
-    def _old(self, key: Any) -> Any:
-        return self.entries.get(key, MISSING)
 
 
 def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
@@ -358,11 +356,13 @@ class Surroundings:
         self._seen = [_Seen(owner) for owner in owners if not isinstance(owner, Numbers)]
 
     @classmethod
-    def of_attributes(cls, modules: Iterable[tuple[str, nn.Module]]) -> "Surroundings":
-        """Of some modules, by name, and of nothing below them."""
+    def of_attributes(
+        cls, modules: Iterable[tuple[str, nn.Module]], but: Iterable[str] = _OURS
+    ) -> "Surroundings":
+        """Of some modules, by name, and of nothing below them; some names are not looked at."""
         made = cls(nn.Module())
         named = [(f"{name}." if name else "", module) for name, module in modules]
-        made._seen = [_Seen(Owner(vars(module), label, _OURS)) for label, module in named]
+        made._seen = [_Seen(Owner(vars(module), label, but)) for label, module in named]
         return made
 
     def iterators(self) -> list[Place]:

@@ -97,6 +97,7 @@ class Trace:
         effects: What the code between the units leaves behind or puts back: attributes, modes, hooks, states.
         unit_attributes: What the forward of a unit, its number first, changes of its own.
         unit_shapes: Shapes of the tensors in what that is afterwards, by label.
+        unit_numbers: What that is afterwards, by label, where it is a number, a flag or a text.
         ended_early: Whether the rest of the step was not seen, for it needs values.
         arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
@@ -152,6 +153,7 @@ class Trace:
     effects: list[Effect] = field(default_factory=list)
     unit_attributes: list[tuple[int, Place]] = field(default_factory=list)
     unit_shapes: dict[str, list[tuple[int, ...]]] = field(default_factory=dict)
+    unit_numbers: dict[str, Any] = field(default_factory=dict)
     ended_early: bool = False
     arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_pipeline._torch import tree_leaves, tree_map_only
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.executor import Executor
-from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay
+from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay, tell_of_units
 from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
@@ -254,6 +254,8 @@ class Batch:
             if not from_last.is_source:
                 put_late_values(module, names, values)
                 split.take_from_last(left)
+        if split.in_units.tells(self.step):
+            tell_of_units(split.in_units, from_last.company)
         if self.trains and split.retains():
             told = from_last.company.gather("sharing gradients that the step retains", split.retained())
             split.take_gradients(list(told.values()))

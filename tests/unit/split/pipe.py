@@ -66,13 +66,12 @@ def alone(
             given = batch if each is None else each(module, number)
             index = number if each is not None else 0
             microbatches, weights = split_arguments(given, num_microbatches, index)
-            counters = {
-                name: copy.deepcopy(getattr(module, name)) for name in getattr(module, "once_per_batch", ())
-            }
+            held = [_held(module, name) for name in getattr(module, "once_per_batch", ())]
+            counters = [(part, own, copy.deepcopy(getattr(part, own))) for part, own in held]
             for index, ((args, kwargs), weight) in enumerate(zip(microbatches, weights, strict=True)):
                 module.logged = []
-                for name, value in counters.items():
-                    setattr(module, name, copy.deepcopy(value))
+                for part, own, value in counters:
+                    setattr(part, own, copy.deepcopy(value))
                 result = getattr(module, step)(*_copied(args), **kwargs)
                 outcome.logged.extend((index, name, value) for name, value in module.logged)
                 loss = result["loss"] if isinstance(result, dict) and training else result
@@ -83,6 +82,12 @@ def alone(
     outcome.gradients = {n: p.grad for n, p in module.named_parameters()}
     outcome.buffers = dict(module.named_buffers())
     return outcome
+
+
+def _held(module: Any, name: str) -> tuple[Any, str]:
+    """The module that has an attribute, such as `layers.0.calls`, and its name there."""
+    path, _, own = name.rpartition(".")
+    return module.get_submodule(path), own
 
 
 def _copied(args: tuple[Any, ...]) -> tuple[Any, ...]:

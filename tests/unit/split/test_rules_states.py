@@ -108,10 +108,11 @@ class HookOnUnit(Net):
 
 
 class OwnCounter(Net):
-    """A unit's own state that only the unit reads."""
+    """A unit's own state that only the unit reads: every micro-batch begins with that of the batch."""
 
     def __init__(self) -> None:
         super().__init__(CountsCalls)
+        self.once_per_batch = [f"layers.{number}.calls" for number in range(len(self.layers))]
 
 
 @pytest.mark.parametrize("kind", [HookOnUnit, OwnCounter])

@@ -1,0 +1,119 @@
+"""What the forward of a unit changes of its own is after a batch what one device has, on every rank."""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+KEPT = ("calls", "seen", "means", "recent", "by_mode", "average", "total", "is_warm", "largest", "kept")
+
+
+class Counts(nn.Module):
+    """A layer that keeps what passes through it."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.calls = self.seen = 0
+        self.means: list[Tensor] = []
+        self.recent: deque[Tensor] = deque(maxlen=2)
+        self.by_mode: dict[str, int] = {}
+        self.average = torch.zeros(inputs, dtype=torch.float64)
+        self.total = torch.zeros((), dtype=torch.float64)
+        self.is_warm, self.largest = False, -1.0
+        self.kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.average.mean()
+        self.calls += 1
+        self.seen += len(x)
+        self.means.append(x.detach().mean())
+        self.recent.append(x.detach().mean(0))
+        mode = "train" if self.training else "eval"
+        self.by_mode[mode] = self.by_mode.get(mode, 0) + 1
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        self.total = self.total + x.detach().sum()
+        self.is_warm = True
+        self.largest = max(self.largest, 1.0 * self.seen)
+        self.kept = x.detach()
+        scale = 1.0 + 0.1 * min(self.calls, 5) + 0.01 * before
+        return scale * self.linear(x).tanh()
+
+    def plain(self) -> dict[str, Any]:
+        return {name: _plain(getattr(self, name)) for name in KEPT}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | deque):
+        return [_plain(item) for item in value]
+    return dict(value) if isinstance(value, dict) else value
+
+
+class Kept(Regression):
+    """Three such layers, whose counts hooks read after each batch, and all of it at an epoch's end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = (FEATURES, 5, 5, TARGETS)
+        self.net = nn.Sequential(*map(Counts, sizes, sizes[1:])).double()
+        self.after_batches: list[Any] = []
+        self.at_ends: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layers: Any = self.net
+        self.after_batches.append([(one.calls, one.seen, one.is_warm, one.total.item()) for one in layers])
+
+    def on_train_epoch_end(self) -> None:
+        layers: Any = self.net
+        self.at_ends.append([one.plain() for one in layers])
+        for one in layers:
+            one.means.clear()
+
+    on_validation_epoch_end = on_train_epoch_end
+
+
+def left_by(pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    module, run = Kept(), trainer(pipeline, num_sanity_val_steps=0)
+    run.fit(module, loader(24), loader(16, seed=4))
+    layers: Any = module.net
+    weights = {name: value.tolist() for name, value in module.named_parameters()}
+    return {
+        "left": [one.plain() for one in layers], "batches": module.after_batches, "ends": module.at_ends,
+        "weights": weights, "logs": {name: float(value) for name, value in run.callback_metrics.items()},
+    }  # fmt: skip
+
+
+def assert_close(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_close(found[key], expected[key], f"{where}.{key}")
+    elif isinstance(expected, list | tuple):
+        assert len(found) == len(expected), where
+        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
+            assert_close(one, other, f"{where}.{number}")
+    else:
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9), where
+
+
+@pytest.mark.parametrize(
+    ("stages", "num_microbatches", "schedule"),
+    [(2, 4, "1F1B"), (3, 1, "1F1B"), (2, 2, "ZBH1"), (3, 2, "GPipe")],
+)
+def test_what_units_keep_is_that_of_one_device_on_every_rank(
+    ranks: Ranks, stages: int, num_microbatches: int, schedule: str
+) -> None:
+    expected = left_by(None)
+    assert expected["left"][0]["calls"] == 2 * (3 + 2)
+    pipeline = {"stages": stages, "num_microbatches": num_microbatches, "schedule": schedule}
+    for found in ranks(stages)(left_by, pipeline):
+        assert_close(found, expected)
