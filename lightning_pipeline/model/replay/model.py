@@ -30,7 +30,6 @@ from lightning_pipeline.model.state import (
     Gradients,
     Merge,
     Sent,
-    SetByUnit,
     StageParameters,
     StepState,
     is_told_as_attribute,
@@ -369,7 +368,6 @@ class SplitModel(OutsideSteps):
         self.begun += 1
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
-        self._guards.install(self._set_elsewhere(trace), SetByUnit)
         self._left_behind.watch()
         self.in_units.begin(trace)
         ways = self._finder.of_step(trace, liveness)
@@ -454,16 +452,6 @@ class SplitModel(OutsideSteps):
         """For runs of a step on made-up values."""
         with self.told.nothing(), self.forward_context():
             yield
-
-    def _set_elsewhere(self, trace: Trace) -> list[Place]:
-        """Attributes of units of other ranks that the forward of the unit sets; tensors are followed."""
-        return [
-            place
-            for unit, place in trace.unit_attributes
-            if self._stage_of[unit] not in self._programs
-            and not str(place.key).startswith("_")
-            and type(place.get()) in (bool, int, float, str)
-        ]
 
     # ---- what a batch leaves behind
 

@@ -1,6 +1,6 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
-from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, SetByUnit
+from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError
 from lightning_pipeline.model.state.in_units import InUnits, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
@@ -47,7 +47,6 @@ __all__ = [
     "Rows",
     "Rule",
     "Sent",
-    "SetByUnit",
     "SharedParameter",
     "Sources",
     "StageParameters",

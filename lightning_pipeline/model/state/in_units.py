@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.state.elsewhere import AttributeGuards, set_by_unit
+from lightning_pipeline.model.state.elsewhere import AttributeGuards, SetByUnit, set_by_unit
 from lightning_pipeline.model.state.rules import Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.sent import Sent, left_in, put_in, size_of, travels
 from lightning_pipeline.model.state.step_state import CHAINED, StepState
@@ -150,8 +150,19 @@ class InUnits:
         ]
         self._own |= {place.label: (unit, place) for unit, place in own if self.is_here(unit)}
         self._theirs |= {place.label: place for unit, place in own if not self.is_here(unit)}
+        self._guards.install(self._set_elsewhere(trace), SetByUnit)
         self._step, self._between = trace.step, {effect.place.identity for effect in trace.effects}
         self._look()
+
+    def _set_elsewhere(self, trace: Trace) -> list[Place]:
+        """Attributes of units of other ranks that the forward of the unit sets; tensors are followed."""
+        return [
+            place
+            for unit, place in trace.unit_attributes
+            if not self.is_here(unit)
+            and not str(place.key).startswith("_")
+            and type(place.get()) in (bool, int, float, str)
+        ]
 
     def state(
         self, trace: Trace, stage: int, sizes: Sequence[int], but: Collection[int] = ()
