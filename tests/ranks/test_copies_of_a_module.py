@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
@@ -61,3 +61,40 @@ def test_a_copy_of_the_layers_averages_the_weights_of_its_stage(ranks: Ranks, ki
         for name, value in found.items():
             torch.testing.assert_close(value, expected[name])
     assert seen == set(expected)
+
+
+class MadeInAStep(Regression):
+    """A teacher made in the first step, and values kept in some batches, as the number of the step decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target: Any = None
+        self.kept: dict[str, Any] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.target is None:
+            self.target = copy.deepcopy(self.net)
+        h = batch[0]
+        for number, layer in enumerate(self.net):
+            h = layer(h)
+            if number == 3 and [False, True, False, False, False, False][self.global_step]:
+                self.kept["hidden"] = h.detach().mean()
+                self.last = h.detach()
+        with torch.no_grad():
+            aim = self.target(batch[0])
+        return nn.functional.mse_loss(h, batch[1]) + 0.1 * (h - aim).pow(2).mean()
+
+
+def made_in_a_step(pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    module, run = MadeInAStep(), trainer(pipeline)
+    run.fit(module, loader(24))
+    tensors = {**module.state_dict(), "kept": module.kept["hidden"], "last": module.last}
+    return {name: tensor.detach().tolist() for name, tensor in tensors.items()}
+
+
+def test_what_a_step_makes_is_whole_on_every_rank_after_the_run(ranks: Ranks) -> None:
+    expected = made_in_a_step(None)
+    for found in ranks(2)(made_in_a_step, {"stages": 2, "num_microbatches": 1}):
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-10, msg=name)

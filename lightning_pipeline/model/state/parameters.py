@@ -254,7 +254,24 @@ class StageParameters:
             elif value is not None or on_meta:
                 registry[item.name] = made.setdefault(id(item.tensor), _replacement(item, value))
         self._dropped.clear()
+        self._fill_copies(states)
         _reorder(self._root, self._first_names)
+
+    def _fill_copies(self, states: Mapping[str, Tensor]) -> None:
+        """A module that a step has made by copying has placeholders, with no tensor of this rank's behind."""
+        for prefix, module in self._root.named_modules():
+            for registry in (module._parameters, module._buffers):
+                for name, tensor in registry.items():
+                    if tensor is None or not is_placeholder(tensor):
+                        continue
+                    value = states.get(f"{prefix}.{name}" if prefix else name)
+                    made = (
+                        torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                        if value is None
+                        else value
+                    )
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    registry[name] = nn.Parameter(made, tensor.requires_grad) if is_parameter else made
 
     def _value(self, item: _Dropped, states: Mapping[str, Tensor]) -> Tensor | None:
         """What `states` has for a tensor under any name; none where a hook has taken its module away."""
