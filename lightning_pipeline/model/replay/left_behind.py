@@ -1,6 +1,7 @@
 """What a step leaves behind on this rank: which rules put it together, found out once for each step."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -270,7 +271,7 @@ class LeftBehind:
     def _rows_in_containers(self, trace: Trace) -> set[str]:
         """What early code may take items of for units of the last stage, without a look at them."""
         rules = self._rules.get(trace.step, {})
-        labels = {e.place.label for e in trace.effects if isinstance(e.place.get(), list | dict)}
+        labels = {e.place.label for e in trace.effects if isinstance(e.place.get(), list | deque | dict)}
         return {label for label in labels if isinstance(rules.get(label), Rows)}
 
     def forget(self, step: str, *, keeps: bool = True) -> None:

@@ -27,6 +27,7 @@ from lightning_pipeline.model.state import (
     equal,
     goes_on,
     own_containers,
+    rows_of_each,
     rule_for,
     same,
     unmerged,
@@ -175,7 +176,7 @@ def rules_of(
     without = set()
     for effect in effects:
         label = effect.place.label
-        own = [Trial(a[label], b[label], c[label], d[label], sizes) for (a, b, c, d), sizes in trials]
+        own = [_trial(trial, label) for trial in trials]
         if equal(own[0].whole, again[label]) and all(_is_finite(trial[:4]) for trial in own):
             rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
             found[label] = rule or unmerged
@@ -183,7 +184,8 @@ def rules_of(
                 without.add(label)
         else:  # random, or no numbers at all
             found[label] = unmerged if effect.deep else usual
-    for label, (begin, trial) in _later(run, question, found, trials[0][0][3]).items():
+    first = {e.place.label: (run.start(e), _trial(trials[0], e.place.label)) for e in effects}
+    for label, (begin, trial) in _later(run, question, found, first).items():
         rule = found[label]
         if rule is not None and not goes_on(rule, begin, trial, merge):
             found[label] = (
@@ -202,6 +204,11 @@ def rules_of(
     if not _is_whole(one, other, whole, question.sizes):
         readers = _readers(run, question, trials[0][0][0], other, found)
     return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+
+
+def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str) -> Trial:
+    (one, other, after, whole), sizes = found
+    return Trial(one[label], other[label], after[label], whole[label], sizes)
 
 
 def _readers(
@@ -282,16 +289,17 @@ def _trials(run: "_Runs", question: Question) -> tuple[list[Any], dict[str, Any]
 
 
 def _later(
-    run: "_Runs", question: Question, rules: Mapping[str, Rule | None], left: Mapping[str, Any]
+    run: "_Runs", question: Question, rules: dict[str, Rule | None], first: Mapping[str, tuple[Any, Trial]]
 ) -> dict[str, tuple[Any, Trial]]:
     """What is left by a batch that comes after another one, with what that has left; nothing if none can.
 
     Args:
         run: Runs the step.
         question: What to run.
-        rules: That were found, by label.
-        left: By both micro-batches as one, the first time.
+        rules: That were found, by label; a list whose items fit no micro-batch gets one that cuts them.
+        first: What stood there before the first batch, and what that has left.
     """
+    left = {label: trial.whole for label, (_, trial) in first.items()}
     carried = {
         label: left[label]
         for label, rule in rules.items()
@@ -303,10 +311,33 @@ def _later(
         found = [run([part], carried=carried) for part in batches] if carried else [{}, {}, {}]
     except Exception as error:
         _log.debug("no batch can follow another: %s", error)
-        return {}
+        by_rows = {label: rule for label in carried if (rule := rows_of_each(*first[label])) is not None}
+        if not by_rows:
+            return {}
+        try:
+            found = [run([part], carried=_cut(carried, by_rows, question, part[0])) for part in batches]
+        except Exception as again:
+            _log.debug("nor with its rows: %s", again)
+            return {}
+        rules.update(by_rows)
+        carried = {label: value for label, value in carried.items() if label not in by_rows}
     return {
         label: (value, Trial(one_left[label], other_left[label], MISSING, whole_left[label], question.sizes))
         for one_left, other_left, whole_left in [found]
+        for label, value in carried.items()
+    }
+
+
+def _cut(
+    carried: Mapping[str, Any], by_rows: Mapping[str, Rows], question: Question, batch: Arguments
+) -> dict[str, Any]:
+    """What a batch has left, with the samples of these arguments where it has samples."""
+    (begin, length), *rest = question.pieces(batch)
+    if rest:
+        return dict(carried)
+    total = sum(question.sizes)
+    return {
+        label: by_rows[label].cut(value, begin, length, total) if label in by_rows else value
         for label, value in carried.items()
     }
 

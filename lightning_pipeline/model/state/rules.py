@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.model.tensors import flatten, unflatten
+from lightning_pipeline.model.tensors import flatten, storage_key, unflatten
 from lightning_pipeline.model.trace import MISSING
 
 Merge = Callable[[list[Any], list[int]], Any]
@@ -132,6 +132,65 @@ class Rows:
             return value
         parts = [t.narrow(dim, begin, length) for t, dim in zip(tensors, self.dims, strict=True)]
         return unflatten(parts, structure)
+
+
+class RowsOfEach(Rows):
+    """A list or deque in which each item has the samples in one dimension, however many items there are.
+
+    Args:
+        dim: Of the samples, in each tensor.
+        length: Of a deque, at most.
+    """
+
+    def __init__(self, dim: int, length: int | None = None) -> None:
+        super().__init__([dim])
+        self._length = length
+
+    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        before = {storage_key(item): item for item in start if isinstance(item, Tensor)}
+        found = list(map(list, results))
+        if len({len(items) for items in found}) > 1:
+            raise NoFit
+        joined = [self._joined(column, before) for column in zip(*found, strict=True)]
+        return deque(joined, self._length) if isinstance(start, deque) else joined
+
+    def _joined(self, items: Sequence[Any], before: dict[int, Tensor]) -> Tensor:
+        if not all(isinstance(item, Tensor) and item.dim() > self.dims[0] for item in items):
+            raise NoFit
+        known = before.get(storage_key(items[0]))  # what was cut of it is a view
+        return torch.cat(list(items), self.dims[0]) if known is None else known
+
+    def cut(self, value: Any, begin: int, length: int, total: int) -> Any:
+        """The list with a micro-batch's rows of each item that has those of the batch."""
+        dim = self.dims[0]
+        items = [
+            item.narrow(dim, begin, length)
+            if isinstance(item, Tensor) and item.dim() > dim and item.shape[dim] == total
+            else item
+            for item in value
+        ]
+        return deque(items, self._length) if isinstance(value, deque) else items
+
+
+def rows_of_each(start: Any, trial: "Trial") -> RowsOfEach | None:
+    """The rule for a list or deque to which each micro-batch adds items of its samples.
+
+    Args:
+        start: What stood there: empty, so that the items are those that were added.
+        trial: What was left.
+    """
+    if not isinstance(start, list | deque) or start:
+        return None
+    lists = trial.one, trial.other, trial.whole
+    if any(type(one) is not type(start) or len(one) != len(trial.whole) for one in lists) or not trial.whole:
+        return None
+    triples = list(zip(*lists, strict=True))
+    if not all(isinstance(item, Tensor) for items in triples for item in items):
+        return None
+    dims = {_grown(*items) for items in triples}
+    return (
+        None if None in dims or len(dims) > 1 else RowsOfEach(dims.pop() or 0, getattr(start, "maxlen", None))
+    )
 
 
 def _rows(one: Any, other: Any, whole: Any) -> "Rows | None":
@@ -303,6 +362,10 @@ def _fits(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:
     if rule is same and not equal(trial.one, trial.other):
         return False
     if rule in (joined, one_by_one, averaged_one_by_one) and _begins_anew(start, trial):
+        return False
+    # A largest value goes on or begins anew. A sum that decays does neither, and fits where few rows add.
+    apart = not equal(trial.after, trial.whole) and not equal(trial.after, trial.other)
+    if rule in (largest, smallest) and apart:
         return False
     # What is added up goes on from what was there; what begins anew does not.
     if rule in (summed, added) and (rule is summed) is not equal(trial.after, trial.whole):

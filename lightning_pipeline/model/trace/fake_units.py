@@ -28,6 +28,7 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regions
 from lightning_pipeline.model.trace.costs import Work, has_class_weights, left_out_by
 from lightning_pipeline.model.trace.glue import Glue
+from lightning_pipeline.model.trace.ports import has_ports
 from lightning_pipeline.model.trace.record import Call, Observation
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 
@@ -196,12 +197,17 @@ class FakeRun:
         return self._again(call, known, given)
 
     def _seen(self, call: Call) -> Call | None:
-        calls = self._observed.seen
+        calls = filter(self._fits_ports, self._observed.seen)
         return next((one for one in calls if (one.unit, one.inputs) == (call.unit, call.inputs)), None)
+
+    def _fits_ports(self, known: Call) -> bool:
+        """Whether what an earlier call gave away beside its output can be given away here."""
+        watch = self._observed.watch
+        return not has_ports(known.structure) or (watch is not None and watch.answers(known.structure))
 
     def _in_other_sizes(self, call: Call) -> Call | None:
         """What an earlier call returned, with the sizes of this one; None where that is not clear."""
-        for known in self._observed.seen:
+        for known in filter(self._fits_ports, self._observed.seen):
             if known.unit == call.unit:
                 specs = _fitted(known, call)
                 if specs is not None:
@@ -219,7 +225,10 @@ class FakeRun:
         call.reads |= {tag for tag in known.reads if tag.kind == "state"}
         grad = torch.is_grad_enabled()
         specs = [spec._replace(requires_grad=spec.requires_grad and grad) for spec in known.specs]
-        return given.put_together(list(map(self._observed.mode.make, specs)), known.structure)
+        watch, tensors = self._observed.watch, list(map(self._observed.mode.make, specs))
+        if watch is not None and has_ports(known.structure):
+            return watch.put_together(tensors, known.structure)
+        return given.put_together(tensors, known.structure)
 
     def count(
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any

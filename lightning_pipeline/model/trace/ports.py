@@ -159,6 +159,10 @@ class Watch:
                 self._fill(place, keys, [unflatten(tensors, child) for child in children])
         return self._given.put_together(tensors, main)
 
+    def answers(self, structure: Structure) -> bool:
+        """Whether `put_together` alone makes of it what a call leaves: no hook is to be called."""
+        return all(part.kind != "hook" for part in structure.children)
+
     def _fill(self, place: PortPlace, keys: Any, items: list[Any]) -> None:
         held = self._value(place)
         if keys is None:
@@ -200,6 +204,11 @@ def transient(modules: Sequence[nn.Module], first: dict[PortPlace, list[Any]]) -
 
 def _items(container: Any) -> list[Any]:
     return [item for _, item in items_of(container)] if isinstance(container, _CONTAINERS) else []
+
+
+def has_ports(structure: Structure) -> bool:
+    """Whether it is that of a call with ports, which `Watch` alone puts together."""
+    return structure.kind == _PORTED
 
 
 class Transient:

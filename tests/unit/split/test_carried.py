@@ -1,6 +1,8 @@
 """State that a step carries from batch to batch is that of one device, wherever it is made and read."""
 
 import copy
+from collections import deque
+from functools import partial
 from typing import Any
 
 import pytest
@@ -122,6 +124,55 @@ STAGES = {2: ["layers.1"], 3: ["layers.0", "layers.2"]}
 def test_memories_of_the_root_are_those_of_one_device(stages, num_microbatches):
     module = seeded(Memories)
     assert_carried(module, stages=stages, how=STAGES[stages], num_microbatches=num_microbatches)
+
+
+class Lasting(Memories):
+    """The last outputs of the layers, in a list that grows or a deque that is full, added to what comes."""
+
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.memories = kind()
+
+    def body(self, h: Tensor) -> Tensor:
+        for memory in list(self.memories)[-2:]:
+            h = h + memory[:, :WIDTH]
+        h = Net.body(self, h)
+        self.memories.append(h.detach().repeat(1, LARGE // WIDTH))
+        return h
+
+
+@pytest.mark.parametrize(("stages", "num_microbatches"), [(2, 4), (3, 2)])
+@pytest.mark.parametrize("kind", [list, partial(deque, maxlen=2)], ids=["list", "deque"])
+def test_a_list_that_grows_by_rows_of_the_samples_is_that_of_one_device(kind, stages, num_microbatches):
+    module = seeded(lambda: Lasting(kind))
+    options = {"stages": stages, "how": STAGES[stages], "num_microbatches": num_microbatches}
+    assert_carried(module, sizes=(8, 8, 8, 8), **options)
+
+
+class Codebook(Net):
+    """Vectors of a codebook are averages of what is nearest to them, and the counts decay."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        codes = torch.randn(512, WIDTH, generator=torch.Generator().manual_seed(3))
+        self.register_buffer("codes", F.normalize(codes))
+        self.register_buffer("counts", torch.ones(512))
+
+    def loss(self, h: Tensor, batch: Any) -> Tensor:
+        chosen = F.one_hot((h @ self.codes.T).argmax(1), 512).to(h)
+        with torch.no_grad():
+            self.counts.mul_(0.9).add_(chosen.sum(0), alpha=0.1)
+            self.codes.lerp_(F.normalize(chosen.T @ h / self.counts[:, None]), 0.1)
+        return super().loss(h, batch) + 0.2 * F.mse_loss(h, chosen @ self.codes)
+
+
+def test_counts_that_decay_are_those_of_accumulated_batches_where_few_rows_add_to_them():
+    module = seeded(Codebook)
+    options = {"num_microbatches": 4, "steps": 3, "each": lambda root, number: batch_of(8, seed=number)}
+    mine = piped(module, batch_of(8), how=["layers.1"], **options)
+    theirs = alone(module, None, **options)
+    for name, buffer in theirs.buffers.items():
+        torch.testing.assert_close(mine.buffers[name], buffer, rtol=1e-10, atol=1e-12)
 
 
 class Remembers(Block):

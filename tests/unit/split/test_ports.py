@@ -12,7 +12,7 @@ from lightning_pipeline.model.cut.graph import atoms_of
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.nets import Block, Net, assert_works, batch_of, seeded
-from tests.unit.split.pipe import Module, alone, piped
+from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
 class Auxiliary(Block):
@@ -122,6 +122,33 @@ KINDS = [Attributes, Lists, Deques, Shared, Hooks]
 @pytest.mark.parametrize("kind", KINDS)
 def test_side_outputs_cross_every_cut(kind):
     assert_works(kind, cuts=[["layers.0"], ["layers.1", "layers.3"]], steps=2)
+
+
+class Skipping(Attributes):
+    """Layers with side outputs, of which some batches leave one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.skips = False
+
+    def body(self, h):
+        for number, layer in enumerate(self.layers):
+            if number != 1 or not self.skips:
+                h = layer(h)
+            else:
+                layer.aux = 0.0
+        return h
+
+
+def test_another_way_through_layers_with_side_outputs_is_that_of_one_device():
+    def each(root, number):
+        root.skips = number % 2 == 1
+        return batch_of(seed=number)
+
+    module = seeded(Skipping)
+    options = {"steps": 3, "each": each}
+    mine = piped(module, batch_of(), how=["layers.2"], **options)
+    assert_same(mine, alone(module, None, **options))
 
 
 @pytest.mark.parametrize("kind", KINDS)
