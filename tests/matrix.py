@@ -154,7 +154,8 @@ ROWS: list[Row] = [
     _callback("LearningRateFinder", lambda folder: given.LearningRateFinder(num_training_steps=5)),
     _callback("BatchSizeFinder", lambda folder: given.BatchSizeFinder(),
               refused="tries sizes until one rank is out of memory, and the others wait for it; Lightning refuses it "
-                      "with its own strategies of several processes"),
+                      "with its own strategies of several processes (`lightning-pipeline plan` says what a batch needs, "
+                      "StageMemoryMonitor what it took)"),
     _callback("ModelPruning", lambda folder: given.ModelPruning("l1_unstructured", amount=0.5),
               refused="gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 ]  # fmt: skip

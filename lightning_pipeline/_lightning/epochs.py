@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 from lightning.pytorch import Trainer
@@ -27,6 +28,7 @@ __all__ = [
     "fetches_ahead",
     "hold_schedulers",
     "is_last_batch",
+    "is_of_a_search",
     "progress_of",
     "restore",
     "resume_from",
@@ -127,6 +129,14 @@ def validate_by_the_clock_of(
     if getattr(trainer, "_val_check_time_interval", None) is None:
         return lambda: None
     return patch(loop, "_should_check_val_fx", lambda fetcher: decided(lambda: original(fetcher)))
+
+
+def is_of_a_search(path: Any) -> bool:
+    """Whether a checkpoint is one that a search for a learning rate removes once it has loaded it. Since 1.5.
+
+    Where a step of the search has failed it cannot be loaded, and Lightning does not come to removing it.
+    """
+    return Path(path).name.startswith(".lr_find_")
 
 
 def current_hook(trainer: Trainer) -> str | None:

@@ -401,6 +401,14 @@ class CheckpointHooks(Answers, PlainStrategy):
     @no_hook
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        try:
+            return self._load(checkpoint_path)
+        except BaseException:
+            if self.is_global_zero and _lightning.is_of_a_search(checkpoint_path):
+                discard(local_path(checkpoint_path))
+            raise
+
+    def _load(self, checkpoint_path: Any) -> dict[str, Any]:
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
         path = local_path(self.broadcast(checkpoint_path))

@@ -257,6 +257,7 @@ def fails_in_search(pipeline: dict[str, Any], folder: str) -> None:
 def test_an_error_in_the_search_for_a_learning_rate_is_the_users(ranks: Ranks, tmp_path: Path) -> None:
     outcomes = ranks(2).outcomes(fails_in_search, TWO, str(tmp_path))
     assert all("the data are wrong" in str(outcome.error) for outcome in outcomes)
+    assert not list(tmp_path.glob(".lr_find*"))
 
 
 class Prints(Regression):

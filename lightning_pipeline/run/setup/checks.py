@@ -42,7 +42,8 @@ _REFUSED: tuple[tuple[type[Callback], str], ...] = (
     (
         BatchSizeFinder,
         "tries sizes until one rank is out of memory, and the others wait for it; Lightning "
-        "refuses it with its own strategies of several processes",
+        "refuses it with its own strategies of several processes (`lightning-pipeline plan` says what a "
+        "batch needs, StageMemoryMonitor what it took)",
     ),
     (ModelPruning, "gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 )
