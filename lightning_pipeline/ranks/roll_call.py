@@ -91,7 +91,8 @@ class RollCall:
         self._notes = Notes(self.store)
         self._seen: dict[int, tuple[str, float]] = {}
         self._stop = threading.Event()
-        threading.Thread(target=self._beat, name="lightning_pipeline start", daemon=True).start()
+        self._beats = threading.Thread(target=self._beat, name="lightning_pipeline start", daemon=True)
+        self._beats.start()
 
     def come(self) -> None:
         """Wait until all ranks have come.
@@ -157,6 +158,7 @@ class RollCall:
     def close(self) -> None:
         """No more signs of life: others watch now, or this rank has failed."""
         self._stop.set()
+        self._beats.join(_TOLD)
 
     # What went wrong
 

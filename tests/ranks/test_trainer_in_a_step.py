@@ -178,11 +178,21 @@ class Unknown(Regression):
         return super().training_step(batch, batch_idx)
 
 
+class NoStep(Regression):
+    training_step = pl.LightningModule.training_step  # type: ignore[assignment]
+
+
+class NoOptimizers(Regression):
+    configure_optimizers = pl.LightningModule.configure_optimizers
+
+
 SIGNATURES: dict[str, Callable[[Any], object]] = {
     "no loader": lambda run: run.validate(NoLoader(), loader(), verbose=False),
     "two loaders": lambda run: run.validate(TwoLoaders(), [loader(), loader()], verbose=False),
     "two optimizers": lambda run: run.fit(TwoOptimizers(), loader()),
     "unknown": lambda run: run.fit(Unknown(), loader()),
+    "no step": lambda run: run.fit(NoStep(), loader()),
+    "no optimizers": lambda run: run.fit(NoOptimizers(), loader()),
     "a number for a loader": lambda run: run.fit(Regression(), 5),
     "a number beside a loader": lambda run: run.validate(Regression(), [loader(), 5], verbose=False),
 }

@@ -69,10 +69,6 @@ def check_run(module: LightningModule) -> None:
 
 
 def _training(module: LightningModule) -> Iterator[str]:
-    if not is_overridden("training_step", module):
-        yield "it has no training_step: write one that returns the loss"
-    if not is_overridden("configure_optimizers", module):
-        yield "it has no configure_optimizers: write one that returns an optimizer"
     policy = module.trainer.strategy._settings.on_nonfinite  # type: ignore[attr-defined]
     if not module.automatic_optimization and policy != "ignore":
         yield (
