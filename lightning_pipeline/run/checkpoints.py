@@ -398,7 +398,6 @@ class CheckpointHooks(Answers, PlainStrategy):
         return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
 
     @pipelined
-    @no_hook
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         try:
@@ -408,6 +407,7 @@ class CheckpointHooks(Answers, PlainStrategy):
                 discard(local_path(checkpoint_path))
             raise
 
+    @no_hook
     def _load(self, checkpoint_path: Any) -> dict[str, Any]:
         pipeline, module = self._running, self.lightning_module
         assert module is not None, "a run has a module"
