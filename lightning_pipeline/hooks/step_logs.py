@@ -124,6 +124,8 @@ class LogRecorder:
         self._numbers: dict[
             tuple[str, int], tuple[Any, bool]
         ] = {}  # that it logs, and whether these are sure
+        self._others: list[dict[tuple[str, int], tuple[Any, bool]]] = []  # that it would, of other values
+        self._swayed: set[tuple[str, int]] = set()  # what units compute chooses these
         self._logged: Counter[str] = Counter()
         self._means: set[tuple[str, int]] = set()
         self._ways: dict[tuple[str, int], str] = {}
@@ -139,10 +141,12 @@ class LogRecorder:
         self._calls, self._seen, self._sizes = {}, {}, sizes
         self.whole_begins()
         self._of_whole.clear()
+        self._others.clear()
 
     def whole_begins(self) -> None:
         """The step of the whole batch is about to run."""
-        self._numbers.clear()
+        self._others.append(self._numbers)
+        self._numbers = {}
         self._logged.clear()
 
     def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
@@ -245,6 +249,7 @@ class LogRecorder:
             losses: Of the micro-batches, where the user has weighted them: what is logged of them alone.
             weights: What each then counts for.
         """
+        self._note_swayed()
         values = [] if loss is None else [loss.detach().to(torch.float64).reshape(())]
         entries = []
         for key, call in self._calls.items():
@@ -286,18 +291,28 @@ class LogRecorder:
         """A mean by samples, or an extreme of the micro-batches; with a warning where that is a guess."""
         if call.is_unclear:
             self._unclear.add(key)
-        guesses = call.bent or call.numbers or self._ways.get(key) == "" or key in self._unclear
+        swayed = key in self._swayed
+        guesses = call.bent or call.numbers or self._ways.get(key) == "" or key in self._unclear or swayed
         if call.reduces in _TAKEN:  # of a number that a unit computes, which may be a mean
             guesses = guesses or len(call.parts) > call.known
         warns = guesses and len(call.values) > 1 and key not in self._means and key[0] not in self._warned
-        if warns and ((call.numbers and call.reduces == "sum") or _differ(call)):
+        differs = warns and ((call.numbers and call.reduces == "sum") or _differ(call))
+        if differs or (warns and (swayed or call.is_unclear)):
             what = "is a Python number" if call.numbers else "is not seen to be a sum or mean over samples"
+            what += " that differs between micro-batches" if differs else ", by values that units compute"
             taken = _TAKEN.get(call.reduces, "mean by samples")
             self._warn(key[0], what, "mean by samples" if key in self._means else taken)
         if call.reduces in ("max", "min") and key not in self._means:
             values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
         return _reduced(call, is_mean=key in self._means)
+
+    def _note_swayed(self) -> None:
+        """Numbers that what units compute chooses: micro-batches may agree on them, and the batch not."""
+        for key, (number, is_sure) in self._numbers.items():
+            others = [one[key][0] for one in self._others if key in one] if not is_sure else []
+            if any(other != float(number) == float(number) for other in map(float, others)):
+                self._swayed.add(key)
 
     def _way(self, key: tuple[str, int], call: _Call) -> str | None:
         """How numbers make the batch's: the same, a sum, or another way; None where it was not seen."""
@@ -310,7 +325,7 @@ class LogRecorder:
 
     def _of_numbers(self, key: tuple[str, int], call: _Call) -> Tensor | None:
         """Of numbers that go by sizes, or are the same, as the step of the whole batch showed."""
-        if call.known or call.bent or key in self._means:
+        if call.known or call.bent or key in self._means or key in self._swayed:
             return None
         way = self._way(key, call)
         if way == "same" and (not call.numbers or not _differ(call)):  # tensors are not read for it
@@ -320,10 +335,10 @@ class LogRecorder:
     def _warn(self, name: str, what: str, taken: str) -> None:
         self._warned.add(name)
         warnings.warn(
-            f"what self.log({name!r}, ...) is given {what} that differs between micro-batches, so that "
-            f"the batch's is taken for their {taken}. Where it is another number (a root, a "
-            "quotient of two sums, a median) log the tensors that it is made of, log a torchmetrics "
-            "object, or work it out in on_train_epoch_end or on_validation_epoch_end"
+            f"what self.log({name!r}, ...) is given {what}, so that the batch's is taken for their {taken}. "
+            "Where it is another number (a root, a quotient of two sums, a median) log the tensors that it "
+            "is made of, log a torchmetrics object, or work it out in on_train_epoch_end or "
+            "on_validation_epoch_end"
         )
 
 

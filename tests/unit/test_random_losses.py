@@ -21,6 +21,8 @@ WARNED = (
     "torch.pdist(o).mean()",
     "F.layer_norm(o[:, 0], (len(x),)).abs().mean()", "torch.zeros(3).index_add_(0, v, o.std(1)).max()", "max(o.mean().item(), y.mean().item())",
     "torch.stack([p.sum() for p in o])[-1]", "float(o[:, 0].detach().numpy().std())", "o[o > o.mean()].mean()",
+    "1.0 if (o[:, 0] > -9).sum().item() > 2 else 0.0", "float(o.sum().item() > 0.1)",
+    "(F.mse_loss(o, y) / (abs(round(o.mean().item(), 3)) + 1)).item()",
 )  # fmt: skip
 
 
@@ -48,6 +50,17 @@ def test_a_number_that_cannot_be_followed_is_warned_of() -> None:
 @pytest.mark.parametrize("reduce_fx", ["'max'", "'sum'"])
 def test_an_extreme_or_sum_over_batches_of_a_number_that_a_unit_computes_is_warned_of(reduce_fx: str) -> None:
     assert loss_outcome_of(program(("s.body[2].aux",), reduce_fx=reduce_fx)).startswith("warned: v0")
+
+
+def test_a_deviation_that_micro_batches_have_alike_by_chance_is_not_the_batch_s() -> None:
+    odd = "(torch.arange(len(x)) % 2 == 0).double()"
+    ends = loss_outcome_of(program((f"o.sum() * 0.0 + ({odd} + 0 * o[:, 0]).std() * F.mse_loss(o, y)",)))
+    assert ends.startswith("warned: v0")
+
+
+def test_flags_after_a_loop_over_samples_are_warned_of_where_micro_batches_agree() -> None:
+    values = ("sum(p.sum() for p in o) / len(x)", "((h[:, 0] > -9).sum() > 2).double()")
+    assert " v1," in loss_outcome_of(program(values))
 
 
 def test_a_metric_given_a_python_number_is_warned_of() -> None:
