@@ -179,13 +179,15 @@ class StepRoutes:
             places: That made it worth a trace; those that it does not show are left alone from now on.
         """
         stood = _positions(self.base.trace)
+        like = self.known.get(trace.path)
+        reads = like is not None and _join_reads(like.trace, trace)
         more = self._join(self.base.trace, trace) or _positions(self.base.trace) != stood
         self._decides(trace.decisions, trace.numbers)
         if more and trace.path in self.known and (same := self.known[trace.path]) is not self.base:
             self._join(same.trace, trace)
         known = {effect.place.identity for effect in self.base.trace.effects}
         self._passing.update(place for place in places if place not in known)
-        return more
+        return more or reads
 
     def put(self, routes: Sequence[Route]) -> None:
         """The same ways, of which more is known.
@@ -249,6 +251,17 @@ class StepRoutes:
             for effect in route.trace.effects
         }
         return plain_state(root, self._modules, set(places)), _set_yet(places.values())
+
+
+def _join_reads(known: Trace, other: Trace) -> bool:
+    """What a step reads of units in one run of a way, it may read in all of them. Whether that is more."""
+    more = not other.tail <= known.tail
+    known.tail |= other.tail
+    known.result |= other.result
+    for call, same in zip(known.calls, other.calls, strict=True):
+        more |= not same.reads <= call.reads
+        call.reads |= same.reads
+    return more
 
 
 def _positions(trace: Trace) -> dict[Hashable, set[int]]:

@@ -320,7 +320,13 @@ class RouteFinder:
         step = trace.step
         if routes.learn(trace, more):
             self._forget(step)
-            routes.put([self._route(one.number, one.trace, one.liveness) for one in routes.known.values()])
+            known_ways = list(routes.known.values())
+            live = [self._cut.liveness(one.trace) for one in known_ways]
+            if any(one.liveness != now for one, now in zip(known_ways, live, strict=True)):
+                self._generation += 1  # messages are others
+            routes.put(
+                [self._route(one.number, one.trace, now) for one, now in zip(known_ways, live, strict=True)]
+            )
         known = routes.known.get(trace.path)
         if known is None:
             self._check(trace)
