@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,8 +17,9 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
+from lightning_pipeline.model.replay.routes import RouteFinder
 from tests.pool import Pool
-from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, loader, trainer, weights
+from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, fit, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -135,3 +137,39 @@ def test_metrics_are_given_the_numbers_of_the_batch(ranks: Ranks, number: int) -
     for found, kept in ranks(2)(fitted, {"stages": 2, "num_microbatches": number}):
         assert_same(found, expected, 1e-6)  # some count in single precision
         assert kept == pytest.approx(left, rel=1e-6)
+
+
+def looks(batches: int) -> int:
+    """How often a fit has run a step to see where it leads."""
+    with mock.patch.object(RouteFinder, "_look", autospec=True, side_effect=RouteFinder._look) as look:
+        fit({"stages": 2, "num_microbatches": 2}, limit_val_batches=batches)
+    return look.call_count
+
+
+def test_what_a_metric_counts_is_no_reason_to_look_again(ranks: Ranks) -> None:
+    assert ranks(2)(looks, 3) == ranks(2)(looks, 1)
+
+
+class AsksItsMetric(Regression):
+    """What a step does depends on whether a metric was updated, on the stage that updates it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.error.update_called:
+            self.later += 1
+        super().validation_step(batch, batch_idx)
+
+
+def counted(pipeline: dict[str, Any] | None) -> int:
+    module = AsksItsMetric()
+    trainer(pipeline, num_sanity_val_steps=0).fit(module, loader(), loader(seed=4))
+    return module.later
+
+
+def test_a_step_may_decide_by_what_a_metric_counts(ranks: Ranks) -> None:
+    expected = counted(None)
+    assert expected == 4  # all batches of two epochs but the first ones
+    assert ranks(2)(counted, {"stages": 2, "num_microbatches": 1})[0] == expected

@@ -50,6 +50,7 @@ from lightning_pipeline.model.trace import (
     numbers_beside,
     numbers_changed,
     plain_state,
+    updates_of_metrics,
     with_noted_index,
     with_sealed_index,
 )
@@ -114,6 +115,7 @@ class RouteFinder:
         inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
         self._all_modules = list(self._root.modules())
         self._modules = [module for module in self._all_modules if id(module) not in inside]
+        self._updates = updates_of_metrics(self._root)
         self._at_start = plain_state(self._root, self._modules, set())
 
     def forget(self) -> None:
@@ -279,7 +281,7 @@ class RouteFinder:
         """The way of one micro-batch; of one that is new, or on which more is left behind, what more."""
         step, effects = routes.base.trace.step, routes.base.trace.effects
         decisions, others = Decisions(), self._others()
-        numbers = [*numbers_beside(others), *numbers_changed(effects)]
+        numbers = [*numbers_beside(others), *self._updates, *numbers_changed(effects)]
         noted = with_noted_index(microbatch[0], decisions), microbatch[1]
         around = Surroundings(self._root, others)
         standing = (tensor for _, value in around.standing() for tensor in standing_tensors(value))

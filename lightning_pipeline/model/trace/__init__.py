@@ -17,6 +17,7 @@ from lightning_pipeline.model.trace.choices import (
     outcome,
     plain_leaves,
     plain_state,
+    updates_of_metrics,
     with_noted_index,
     with_sealed_index,
 )
@@ -115,6 +116,7 @@ __all__ = [
     "tensors_held",
     "trace_step",
     "untraced",
+    "updates_of_metrics",
     "with_noted_index",
     "with_sealed_index",
 ]

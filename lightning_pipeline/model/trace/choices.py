@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from lightning_pipeline.model.tensors import Tag, TagStore, filled_by, items_of, result_dtypes
 from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
@@ -32,6 +33,7 @@ _aten = torch.ops.aten
 _NUMBERS = (int, float, bool)
 _PLAIN = (bool, int, str)
 _STATED = (*_PLAIN, float, complex, bytes, type(None))
+_UPDATES = "_update_count"  # where a metric counts its updates
 _METHODS = (FunctionType, MethodType, partial)  # a split module has some in the place of its own
 _HOOK_NOW = "_current_fx_name"  # where Lightning notes which hook runs
 _MANY = 1000
@@ -349,6 +351,12 @@ def numbers_beside(others: Iterable[Owner]) -> Iterator[Place]:
                 yield owner.place(key)
 
 
+def updates_of_metrics(root: nn.Module) -> list[Place]:
+    """Places of the numbers of updates that metrics count: new ones each batch."""
+    metrics = [(name, module) for name, module in root.named_modules() if isinstance(module, Metric)]
+    return [Owner(vars(metric), f"{name}.").place(_UPDATES) for name, metric in metrics]
+
+
 def numbers_changed(effects: Iterable[Effect]) -> Iterator[Place]:
     """Places of numbers that a step changes itself, those in dictionaries too; flags are known otherwise."""
     for effect in effects:
@@ -381,6 +389,8 @@ def _add_plain(value: Any, found: list[Hashable]) -> None:
 def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tuple[int, Any]]) -> Hashable:
     """Flags, whole numbers and strings that code between units may choose by, and the epoch.
 
+    Left out is what `updates_of_metrics` has.
+
     Args:
         root: The LightningModule.
         modules: Those whose attributes it may read.
@@ -389,11 +399,11 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
     found: list[Hashable] = [getattr(root, "current_epoch", 0)]
     for module in modules:
         held = vars(module)
-        own = id(held)
+        own, but = id(held), _UPDATES if isinstance(module, Metric) else None
         found += [
             (name, value)
             for name, value in held.items()
-            if type(value) in _PLAIN and (own, name) not in left_out
+            if type(value) in _PLAIN and name != but and (own, name) not in left_out
         ]
     return tuple(found)
 

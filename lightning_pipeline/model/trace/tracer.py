@@ -41,6 +41,7 @@ from lightning_pipeline.model.trace.choices import (
     index_of,
     numbers_beside,
     plain_leaves,
+    updates_of_metrics,
     with_noted_index,
 )
 from lightning_pipeline.model.trace.effects import EffectsSeen
@@ -476,7 +477,7 @@ def _traced(
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
     decisions = Decisions()
     clone = with_noted_index(clone[0], decisions), clone[1]
-    numbers = {place.label: place for place in numbers_beside(look.others)}
+    numbers = {one.label: one for one in (*numbers_beside(look.others), *updates_of_metrics(root))}
     saved, outside, begin = ModuleState(root), Standing(look.others), circumstances(root, look.others)
     grad_mode = torch.is_grad_enabled()
     tracer = None
