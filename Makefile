@@ -1,6 +1,7 @@
 # Each target sets up .venv by itself; only Python 3.11 or newer, git and make are assumed.
 #   make demo                        train a small GPT over two stages (ARGS="--stages 4" for four)
 #   make test                        all tests (ARGS="tests/unit" for some)
+#   make test-whole                  every row of every matrix, which takes twice as long
 #   make check                       format, lint, types
 #   make docs                        the documentation, into docs/_build/html
 #   make clean                       what the targets made
@@ -15,7 +16,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := lightning_pipeline tests examples benchmarks docs
 
-.PHONY: demo test check docs clean
+.PHONY: demo test test-whole check docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -27,6 +28,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-whole: .venv/tested
+	$(BIN)/python -m tests.lanes --whole
 
 check: .venv/tested
 	$(BIN)/ruff format --check $(SOURCES)

@@ -14,9 +14,16 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("P
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
+from tests import whole  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the rows that `make test` leaves out, before `-m` looks at marks."""
+    whole.mark(items, any("[" in argument for argument in config.args))
 
 
 def pytest_collection_finish() -> None:

@@ -1,4 +1,4 @@
-"""Runs the suite as `make test` and CI do: `python -m tests.lanes`.
+"""Runs the suite as `make test` and CI do: `python -m tests.lanes`; with `--whole`, every row of every matrix.
 
 Two lanes: what measures time runs alone, after the rest, which two workers share file by file. Many tests start
 processes that watch each other's clock, on machines that others use too. Where few tests fail, each of them runs
@@ -6,6 +6,7 @@ twice more, alone; where both runs pass, the lane counts as passed, and its last
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ LANES = (
     ("-n", "2", "--dist", "loadfile", "-m", "not quiet and not whole"),
     ("-m", "quiet and not whole", "tests"),
 )
+WHOLE = (("-n", "2", "--dist", "loadfile", "-m", "not quiet"), ("-m", "quiet", "tests"))
 FEW = 4
 TIMES = 2
 TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
@@ -23,7 +25,10 @@ TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
 
 def main() -> int:
     """Run both lanes and return the exit code of the first that fails, or 0."""
-    codes = [run_lane(lane) for lane in LANES]
+    whole = sys.argv[1:] == ["--whole"]
+    if whole:
+        os.environ["WHOLE"] = "1"  # for tests.whole, in the processes that run the tests
+    codes = [run_lane(lane) for lane in (WHOLE if whole else LANES)]
     return next((code for code in codes if code != 0), 0)
 
 

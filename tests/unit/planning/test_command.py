@@ -8,6 +8,7 @@ import re
 import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -22,6 +23,7 @@ from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Workload, forecast, sweep
 from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.workload import unit_times
 from tests.checkpoint_parts import anonymous
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
 from tests.unit.planning.test_forecast import WIDTH, Chain
@@ -80,10 +82,11 @@ def test_a_model_and_a_shape_are_enough(capsys: pytest.CaptureFixture[str], tmp_
 
 
 def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) -> None:
-    text = run(
-        capsys, "--model=gpt.GPT", "--model.layers=2", "--model.width=16", "--batch=4,9:int64", "--stages=2",
-        "--measure",
-    )  # fmt: skip
+    with mock.patch.multiple(unit_times, WARM_UP=1, PASSES=1, ROUNDS=2):
+        text = run(
+            capsys, "--model=gpt.GPT", "--model.layers=2", "--model.width=16", "--batch=4,9:int64",
+            "--stages=2", "--measure",
+        )  # fmt: skip
     link = re.search(
         r"Times of the stages were measured on this machine's CPU\. A message takes ([\d.e+-]+) (us|ms) and its "
         r"bytes at ([\d.e+-]+) GB/s, as measured between two processes here\. Memory",

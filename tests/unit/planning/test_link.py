@@ -1,12 +1,27 @@
 """What messages take is told apart; a process that fails says why. `test_command` has one that does not."""
 
+import sys
+from pathlib import Path
+
 import pytest
 
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.forecast.machine.link import _Seen, measure_link
 
 
-def test_the_reason_of_a_process_is_told() -> None:
+def test_the_reason_of_a_process_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fails = tmp_path / "fails"  # in the place of Python, which takes seconds to have torch
+    fails.write_text("#!/bin/sh\necho Traceback >&2\necho 'RuntimeError: no such device: '$5 >&2\nexit 1\n")
+    fails.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(fails))
+    with pytest.raises(
+        PipelineError, match=r"was not measured: RuntimeError: no such device: abacus. Give lat"
+    ):
+        measure_link("abacus")
+
+
+@pytest.mark.whole
+def test_the_reason_of_a_process_that_has_torch_is_told() -> None:
     with pytest.raises(PipelineError, match=r"the link was not measured: RuntimeError: .*abacus.* Give lat"):
         measure_link("abacus")
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
+from tests.whole import chosen
 
 WIDTH = 4
 Cuts = Sequence[Sequence[str] | int]
@@ -66,18 +67,27 @@ def seeded(kind: Callable[[], Any], seed: int = 0) -> Any:
     return kind().double()
 
 
+def _daily(cuts: Cuts) -> Cuts:
+    if cuts is CUTS:
+        return chosen(cuts, 1)
+    return chosen(cuts, 1, 4) if cuts is MORE_CUTS else cuts
+
+
 def assert_works(
     kind: Callable[[], Any],
     batch: Any = None,
     cuts: Cuts = CUTS,
     **options: Any,
 ) -> None:
-    """Every one of these cuts (names of first units, or a number of stages) equals one process."""
+    """Every one of these cuts (names of first units, or a number of stages) equals one process.
+
+    Of `CUTS` and `MORE_CUTS` one and two in the daily run.
+    """
     module = seeded(kind)
     batch = batch if batch is not None else batch_of()
     units = options.pop("units", None)
     expected = alone(module, batch, **options)
-    for cut in cuts:
+    for cut in _daily(cuts):
         stages, how = (cut, "uniform") if isinstance(cut, int) else (len(cut) + 1, cut)
         assert_same(piped(module, batch, stages=stages, how=how, units=units, **options), expected)
 
@@ -93,7 +103,7 @@ def assert_refused(
     module = seeded(kind)
     batch = batch if batch is not None else batch_of()
     alone(module, batch, **{k: v for k, v in options.items() if k in ("num_microbatches", "steps", "step")})
-    for cut in cuts:
+    for cut in _daily(cuts):
         stages, how = (cut, "uniform") if isinstance(cut, int) else (len(cut) + 1, cut)
         with pytest.raises(PipelineError, match=match):
             piped(module, batch, stages=stages, how=how, **options)

@@ -1,0 +1,174 @@
+"""Rows of matrices that `make test-whole` runs and `make test` does not: a row that stays has the same cause.
+
+A test's rows are named by patterns of their ids, as `fnmatch` reads them. A row that is new runs in both.
+"""
+
+import os
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+
+WHOLE = os.environ.get("WHOLE") == "1"  # set by `make test-whole`
+ROWS: dict[str, tuple[str, ...]] = {
+    # ---- tests/ranks: other numbers of stages and micro-batches, schedules and ways of what a row of the same has
+    "tests/ranks/test_absent_parameters.py::test_a_hook_over_parameters_is_that_of_one_device": (
+        "*-ClipsEach", "*-Loops", "*-LogsEach",
+    ),
+    "tests/ranks/test_carried_states.py::test_lightnings_recurrent_demo_is_that_of_one_device": (
+        "*options0", "*options3", "*options4",
+    ),
+    "tests/ranks/test_checkpoint_background.py::"
+    "test_a_kill_during_a_save_in_the_background_leaves_the_old_or_the_new": ("save.shard*", "save.rename*"),
+    "tests/ranks/test_checkpoint_background.py::test_a_writer_that_hangs_is_named_on_every_rank": ("",),
+    "tests/ranks/test_checkpoint_faults.py::test_kill_at_every_point_leaves_the_old_or_the_new": (
+        "into a new folder",
+    ),
+    "tests/ranks/test_checkpoint_resume.py::test_hops_between_layouts_keep_every_bit": ("stages per rank",),
+    "tests/ranks/test_checkpoint_settings.py::test_checksums_are_those_that_were_asked_for": ("off",),
+    "tests/ranks/test_compiled_module.py::test_a_compiled_module_trains_as_an_uncompiled_one": ("1-*",),
+    "tests/ranks/test_configure_optimizers.py::test_groups_are_those_of_one_device_on_every_stage": (
+        "ByNumber", "BySlice", "ByPosition",
+    ),
+    "tests/ranks/test_effects_beside_the_module.py::*": ("1",),
+    "tests/ranks/test_epoch_end.py::*": ("2",),
+    "tests/ranks/test_examples.py::test_the_demo_trains_saves_and_writes": ("0",),
+    "tests/ranks/test_finetuning.py::test_a_backbone_is_unfrozen_on_all_stages_alike": ("2",),
+    "tests/ranks/test_gather_weights.py::test_runs_go_on_from_weights_that_were_left_on_their_ranks": (
+        "partition0",
+    ),
+    "tests/ranks/test_gradient_scaler.py::test_all_stages_scale_and_skip_alike": (
+        "None-ZBH1", "0-1F1B", "6-1F1B",
+    ),
+    "tests/ranks/test_growth.py::test_a_module_that_changes_in_a_run_is_what_it_is_on_one_device": (
+        "ZBH1", "over the batch", "Interleaved1F1B",
+    ),
+    "tests/ranks/test_growth.py::test_a_run_that_grew_goes_on_from_its_checkpoint": ("one file",),
+    "tests/ranks/test_hook_logs.py::test_what_one_stage_alone_has_is_logged_on_every_rank": ("2",),
+    "tests/ranks/test_hooks_touch_weights.py::"
+    "test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device": ("ChangesEach", "CopiesALayer"),
+    "tests/ranks/test_late_device.py::"
+    "test_every_schedule_uses_what_has_arrived_and_nothing_that_was_let_go_of": (
+        "VHalf-*", "VMin-*", "ZBH2-*", "InterleavedZeroBubble-*", "Interleaved1F1B-2-*", "GPipe-2-0-serial",
+        "1F1B-4-*", "ZBV-2-0-serial", "LoopedBFS-2-0-serial",
+    ),
+    "tests/ranks/test_late_device.py::"
+    "test_the_host_comes_to_the_end_of_a_step_that_the_device_has_not_begun": ("1F1B-*",),
+    "tests/ranks/test_late_device.py::"
+    "test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": ("pipeline0-*", "pipeline2-*"),
+    "tests/ranks/test_late_device.py::test_a_batch_with_clipping_and_optimizer_reads_nothing_to_the_host": (
+        "pipeline1",
+    ),
+    "tests/ranks/test_late_effects.py::test_effects_of_later_batches_are_those_of_one_device": ("pipeline0",),
+    "tests/ranks/test_late_effects.py::test_weights_written_in_place_are_written_once_a_batch": ("1",),
+    "tests/ranks/test_late_effects.py::test_what_later_batches_write_in_place_is_written_once": ("1",),
+    "tests/ranks/test_launch_order.py::test_every_schedule_has_the_gradients_of_one_process": (
+        "*-2-None", "*-4-1", "VHalf-2-1", "ZBH1-2-1", "GPipe-2-1", "LoopedBFS-2-1", "InterleavedZeroBubble-2-1",
+    ),
+    "tests/ranks/test_launch_order.py::"
+    "test_a_fit_with_ragged_batches_and_validation_equals_the_one_over_gloo": ("1F1B 2x1", "GPipe 4x1"),
+    "tests/ranks/test_lightning_checkpoint.py::test_a_resumed_run_equals_one_that_was_not_stopped": (
+        "2-frozen",
+    ),
+    "tests/ranks/test_lightning_fit.py::test_two_replicas_of_two_stages_average_their_gradients": ("1F1B",),
+    "tests/ranks/test_lightning_launch.py::test_two_trainers_in_one_script": ("torchrun",),
+    "tests/ranks/test_load_weights.py::test_each_rank_reads_its_own": (
+        "safetensors-load_weights", "state_dict-load_weights", "index-ckpt_path", "inner-ckpt_path",
+    ),
+    "tests/ranks/test_loss_over_batch.py::test_weights_and_logs_are_those_of_whole_batches_on_one_device": (
+        "pipeline1",
+    ),
+    "tests/ranks/test_loss_weights.py::test_weights_and_logs_are_those_of_whole_batches_on_one_device": (
+        "Masked-1", "Masked-2",
+    ),
+    "tests/ranks/test_manual_optimization.py::"
+    "test_tied_weights_clipping_and_schedules_are_those_of_one_device": ("2-torch",),
+    "tests/ranks/test_memory_held.py::"
+    "test_with_1f1b_a_stage_holds_as_many_microbatches_as_stages_follow": ("2",),
+    "tests/ranks/test_memory_monitor.py::test_stages_hold_as_many_microbatches_as_the_plan_says": (
+        "1F1B-2", "GPipe-2",
+    ),
+    "tests/ranks/test_memory_monitor.py::test_the_demo_holds_what_was_foreseen": (
+        "GPipe-*", "1F1B-*", "Interleaved1F1B-*",
+    ),
+    "tests/ranks/test_metrics_in_a_step.py::test_metrics_are_given_the_numbers_of_the_batch": ("3",),
+    "tests/ranks/test_models_train.py::test_weights_and_optimizer_state_after_ten_steps": (
+        "residual-2-*", "unet-4-*", "gpt2-2-*", "bert-4-*", "t5-2-*",
+    ),
+    "tests/ranks/test_nothing_is_patched.py::test_a_run_leaves_nothing_replaced": ("1F1B-*",),
+    "tests/ranks/test_other_device.py::test_two_ranks": ("1F1B-host", "ZBH1-nccl"),
+    "tests/ranks/test_parameter_loops.py::*": ("2",),
+    "tests/ranks/test_runtime_executor.py::test_gradients_equal_one_process_to_the_last_bit": (
+        "*-2-4", "GPipe-2-*", "1F1B-3-4", "GPipe-3-1",
+    ),
+    "tests/ranks/test_runtime_failure.py::test_all_ranks_report_the_exception_of_one": ("0-B", "1-F", "2-F"),
+    "tests/ranks/test_runtime_failure.py::test_a_lost_process_is_named": ("0-kill", "1-exit", "2-kill"),
+    "tests/ranks/test_schedules_train.py::test_a_schedule_trains_with_the_gradients_of_one_process": (
+        "1F1B-4-4", "ZBV-4-4",
+    ),
+    "tests/ranks/test_step_attributes.py::test_what_a_step_keeps_is_that_of_one_device": ("2-1",),
+    "tests/ranks/test_steps_by_message.py::*": ("2",),
+    "tests/ranks/test_whole_model.py::test_a_hook_may_call_the_module": ("2-*",),
+    # ---- those that compare times
+    "tests/ranks/test_bubble_monitor.py::"
+    "test_bubble_idle_and_forward_are_what_a_second_stopwatch_sees": ("2-*-False", "4-*-False", "4-GPipe-*"),
+    # ---- tests/unit
+    "tests/unit/test_imports.py::test_in_a_fresh_process": ("strategy first",),
+    "tests/unit/split/test_effects.py::test_a_step_leaves_what_one_device_leaves": ("*-2-4",),
+    "tests/unit/split/test_hooks_at_a_cut.py::*": ("1-False-*", "2-True-*"),
+    "tests/unit/split/test_host_seeds.py::test_host_numbers_are_those_of_the_seed": ("Seeds*-layers.1",),
+    "tests/unit/split/test_loss_draws.py::"
+    "test_a_drawn_divisor_is_the_sum_of_those_of_the_micro_batches": ("*-False",),
+    "tests/unit/split/test_loss_over_batch.py::test_gradients_and_logs_are_those_of_the_whole_batch": (
+        "Contrastive-2-*", "Clip-2-*", "WithHeadBehind-2-*", "BarlowTwins-3-*", "Leaves-3-*", "WithCriterion-3-*",
+    ),
+    "tests/unit/split/test_loss_weights.py::test_a_padded_language_model_trains_as_on_the_whole_batch": (
+        "*-1", "gpt2-7", "llama-4", "t5-7", "bert-4",
+    ),
+    "tests/unit/split/test_models.py::test_gradients_of_all_stages_are_those_of_one_process": ("*-2", "*-3"),
+    "tests/unit/split/test_models.py::test_every_way_to_cut_gives_the_same_gradients": ("uniform",),
+    "tests/unit/split/test_random_steps.py::test_a_random_step_equals_its_reference_or_is_refused": (
+        "1?", "2?", "3?", "4?",
+    ),
+    "tests/unit/split/test_recomputation.py::test_gradients_are_those_without_checkpoints": (
+        "*-non-reentrant-False", "*-reentrant-True", "*-selective-False",
+    ),
+    "tests/unit/split/test_rules_inplace.py::test_the_place_of_the_cut_does_not_matter": (
+        "layers.0-*", "layers.3-*",
+    ),
+    "tests/unit/split/test_rules_interleaved.py::test_stages_of_one_rank_equal_one_process": ("*-looped",),
+    "tests/unit/split/test_user_seeds.py::test_the_numbers_are_those_of_one_device": ("*-1",),
+    "tests/unit/split/test_zoo.py::test_a_tiny_model_over_three_stages_equals_one_process": (
+        "[h-p]*", "gl*", "gr*", "f*", "bl*", "e[lm]*", "c*",
+    ),
+}  # fmt: skip
+
+
+def chosen(rows: Sequence[Any], *daily: int) -> Sequence[Any]:
+    """All of them in the whole run, else those at these positions."""
+    return rows if WHOLE else [rows[position] for position in daily]
+
+
+def mark(items: Sequence[pytest.Item], rows_are_chosen: bool) -> None:
+    """Mark these rows among what was collected.
+
+    Args:
+        items: What was collected.
+        rows_are_chosen: Whether rows were named on the command line, so that others are missing.
+
+    Raises:
+        pytest.UsageError: A pattern is that of no row of a test that was collected with its rows.
+    """
+    rows: dict[str, list[Any]] = {}
+    for item in items:
+        if hasattr(item, "callspec"):
+            rows.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for test, patterns in ROWS.items():
+        found = [item for name in rows if fnmatchcase(name, test) for item in rows[name]]
+        for pattern in patterns:
+            left = [item for item in found if fnmatchcase(item.callspec.id, pattern)]
+            if found and not left and not rows_are_chosen:
+                raise pytest.UsageError(f"tests/whole.py: {test} has no row {pattern!r}")
+            for item in left:
+                item.add_marker(pytest.mark.whole)
