@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, told_apart
 from lightning_pipeline.model.mixing import Followed, Functions, Given, Rows, Seen, is_cut_by_rows
@@ -283,6 +284,10 @@ class DryRuns:
             run.close()
 
 
+class _UnknownWholeError(Exception):
+    """The whole batch cannot be traced, though its micro-batches may be."""
+
+
 class Divisors:
     """What one device divides losses and logged values by, where that is not the number of samples.
 
@@ -321,6 +326,8 @@ class Divisors:
                 wholes = self._rehearsed(step, arguments, tensors)
             except CannotRepeatError as iterator:
                 return f"takes from {iterator}"
+            except _UnknownWholeError as error:
+                return f"cannot be traced for the batch as a whole ({error})"
             for seen in wholes if step.trace.draws_unseen else ():
                 seen.unclear = "a function that is not known to"
             return wholes
@@ -354,11 +361,15 @@ class Divisors:
 
         Raises:
             CannotRepeatError: It takes from an iterator.
+            _UnknownWholeError: It calls units with shapes of which nobody here knows what comes out.
         """
         seeds = partial(step.seeds.microbatch, number)
         (route,) = self._finder.routes(step.ways, [batch], lambda _: seeds())
         with self._apart.running(step.name) as outside:
-            outputs = self._finder.outputs(route, batch, seeds)
+            try:
+                outputs = self._finder.outputs(route, batch, seeds)
+            except SplitError as error:  # what is wrong with the micro-batches, too, they raise
+                raise _UnknownWholeError(error) from error
             outside.check()
             noted = nullcontext if any(batch is part for part in step.microbatches) else self._noted
             with self._silent(), noted():

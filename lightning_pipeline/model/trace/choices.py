@@ -460,8 +460,8 @@ _GUARDS = {
     **dict.fromkeys((torch.isfinite, Tensor.isfinite), _FINITE),
     **dict.fromkeys((torch.isnan, Tensor.isnan, torch.isinf, Tensor.isinf), _NOT_FINITE),
     **dict.fromkeys(_all_of(_aten.isnan, _aten.isinf), _NOT_FINITE),
-    **dict.fromkeys(_all_of(_aten.all), _ALL),
-    **dict.fromkeys(_all_of(_aten.any), _ANY),
+    **dict.fromkeys(_all_of(_aten.all, _aten._is_all_true), _ALL),
+    **dict.fromkeys(_all_of(_aten.any, _aten._is_any_true), _ANY),
 }
 _OPPOSITE = {_FINITE: _NOT_FINITE, _NOT_FINITE: _FINITE, _ALL: _ANY, _ANY: _ALL}
 _NEGATIONS = _all_of(_aten.logical_not, _aten.bitwise_not)

@@ -193,3 +193,50 @@ def test_numbers_that_are_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPat
         torch.testing.assert_close(mine.gradients[name], gradient)
     for _, name, value in theirs.logged[-3:]:
         torch.testing.assert_close(mine.logs[name], value)
+
+
+class Recurrent(nn.LSTM):
+    """Reads its lengths, so that only a rank that holds it can say what comes out for other sizes."""
+
+    def forward(self, x: Tensor, hx: tuple[Tensor, Tensor], lengths: Tensor) -> Any:  # type: ignore[override]
+        if int(lengths.min()) < 1:
+            raise ValueError("an empty sequence")
+        return super().forward(x, hx)
+
+
+class Forecast(Module):
+    """As many steps as a micro-batch has samples, so that sizes do not tell them apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.encoder, self.decoder = (Recurrent(4, 4, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(4, 1)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        start = torch.zeros(1, len(batch["past"]), 4)
+        _, state = self.encoder(batch["past"], (start, start), batch["lengths"])
+        out, _ = self.decoder(batch["future"], state, batch["lengths"])
+        return F.mse_loss(self.head(out), batch["target"])
+
+
+def test_a_whole_batch_of_which_nobody_knows_the_shapes_is_warned_of_and_not_refused() -> None:
+    generator = torch.Generator().manual_seed(3)
+    past, future = (torch.randn(8, 4, 4, generator=generator) for _ in range(2))
+    given = {"past": past, "future": future, "lengths": torch.full((8,), 4), "target": past[..., :1]}
+    with pytest.warns(UserWarning, match=r"cannot be traced for the batch as a whole \(unit 'encoder'"):
+        assert_whole(Forecast(), given, 2, 2)
+
+
+class StudentT(Padded):
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        df, loc, scale, _ = self.net(batch["x"]).unbind(-1)
+        distribution = torch.distributions.StudentT(2 + F.softplus(df), loc, F.softplus(scale))
+        weights = (batch["target"] != -100).to(df.dtype)
+        return -(distribution.log_prob(batch["x"][..., 0]) * weights).sum() / weights.sum()
+
+
+def test_checks_of_a_distribution_hold_for_the_whole_batch_too() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_whole(StudentT(), batch(), 2, 3)
