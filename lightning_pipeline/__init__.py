@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lightning_pipeline._lightning import alias_pytorch_lightning
     from lightning_pipeline.checkpoint import load_from_checkpoint
     from lightning_pipeline.strategy import PipelineStrategy
 
-__all__ = ["PipelineStrategy", "load_from_checkpoint"]
+__all__ = ["PipelineStrategy", "alias_pytorch_lightning", "load_from_checkpoint"]
 
 _LIGHTNING = "lightning.pytorch"
 _LIGHT = ("lightning_pipeline.schedules", "lightning_pipeline.errors")  # rooms that import no Lightning
@@ -23,6 +24,9 @@ def __getattr__(name: str) -> Any:
     # Late, so that `import lightning_pipeline.schedules` stays free of torch.
     if name == "PipelineStrategy":
         return _make_known().PipelineStrategy
+    if name == "alias_pytorch_lightning":
+        _make_known()
+        return importlib.import_module("lightning_pipeline._lightning").alias_pytorch_lightning
     if name == "load_from_checkpoint":
         _make_known()
         return importlib.import_module("lightning_pipeline.checkpoint").load_from_checkpoint

@@ -1,6 +1,5 @@
 """The strategy: the only place that knows Lightning's strategy hooks."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from datetime import timedelta
@@ -169,10 +168,11 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         self.num_nodes = 1
         self._closed: Pipeline | None = None
         self.leaves_in_teardown = False
-        if "pytorch_lightning" in sys.modules:
+        if _lightning.is_pytorch_lightning_apart():
             rank_zero_warn(
                 "pytorch_lightning is imported, whose Trainer takes PipelineStrategy for an invalid name: "
-                "use `from lightning.pytorch import Trainer`"
+                "use `from lightning.pytorch import Trainer`, or call "
+                "lightning_pipeline.alias_pytorch_lightning() before anything imports the other"
             )
         super().__init__()
 

@@ -1,5 +1,6 @@
 """Every private Lightning name that the package uses: why, and since which version."""
 
+from lightning_pipeline._lightning.alias import alias_pytorch_lightning, is_pytorch_lightning_apart
 from lightning_pipeline._lightning.building import checkpoint_without_state, configure_again
 from lightning_pipeline._lightning.compiled import Compile, compile_of, hide_compile_of, take_compile_from
 from lightning_pipeline._lightning.epochs import (
@@ -92,6 +93,7 @@ __all__ = [
     "Compile",
     "LogPlace",
     "after_epoch",
+    "alias_pytorch_lightning",
     "around_epoch_start",
     "around_hooks",
     "as_combined",
@@ -131,6 +133,7 @@ __all__ = [
     "is_last_batch",
     "is_of_a_search",
     "is_overridden",
+    "is_pytorch_lightning_apart",
     "is_sequential",
     "join_group",
     "link_through",

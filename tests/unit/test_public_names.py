@@ -7,6 +7,7 @@ import pytest
 PUBLIC = {
     "lightning_pipeline": [
         "PipelineStrategy",
+        "alias_pytorch_lightning",
         "load_from_checkpoint",
     ],
     "lightning_pipeline.callbacks": [
