@@ -12,7 +12,7 @@ from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, equal, usual
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
-from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Place, Replayed, TensorOwner
+from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Owner, Place, Replayed, TensorOwner
 
 CHAINED = None
 """Instead of a rule: micro-batches follow each other, as in gradient accumulation."""
@@ -222,8 +222,14 @@ class StepState:
 
     def _made(self) -> dict[str, Any]:
         return {
-            e.place.label: e.place.get() for e in self._effects if e.from_units and is_told_as_attribute(e)
+            e.place.label: e.place.get()
+            for e in self._effects
+            if is_told_as_attribute(e) and (e.from_units or self._is_at_end(e))
         }
+
+    def _is_at_end(self, effect: Effect) -> bool:
+        """Whether the step does so where another rank may have ended it: at a value of the last stage."""
+        return type(effect.place.owner) is Owner and max(effect.positions, default=0) > 0
 
     def take(self, shared: FromLast, device: torch.device) -> tuple[list[Effect], list[Effect]]:
         """Elsewhere: set what the last stage has sent.
@@ -243,6 +249,11 @@ class StepState:
                 taken.append(effect)
             elif not effect.deep:
                 rest.append(effect)
+        for effect in self._effects:
+            if effect.place.label in shared.values:
+                value = shared.values[effect.place.label].received(device)
+                if not equal(effect.place.get(), value):
+                    _take(effect.place, value)
         return taken, rest
 
     # ---- gradients that the step asked for
