@@ -112,8 +112,9 @@ class Unmerged(Elsewhere):
     def _refused(self) -> NoReturn:
         raise PlaceholderError(
             f"{self._what} is set by {self._step}, which runs once for each micro-batch, and the values "
-            "cannot be merged to what one device would have: append them to a list, use self.log, or "
-            f"override `merge_outputs(outputs, sizes)` on the LightningModule [at {user_line()}]"
+            "cannot be merged to what one device would have: append them to a list, use self.log, override "
+            "`merge_outputs(outputs, sizes)` on the LightningModule, or, where a batch goes on from what the "
+            f"samples before have left, use num_microbatches=1 [at {user_line()}]"
         )
 
 

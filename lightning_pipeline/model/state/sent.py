@@ -83,10 +83,12 @@ class FromLast(NamedTuple):
     Attributes:
         values: By label.
         rows: What cuts a value by rows, by label, of those as well that are not sent.
+        unmerged: Labels of what has no value for the batch.
     """
 
     values: dict[str, Sent]
     rows: dict[str, Rows]
+    unmerged: list[str]
 
 
 def is_small(value: Any) -> bool:

@@ -218,7 +218,9 @@ class StepState:
         }
         labels = [effect.place.label for effect in self._effects if effect.from_units]
         rules = {label: self._rules.get(label) for label in labels}
-        return FromLast(values, {label: rule for label, rule in rules.items() if isinstance(rule, Rows)})
+        by_rows = {label: rule for label, rule in rules.items() if isinstance(rule, Rows)}
+        none = [label for label, value in self._made().items() if isinstance(value, Unmerged)]
+        return FromLast(values, by_rows, none)
 
     def _made(self) -> dict[str, Any]:
         return {
@@ -246,6 +248,9 @@ class StepState:
         for effect in self._elsewhere:
             if effect.place.label in shared.values:
                 _take(effect.place, shared.values[effect.place.label].received(device))
+                taken.append(effect)
+            elif effect.place.label in shared.unmerged:
+                effect.place.put(Unmerged(attribute_name(effect.place), self._step))
                 taken.append(effect)
             elif not effect.deep:
                 rest.append(effect)

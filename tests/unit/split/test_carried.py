@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lightning_pipeline.errors import PlaceholderError
 from tests.unit.split.nets import WIDTH, Block, Net, batch_of, seeded
 from tests.unit.split.pipe import Module, alone, piped
 
@@ -147,6 +148,31 @@ def test_a_list_that_grows_by_rows_of_the_samples_is_that_of_one_device(kind, st
     module = seeded(lambda: Lasting(kind))
     options = {"stages": stages, "how": STAGES[stages], "num_microbatches": num_microbatches}
     assert_carried(module, sizes=(8, 8, 8, 8), **options)
+
+
+class Chained(Memories):
+    """A cell goes from sample to sample, and on from where the batch before has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.state = nn.GRUCell(WIDTH, WIDTH), None
+
+    def body(self, h: Tensor) -> Tensor:
+        state, found = h.new_zeros(WIDTH) if self.state is None else self.state, []
+        for row in h:
+            state = self.cell(row[None], state[None])[0]
+            found.append(state)
+        self.state = state.detach()
+        return Net.body(self, torch.stack(found))
+
+
+def test_a_state_that_is_chained_over_samples_is_refused_with_the_way_out_on_every_stage():
+    module = seeded(Chained)
+    assert_carried(module, how=["layers.1"], num_microbatches=1)
+    with pytest.raises(
+        PlaceholderError, match=r"'state'.* cannot be merged.*num_microbatches=1 \[at test_ca"
+    ):
+        assert_carried(module, how=["layers.1"], num_microbatches=4)
 
 
 class Codebook(Net):
