@@ -196,7 +196,7 @@ def of_most(
             else:
                 places.append(index)
         return func(args[0], places, *args[2:], **kwargs)
-    rule = _LONGEST.get(func)
+    rule = _LONGEST.get(func) or _LONGEST_ELSEWHERE.get(func._schema.name)
     if rule is None:
         return None
     made = tuple(map(make, rule(*args, **kwargs)))
@@ -245,9 +245,14 @@ def _each_once(repeats: Tensor, *, output_size: int | None = None) -> tuple[Tens
     return (_described(repeats, (repeats.numel() if output_size is None else output_size,), torch.int64),)
 
 
+def _all_boxes(dets: Tensor, scores: Tensor, iou_threshold: float) -> tuple[TensorSpec]:
+    return (_described(scores, (len(scores),), torch.int64),)
+
+
 _LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
     _aten.nonzero.default: _all_places,
     _aten.masked_select.default: _all_selected,
     _aten._unique2.default: _all_different,
     _aten.repeat_interleave.Tensor: _each_once,
 }
+_LONGEST_ELSEWHERE: dict[str, Callable[..., tuple[TensorSpec, ...]]] = {"torchvision::nms": _all_boxes}

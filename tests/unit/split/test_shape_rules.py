@@ -91,3 +91,34 @@ class Transcribes(Net):
 @pytest.mark.parametrize("of_units", [False, True])
 def test_a_ctc_loss_may_come_before_other_units(of_units):
     assert_works(lambda: Transcribes(of_units), batch=batch_of(4, 6), num_microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def suppression():
+    """The operator of torchvision, or one of its name and form: the boxes that score above the mean."""
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    if not hasattr(torch.ops.torchvision, "nms"):
+        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        library.impl("nms", lambda dets, scores, limit: (scores > scores.mean()).nonzero()[:, 0], "CPU")
+
+        @torch.library.register_fake("torchvision::nms", lib=library)
+        def _(dets, scores, limit):
+            return dets.new_empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.long)
+
+    return library  # what it declares is gone with it
+
+
+class Detector(Net):
+    """Boxes that the first layers propose are chosen by their scores before the others see them."""
+
+    def body(self, h):
+        h = self.layers[1](self.layers[0](h))
+        chosen = torch.ops.torchvision.nms(h[:, :4].detach(), h.mean(1).detach(), 0.5)
+        return self.layers[3](self.layers[2](h[chosen]))
+
+    def loss(self, h, batch):
+        return self.head(h).pow(2).sum() + self.head(h).mean() * len(batch["x"]) / 100
+
+
+def test_boxes_that_are_suppressed_between_units_may_come_before_others(suppression):
+    assert_works(Detector, cuts=[["layers.1"], ["layers.1", "layers.3"]], num_microbatches=1)
