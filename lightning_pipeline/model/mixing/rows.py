@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.mixing.positions import Positions, lengths
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 
@@ -37,6 +38,7 @@ class Called(NamedTuple):
         target: What it has written into its first argument, in a copy; None where it only returns.
         opaque: Whether it has to do with values of units.
         is_given: Whether it returned the very tensor that it was given.
+        lengths: Of how many things its result may be numbers.
     """
 
     func: Any
@@ -44,16 +46,18 @@ class Called(NamedTuple):
     target: Tensor | None = None
     opaque: bool = False
     is_given: bool = False
+    lengths: frozenset[int] = frozenset()
 
 
 class Functions:
     """Stands between a step's code and the functions that it calls between units."""
 
-    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called.
 
         Args:
             number: Its number.
+            given: Its arguments.
             seeds: Of the run.
         """
         raise NotImplementedError
@@ -84,7 +88,7 @@ class Seen(Functions):
         self._shared: set[int] = set()  # memory that several tensors have
         self._held: list[Tensor] = []
 
-    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         if self.host is None:
             self.host = seeds.host_place()
@@ -103,7 +107,7 @@ class Seen(Functions):
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        self.calls.append(Called(func, kept, written, opaque, is_given))
+        self.calls.append(Called(func, kept, written, opaque, is_given, lengths(func, args, kwargs)))
         return result
 
     def _note_memory(self, args: Any, result: Any) -> None:
@@ -187,12 +191,13 @@ class Followed(Functions):
         alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
         self.failed = not alike or whole.host != own.host
         self._before = True  # no unit has been called
+        self._positions = Positions()
         self.answers: list[_Answer] = []
 
-    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         self._before = False
-        self.failed = self.failed or self._taken(number) is None
+        self.failed = self.failed or self._taken(number) is None or self._positions.among(given)
         self.answers.append(_Answer(number))
 
     def _taken(self, func: Any) -> tuple[Called, Called] | None:
@@ -208,18 +213,33 @@ class Followed(Functions):
             self.failed = True
             return run(func, args, kwargs)
         try:
+            self._check_given(*found, args, kwargs)
             answer = self._answer(*found)
             if answer is None:
-                self.answers.append(_Answer(func))
+                answer = _Answer(func)
                 result = run(func, args, kwargs)
                 if self._before:
                     self._check(found[0].result, result)
-                return result
+            else:
+                result = _given(answer, args, kwargs, run)
         except _CannotError:
             self.failed = True
             return run(func, args, kwargs)
         self.answers.append(answer)
-        return _given(answer, args, kwargs, run)
+        numbers = self._rows.total in found[0].lengths and self._rows.count in found[1].lengths
+        writes = found[0].target is not None
+        self._positions.note(
+            func, args, kwargs, result, is_given=answer.is_given, writes=writes, numbers=numbers
+        )
+        return result
+
+    def _check_given(self, whole: Called, own: Called, args: Any, kwargs: Any) -> None:
+        """What is done with numbers of the batch's rows, or written beside a result, has to be known."""
+        opaque = whole.opaque or own.opaque
+        if opaque and self._positions.among((args, kwargs)):
+            raise _CannotError  # a micro-batch's value has only its own rows
+        if kwargs.get("out") is not None or self._positions.leave(whole.func, args):
+            raise _CannotError
 
     def _answer(self, whole: Called, own: Called) -> _Answer | None:
         """None where the function is to be run."""
@@ -236,6 +256,8 @@ class Followed(Functions):
             return _Answer(whole.func, is_given=True, value=part, writes=True)
         if whole.func in _NUMBERS:
             return _Answer(whole.func, is_given=True, value=whole.result) if self._before else None
+        if not self._before and self._positions.are_all(whole.func):
+            return None  # by which values of units are chosen, as in `logits[torch.arange(n), y]`
         value = None if whole.is_given else self._part(whole.result, own.result)
         return None if value is None else _Answer(whole.func, is_given=True, value=value)
 
@@ -271,18 +293,13 @@ class Given(Functions):
     Args:
         answers: To each of its calls.
         step: Name of the user's method.
-        goes_on: Whether numpy and Python go on from where they stand at the first unit.
     """
 
-    def __init__(self, answers: Sequence[_Answer], step: str, *, goes_on: bool) -> None:
+    def __init__(self, answers: Sequence[_Answer], step: str) -> None:
         self._answers, self._step, self._next = answers, step, 0
-        self._goes_on, self._before = goes_on, True
 
-    def unit(self, number: int, seeds: MicrobatchSeeds) -> None:
-        """A unit is called: what is drawn from now on is the micro-batch's own."""
-        if self._before and not self._goes_on:
-            seeds.host_own()
-        self._before = False
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
+        """A unit is called."""
         self._take(number)
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:

@@ -44,7 +44,7 @@ class StepSeeds:
     """The random state of one batch: set for each micro-batch, put back at the end.
 
     Attributes:
-        one_host: Whether numpy and Python give all micro-batches the same up to the first unit.
+        one_host: Whether numpy and Python give all micro-batches the same between units.
     """
 
     def __init__(self, modules: Sequence[nn.Module], key: Sequence[int]) -> None:
@@ -96,17 +96,18 @@ class MicrobatchSeeds:
 
     def host(self, *call: int) -> None:
         """Seed numpy and Python, on entry and after calls where a unit was seen to draw from them."""
-        seed = mix(self._host_key, *call)
+        self._host(mix(self._host_key, *call))
+
+    def _host(self, seed: int) -> None:
         random.seed(seed)
         numpy.random.seed(seed & 0xFFFFFFFF)
         self._generators.seed_host(seed)
         self._host_seed = seed
 
-    def host_own(self) -> None:
-        """From now on they give the micro-batch its own numbers."""
-        if not self.host_is_users():
-            self._host_key = self._key
-            self.host()
+    def host_in_unit(self, *call: int) -> None:
+        """A unit is called that may draw from them: there, a micro-batch has numbers of its own."""
+        if self._host_key != self._key and not self.host_is_users():
+            self._host(mix(self._key, _UNIT_DRAWS, *call))
 
     def host_is_users(self) -> bool:
         """Whether numpy or Python stands where no draw leads from the last seed: the user has seeded it."""

@@ -95,7 +95,7 @@ class GlueRun:
         if self.inside:
             return self._within(unit, args, kwargs)
         if self.mixing is not None:
-            self.mixing.unit(unit, self._seeds)
+            self.mixing.unit(unit, (args, kwargs), self._seeds)
         ours = current_function_mode() is self.functions and not (self.draws and self._in_region())
         if ours:  # out of the way, where no mode of the user's is above it, and no region may run again
             pop_function_mode()

@@ -419,9 +419,7 @@ class Mixing:
         if found is None:
             self._given_up.add(step.name)
             return False
-        step.mixing = [
-            partial(Given, one.answers, step.name, goes_on=not number) for number, one in enumerate(found)
-        ]
+        step.mixing = [partial(Given, one.answers, step.name) for one in found]
         return True
 
     def _found(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> list[Followed] | None:

@@ -164,6 +164,8 @@ class Replay(GlueRun):
         else:
             self._expect(unit, nth)
             around = self._around(unit, nth, args, kwargs)
+            if view.host_random:
+                self._seeds.host_in_unit(unit, nth)
             with around if isinstance(around, Watch) else nullcontext():
                 hooks, (forward, entered) = self._hooks_of(unit), self._enter(unit)
                 try:

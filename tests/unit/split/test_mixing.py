@@ -200,6 +200,97 @@ def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, 
     assert all("test_mixing.py" in text for text in told(recwarn))
 
 
+class Parts(Mixed):
+    """Has two units that the step calls by itself."""
+
+    def __init__(self, function):
+        super().__init__(function)
+        torch.manual_seed(2)
+        self.first = nn.Linear(6, 6).double()
+
+
+def sorted_and_back(self, x, y):
+    order = x[:, 0].argsort()
+    return nn.functional.mse_loss(self.net(x[order])[order.argsort()], y)
+
+
+def mixup_between(self, x, y):
+    h, order = self.first(x), torch.randperm(len(x))
+    return nn.functional.mse_loss(self.net(0.7 * h + 0.3 * h[order]), 0.7 * y + 0.3 * y[order])
+
+
+def best_by_values(self, x, y):
+    best = x[:, 0].topk(2).indices
+    out = self.net(0.6 * x + 0.4 * x.flip(0))
+    return nn.functional.mse_loss(out, y) + out[best].mean()
+
+
+def chosen_by_a_list(self, x, y):
+    order = x[:, 0].argsort().tolist()
+    return nn.functional.mse_loss(self.net(0.6 * x + 0.4 * x.flip(0))[order], y[order])
+
+
+def gathered_by_position(self, x, y):
+    order = torch.randperm(len(x))[:, None].expand(-1, 3)
+    return nn.functional.mse_loss(self.net(x.flip(0)).take_along_dim(order, 0), y)
+
+
+def by_a_buffer_given(self, x, y):
+    buffer = torch.empty_like(x)
+    torch.add(0.6 * x, x.flip(0), alpha=0.4, out=buffer)
+    return nn.functional.mse_loss(self.net(buffer), y)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [mixup_between, best_by_values, chosen_by_a_list, gathered_by_position, by_a_buffer_given],
+)
+def test_numbers_of_the_batchs_rows_choose_none_of_a_micro_batchs(function, recwarn):
+    fit(
+        {**STAGED, "num_microbatches": 3}, lambda: Parts(function), max_epochs=1, num_sanity_val_steps=0,
+        limit_train_batches=1, limit_val_batches=0, enable_progress_bar=False,
+    )  # fmt: skip
+    assert len(told(recwarn)) == 1
+
+
+def test_samples_that_are_sorted_and_put_back_are_one_devices():
+    found = fitted(sorted_and_back, {**STAGED, "num_microbatches": 3})
+    assert_same(found, fitted(sorted_and_back, None))
+
+
+def chosen_classes(self, x, y):
+    """Cross entropy by hand, of mixed samples."""
+    out, labels = self.net(0.6 * x + 0.4 * x.flip(0)).log_softmax(1), y.argmax(1)
+    loss = -out[torch.arange(len(y)), labels].mean()
+    return loss - 0.4 * out[torch.arange(len(y)), labels.flip(0)].mean()
+
+
+def test_micro_batches_count_their_own_rows_after_units(recwarn):
+    found = fitted(chosen_classes, {**STAGED, "num_microbatches": 3})
+    assert_same(found, fitted(chosen_classes, None))
+    assert not told(recwarn)
+
+
+def drops_layers(self, x, y):
+    """What is decided by chance after the first unit is decided for the batch."""
+    share, order = numpy.random.beta(1, 1), torch.randperm(len(x))
+    h = self.first(share * x + (1 - share) * x[order])
+    if random.random() < 0.5:
+        h = self.first(h)
+    return nn.functional.mse_loss(self.net(h * random.random()), share * y + (1 - share) * y[order])
+
+
+def test_what_python_draws_after_units_is_drawn_once_a_batch(recwarn):
+    def run(number):
+        return fit(
+            {**STAGED, "num_microbatches": number}, lambda: Parts(drops_layers), max_epochs=3,
+            num_sanity_val_steps=0, enable_progress_bar=False,
+        )  # fmt: skip
+
+    assert_same(run(3), run(1))
+    assert not told(recwarn)
+
+
 def test_parts_that_are_no_rows_in_order_are_warned_of(recwarn):
     class Strided(Mixed):
         def split_batch(self, batch, num_microbatches):
