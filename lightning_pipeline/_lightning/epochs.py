@@ -186,25 +186,27 @@ def show_loaders(trainer: Trainer, loop: Any, combined: CombinedLoader, limit: i
         combined: As it will have them.
         limit: Of the Trainer's for this loop, as `limit_train_batches`.
     """
-    trains = loop is trainer.fit_loop
-    stage = RunningStage.TRAINING if trains else RunningStage.VALIDATING
+    stages = {
+        id(trainer.fit_loop): RunningStage.TRAINING, id(trainer.test_loop): RunningStage.TESTING,
+        id(trainer.predict_loop): RunningStage.PREDICTING,
+    }  # fmt: skip
+    stage = stages.get(id(loop), RunningStage.VALIDATING)
     lengths = [_length(one) for one in combined.flattened]
     limits = [_parse_num_batches(stage, length, limit) for length in lengths]
-    undo = [patch(loop, "_combined_loader", combined)]
-    if loop is trainer.predict_loop:
-        batches_seen: list[list[int]] = [[] for _ in limits]
-        return all_undone(
-            [*undo, patch(loop, "max_batches", limits), patch(loop, "epoch_batch_indices", batches_seen)]
-        )
-    if not trains:
-        return all_undone([*undo, patch(loop, "_max_batches", limits)])
+    values: dict[str, Any] = {"_combined_loader": combined}
+    if stage is not RunningStage.TRAINING:
+        predicts = stage is RunningStage.PREDICTING
+        values |= {"max_batches": limits} if predicts else {"_max_batches": limits}
+        values |= {"epoch_batch_indices": [[] for _ in limits]} if predicts else {}
+        return all_undone([patch(loop, name, value) for name, value in values.items()])
     batches = _length(_SUPPORTED_MODES[combined._mode]["iterator"](combined.flattened, limits))
-    undo.append(patch(loop, "max_batches", batches))
-    every: Any = trainer.val_check_interval
+    every: Any = None
+    if getattr(trainer, "_val_check_time_interval", None) is None:
+        every = trainer.val_check_interval
     if isinstance(every, float):
         every = max(1, int(batches * every)) if batches != float("inf") else batches
-    if getattr(trainer, "_val_check_time_interval", None) is not None:
-        every = None
+    values["max_batches"] = batches
+    undo = [patch(loop, name, value) for name, value in values.items()]
     return all_undone([*undo, patch(trainer, "val_check_batch", every)])
 
 

@@ -70,10 +70,11 @@ class LeftBySteps:
     Args:
         split: This rank's part of the module.
         outlet: From the last stage's rank of this replica to the others.
+        meet: Called before a collective: ranks that are in a hook yet learn that this one is not.
     """
 
-    def __init__(self, split: LeavesBehind, outlet: Outlet) -> None:
-        self._split, self._outlet = split, outlet
+    def __init__(self, split: LeavesBehind, outlet: Outlet, meet: Callable[[], None]) -> None:
+        self._split, self._outlet, self._meet = split, outlet, meet
         self._told_after = -1
         self._warned = False
         self.is_everywhere = True
@@ -85,6 +86,7 @@ class LeftBySteps:
             return
         self._told_after, self.is_everywhere = self._split.begun, True
         self._split.in_units.notice()
+        self._meet()
         tell_of_units(self._split.in_units, self._outlet.company, LARGEST)
         if not self._split.leaves_late:
             return
@@ -115,18 +117,19 @@ class EpochEndHooks:
         metrics: Those of the module.
         aside: Makes a context in which nothing is completed over the ranks.
         place: Makes one in which ranks call units of each other.
+        meet: Called before a collective.
     """
 
     def __init__(
         self, trainer: Trainer, split: LeavesBehind,
         sinks_to: Callable[[Callable[..., None]], AbstractContextManager[None]], outlet: Outlet,
         metrics: SharedMetrics, aside: Callable[[], AbstractContextManager[None]],
-        place: Callable[[], AbstractContextManager[None]],
+        place: Callable[[], AbstractContextManager[None]], meet: Callable[[], None],
     ) -> None:  # fmt: skip
         self._aside, self._place = aside, place
         module: LightningModule = trainer.lightning_module
         self._module, self._outlet, self._metrics = module, outlet, metrics
-        self._left, self._sinks_to = LeftBySteps(split, outlet), sinks_to
+        self._left, self._sinks_to = LeftBySteps(split, outlet, meet), sinks_to
         kinds = ("Callback", "LightningModule")
         tells = {(kind, name): self._left.tell for kind in kinds for name in HOOKS}
         own = [n for n in HOOKS if getattr(type(module), n) is not getattr(LightningModule, n)]

@@ -191,6 +191,10 @@ class RemoteUnits:
         if self._is_open:
             self._until_all(_MEET)
 
+    def come(self) -> None:
+        """A collective comes next, outside of hooks too: a rank that is in one yet learns of it at once."""
+        self._until_all(_MEET)
+
     def _until_all(self, kind: int) -> None:
         if len(self._company.ranks) == 1 or self._answering:
             return

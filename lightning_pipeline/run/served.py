@@ -74,7 +74,7 @@ class ServedHooks:
         metrics = SharedMetrics(self._module, members.from_last, board, groups.data_parallel)
         epoch_end = EpochEndHooks(
             self._trainer, self._split, self._sinks_to, members.from_last, metrics, meeting.aside,
-            self.units.place,
+            self.units.place, self.units.come,
         )  # fmt: skip
         logs = HookLogs(self._trainer, members.gather_for("logging in a hook"), asks_all, meeting.later)
         loggers = complete_in_loggers(self._trainer.loggers, partial(meeting.whole, any_size=True))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, LearningRateFinder
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning_utilities.core import rank_zero
 from torch import Tensor
 
 from tests.pool import Pool
@@ -287,7 +288,7 @@ class Prints(Regression):
 def printed(pipeline: dict[str, Any] | None) -> list[str]:
     out, told = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(told)
-    loggers = [logging.getLogger("lightning.pytorch.utilities.rank_zero")]
+    loggers = [rank_zero.log]  # named by whichever of Lightning's packages was imported last
     for one in loggers:
         one.addHandler(handler)
     try:
@@ -307,6 +308,43 @@ def test_a_step_prints_once(ranks: Ranks) -> None:
     first, second = ranks(2)(printed, {"stages": 2, "num_microbatches": 1})
     assert first == expected
     assert second == [line for line in expected if line.startswith("all ranks")]
+
+
+class CollectsWhatItValidates(Regression):
+    """Not in the Trainer's check before training, where the first sort may not even call the model."""
+
+    def __init__(self, always_calls: bool) -> None:
+        super().__init__()
+        self.always_calls = always_calls
+        self.outs: list[Tensor] = []
+        self.seen: list[Tensor] = []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.sanity_checking and not self.always_calls:
+            return
+        out = self.net(batch[0])
+        if not self.trainer.sanity_checking:
+            self.outs.append(out.detach())
+        self.log("val_loss", torch.nn.functional.mse_loss(out, batch[1]))
+
+    def on_validation_epoch_end(self) -> None:
+        if self.outs:
+            self.seen.append(torch.cat(self.outs).clone())
+            self.outs.clear()
+
+
+def validated(pipeline: dict[str, Any] | None, always_calls: bool) -> list[Tensor]:
+    module = CollectsWhatItValidates(always_calls)
+    trainer(pipeline).fit(module, loader(24), loader(seed=4))
+    return module.seen
+
+
+@pytest.mark.parametrize("always_calls", [True, False], ids=["calls", "returns"])
+def test_validation_is_not_what_the_check_before_training_was(ranks: Ranks, always_calls: bool) -> None:
+    expected = validated(None, always_calls)
+    assert len(expected) == 2
+    for seen in ranks(2)(validated, TWO, always_calls):
+        torch.testing.assert_close(seen, expected)
 
 
 def test_one_device_is_what_this_file_compares_with() -> None:

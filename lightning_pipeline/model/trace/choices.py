@@ -387,7 +387,9 @@ def _add_plain(value: Any, found: list[Hashable]) -> None:
 
 
 def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tuple[int, Any]]) -> Hashable:
-    """Flags, whole numbers and strings that code between units may choose by, and the epoch.
+    """Flags, whole numbers and strings that code between units may choose by, the epoch, and what runs.
+
+    Validation before training (the Trainer's sanity check) and within it are two things that may run.
 
     Left out is what `updates_of_metrics` has.
 
@@ -396,7 +398,8 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
         modules: Those whose attributes it may read.
         left_out: What the step itself changes: which `vars`, by its id, and the name.
     """
-    found: list[Hashable] = [getattr(root, "current_epoch", 0)]
+    running = getattr(getattr(root, "_trainer", None), "state", None)
+    found: list[Hashable] = [getattr(root, "current_epoch", 0), getattr(running, "stage", None)]
     for module in modules:
         held = vars(module)
         own, but = id(held), _UPDATES if isinstance(module, Metric) else None

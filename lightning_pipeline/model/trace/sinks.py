@@ -155,6 +155,19 @@ class _Dropped(io.TextIOBase):
         if sys.gettrace() is not None:
             self._real.flush()
 
+    @property
+    def encoding(self) -> Any:  # type: ignore[override]  # the base's may be set
+        """As the real one; `errors` and all that is of files rather than of text, too."""
+        return self._real.encoding
+
+    @property
+    def errors(self) -> Any:  # type: ignore[override]
+        """As the real one."""
+        return self._real.errors
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
     def isatty(self) -> bool:
         """As the real one."""
         return bool(self._real.isatty())

@@ -97,7 +97,7 @@ class _Aside(DummyLogger):
     @property  # type: ignore[misc]  # the base's may be set
     def __class__(self) -> Any:
         """So that `isinstance` says what it says of the real one."""
-        return type(self._real)
+        return self._real.__class__  # which may stand for another itself
 
     @property
     def name(self) -> Any:

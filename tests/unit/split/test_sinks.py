@@ -1,0 +1,19 @@
+"""What stands in the place of the standard output while a step is run to see what it does."""
+
+import io
+import sys
+from contextlib import redirect_stdout
+
+from lightning_pipeline.model.trace.sinks import printed_once
+
+
+def test_an_output_that_drops_what_is_written_is_a_file_as_the_real_one() -> None:
+    raw = io.BytesIO()
+    real = io.TextIOWrapper(raw, encoding="latin-1", errors="replace")
+    with redirect_stdout(real), printed_once():
+        print("dropped")
+        assert (sys.stdout.encoding, sys.stdout.errors) == ("latin-1", "replace")
+        assert sys.stdout.buffer is real.buffer
+        sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    real.flush()
+    assert raw.getvalue() == b"" and real.line_buffering
