@@ -2,7 +2,7 @@
 
 from lightning_pipeline.hooks.beside import Beside
 from lightning_pipeline.hooks.copies import fill_copies
-from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units
+from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, units_at_end
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
@@ -44,5 +44,6 @@ __all__ = [
     "refuse_unserved",
     "replay",
     "tell_of_units",
+    "units_at_end",
     "zeroed_unseen",
 ]

@@ -18,7 +18,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.hooks.metrics import SharedMetrics
-from lightning_pipeline.model.state import ElsewhereError, InUnits, Sent
+from lightning_pipeline.model.state import ElsewhereError, InUnits, Sent, Told
 from lightning_pipeline.model.trace import Stand
 from lightning_pipeline.patching import all_undone, patch
 from lightning_pipeline.ranks import Company, Outlet
@@ -64,6 +64,20 @@ def tell_of_units(units: InUnits, company: Company, largest: int | None = None) 
         )
 
 
+def units_at_end(units: InUnits, company: Company, gets: Callable[[int], bool]) -> list[Told]:
+    """At the end of a run: what units of all ranks keep, for ranks that get it; all ranks call.
+
+    Args:
+        units: Of this rank.
+        company: Of the ranks.
+        gets: Whether a global rank does.
+    """
+    if not any(map(gets, company.ranks)):
+        return []
+    told = company.gather("gathering what units keep", units.told(LARGEST))
+    return list(told.values()) if gets(company.rank) else []
+
+
 class LeftBySteps:
     """Tells all ranks what steps left on the last stage, once after each last batch.
 
@@ -85,7 +99,6 @@ class LeftBySteps:
         if self._told_after == self._split.begun:
             return
         self._told_after, self.is_everywhere = self._split.begun, True
-        self._split.in_units.notice()
         self._meet()
         tell_of_units(self._split.in_units, self._outlet.company, LARGEST)
         if not self._split.leaves_late:

@@ -326,7 +326,7 @@ class RemoteUnits:
             value = self._values.unpack(given.skeleton, leaves)
             copied = self._values.pack(value, name)
             then = Before(copied, module)
-            output = self._patches.originals[unit](*value[0], **value[1])
+            output = self._patches.run_alone(unit, *value)
             answer = self._values.answer(output, copied, then, module, name)
             if flows and any(leaves[number].requires_grad for number in answer.changed):
                 raise SplitError(

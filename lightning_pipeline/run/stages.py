@@ -45,6 +45,7 @@ from lightning_pipeline.run.setup import (
     Cut,
     beside_module,
     held_states,
+    kept_by_units,
     loggers_set_aside,
     make_whole,
     move,
@@ -330,7 +331,6 @@ class Stages:
     def _uncut_begins(self) -> None:
         """A batch comes whose step runs whole, and may leave something in the units that it calls."""
         self.split.begun += 1
-        self.split.in_units.notice()
 
     def put_gradients_back(self, *, stepping: bool) -> None:
         """Give `.grad` what the step made; before the optimizer steps, average over replicas.
@@ -419,11 +419,11 @@ class Stages:
         from_last = self._members.from_last
         try:
             left, _ = from_last.share(self.split.left_so_far, "gathering what steps left on the last stage")
-            self.split.in_units.notice()
-            kept = self._members.replica.gather("gathering what units keep", self.split.in_units.told())
+            how = self._settings.gather_weights
+            kept = kept_by_units(self.split.in_units, self._members.replica, how, staged=staged)
             came = make_whole(
                 self._module, callbacks, self.split, self.owns(), self._members.replica,
-                self._settings.gather_weights, staged=staged,
+                how, staged=staged,
             )  # fmt: skip
         except BaseException:  # another rank has failed
             self.split.restore()
@@ -431,7 +431,7 @@ class Stages:
         self.split.restore(came, on_meta=True)
         if not from_last.is_source:
             self.split.take(left)
-        self.split.in_units.take(list(kept.values()))
+        self.split.in_units.take_last(kept)
 
 
 def split_module(

@@ -117,3 +117,63 @@ def test_what_units_keep_is_that_of_one_device_on_every_rank(
     pipeline = {"stages": stages, "num_microbatches": num_microbatches, "schedule": schedule}
     for found in ranks(stages)(left_by, pipeline):
         assert_close(found, expected)
+
+
+class Drops(nn.Module):
+    """A layer that drops values, and keeps figures of what is left: one device is not followed in its draws."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.total = self.peak = 0.0
+        self.dropped = torch.zeros((), dtype=torch.float64)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = (torch.rand(x.shape, dtype=x.dtype) < 0.9).to(x.dtype)
+        x = nn.functional.dropout(x, 0.25, self.training) * mask
+        self.total += x.sum().item()
+        self.peak = max(self.peak, x.max().item())
+        self.dropped = self.dropped + (1 - mask).sum()
+        self.calls += 1
+        FOUND.append((self, float(x.detach().sum()), float(x.detach().max()), float((1 - mask).sum())))
+        return self.linear(x)
+
+
+FOUND: list[tuple[Any, float, float, float]] = []
+
+
+class Dropping(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(Drops(FEATURES, 5), Drops(5, TARGETS)).double()
+        self.began = 0
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        FOUND.clear()
+        layers: Any = self.net
+        self.before = [(one.total, one.peak, one.dropped.item(), one.calls) for one in layers]
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layers: Any = self.net
+        for one, (total, peak, dropped, calls) in zip(layers, self.before, strict=True):
+            own = [found for module, *found in FOUND if module is one][-4:]  # before them it is tried out
+            if own:
+                self.began += 1
+                assert one.total == pytest.approx(total + sum(found[0] for found in own))
+                assert one.peak == max(peak, *(found[1] for found in own))
+                assert one.dropped.item() == pytest.approx(dropped + sum(found[2] for found in own))
+                assert one.calls == calls + 1
+
+
+def figures_of_dropping() -> tuple[int, list[Any]]:
+    module, run = Dropping(), trainer({"stages": 2, "num_microbatches": 4}, max_epochs=1)
+    run.fit(module, loader(24))
+    layers: Any = module.net
+    return module.began, [(one.total, one.peak, one.dropped.item(), one.calls) for one in layers]
+
+
+def test_figures_of_random_units_are_those_of_all_their_micro_batches(ranks: Ranks) -> None:
+    (first, of_first), (second, of_second) = ranks(2)(figures_of_dropping)
+    assert first == second == 3
+    assert of_first == of_second

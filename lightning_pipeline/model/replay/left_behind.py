@@ -92,6 +92,7 @@ class LeftBehind:
         self._guards, self._others, self._quiet = guards, others, quiet
         self._rules: dict[str, dict[str, Rule | None]] = {}
         self.in_units = InUnits(root, patches.units, stage_of, stages, guards, device)
+        patches.around_alone = self.in_units.around
         self._by_rows: dict[str, tuple[Place, Rows]] = {}  # of all steps
         self._rows_at: dict[str, int] = {}
         self._reads: dict[str, dict[str, bool]] = {}

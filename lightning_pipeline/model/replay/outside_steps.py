@@ -203,7 +203,7 @@ class IdleRunner:
         """Run an own unit, or raise."""
         stage = self._view.stage_of[unit]
         if stage in self._stages:
-            return self._patches.originals[unit](*args, **kwargs)
+            return self._patches.run_alone(unit, args, kwargs)
         raise SplitError(
             f"unit {self._patches.units[unit].name!r} is on stage {stage} and is called "
             "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "

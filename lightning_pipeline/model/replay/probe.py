@@ -47,6 +47,7 @@ from lightning_pipeline.model.trace import (
 
 _log = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_DRAWS = (1, 2, 3)  # seeds: a count of few draws comes out alike with one of them now and then
 Observed = list[tuple[int | None, list[Tensor]]]
 """What each unit was given, by its number, and last what the step returned."""
 
@@ -177,7 +178,8 @@ def rules_of(
     for effect in effects:
         label = effect.place.label
         own = [_trial(trial, label) for trial in trials]
-        if equal(own[0].whole, again[label]) and all(_is_finite(trial[:4]) for trial in own):
+        alike = all(equal(own[0].whole, drawn[label]) for drawn in again)
+        if alike and all(_is_finite(trial[:4]) for trial in own):
             rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
             found[label] = rule or unmerged
             if rule is None:
@@ -268,7 +270,7 @@ def _values_in(value: Any) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in tensors_in(value) if not is_placeholder(tensor)]
 
 
-def _trials(run: "_Runs", question: Question) -> tuple[list[Any], dict[str, Any], list[Observed]]:
+def _trials(run: "_Runs", question: Question) -> tuple[list[Any], list[dict[str, Any]], list[Observed]]:
     """What is left with these values and, in the other order, with others; and once more with other draws.
 
     With it what the first, the second and both as one batch computed, in the first order.
@@ -283,7 +285,8 @@ def _trials(run: "_Runs", question: Question) -> tuple[list[Any], dict[str, Any]
             if not seed:
                 observed.append(run.observed)
         if not seed:
-            again = run([(asked.whole[0], whole)], seed=1)
+            draws = _DRAWS if question.really else _DRAWS[:1]
+            again = [run([(asked.whole[0], whole)], seed=other) for other in draws]
         trials.append(((alone[0], alone[1], run.in_order([first, second]), alone[2]), asked.sizes))
     return trials, again, observed
 

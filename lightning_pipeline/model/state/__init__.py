@@ -1,7 +1,7 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError
-from lightning_pipeline.model.state.in_units import InUnits, values_kept
+from lightning_pipeline.model.state.in_units import InUnits, Told, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
@@ -53,6 +53,7 @@ __all__ = [
     "StageParameters",
     "StartRows",
     "StepState",
+    "Told",
     "Trial",
     "equal",
     "goes_on",

@@ -121,7 +121,7 @@ class InUnits:
             trace: Of the step.
             rules: By label; where none fits micro-batches follow each other.
         """
-        wrong = [label for label, rule in rules.items() if rule is unmerged]
+        wrong = [label for label, rule in rules.items() if rule in (unmerged, usual)]  # or random
         self._rules[trace.step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
         for unit, place in trace.unit_attributes:
             if place.label in wrong and self.is_here(unit):
@@ -200,20 +200,32 @@ class InUnits:
                 rules[place.label] = usual
                 self._apart[place.label] = self._line(unit)
 
-    def notice(self) -> None:
-        """Units may have run that are of no batch here, such as those called by message."""
-        for unit, place in self._look():
-            self._own.setdefault(place.label, (unit, place))
+    @contextmanager
+    def around(self, unit: int) -> Iterator[None]:
+        """A unit of this rank runs that is of no batch here, such as one called by message: what it changes.
+
+        Args:
+            unit: Which.
+        """
+        before = self._surroundings([(unit, self._units[unit])])
+        yield
+        for number, place in self._changed(before, [(unit, self._units[unit])]):
+            self._own.setdefault(place.label, (number, place))
 
     def _look(self) -> list[tuple[int, Place]]:
         """What units of this rank have changed since the last look."""
         numbered = [(number, unit) for number, unit in enumerate(self._units) if self.is_here(number)]
         if self._around is None:
-            self._around = Surroundings.of_attributes(
-                [pair for _, unit in numbered for pair in unit.module.named_modules(prefix=unit.name)],
-                _OF_ALL_MODULES,
-            )
-        changed = self._around.look()
+            self._around = self._surroundings(numbered)
+        return self._changed(self._around, numbered)
+
+    @staticmethod
+    def _surroundings(numbered: Sequence[tuple[int, Unit]]) -> Surroundings:
+        named = [pair for _, unit in numbered for pair in unit.module.named_modules(prefix=unit.name)]
+        return Surroundings.of_attributes(named, _OF_ALL_MODULES)
+
+    def _changed(self, around: Surroundings, numbered: Sequence[tuple[int, Unit]]) -> list[tuple[int, Place]]:
+        changed = around.look()
         if not changed:
             return []
         owners = {id(vars(part)): number for number, unit in numbered for part in unit.module.modules()}
@@ -270,6 +282,21 @@ class InUnits:
             if values[place.label] is None:
                 self._guards.install([place], set_by_unit(place.get()))
         return {label: line for one in told for label, line in one.apart.items()}
+
+    def take_last(self, told: Sequence[Told]) -> None:
+        """When the run has ended: have what came, on the CPU; what did not is as it stands here.
+
+        Args:
+            told: By ranks, this one too.
+        """
+        sent = {
+            n: one
+            for rank in told
+            for n, one in rank.values.items()
+            if one is not None and n not in self._own
+        }
+        places = [place for label in sent if (place := self._place(label)) is not None]
+        put_in(places, sent, torch.device("cpu"))
 
     def _place(self, label: str) -> Place | None:
         """Where it stands on this rank; None where nothing has that name."""

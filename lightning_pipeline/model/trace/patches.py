@@ -4,6 +4,7 @@ import copy
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
@@ -91,6 +92,7 @@ class UnitPatches:
         runner: Who answers calls now. None: `idle` does.
         idle: Who answers outside a step. None: the original does.
         copies: Modules that were copied from units meanwhile, with the unit's number.
+        around_alone: Makes the context in which a unit runs that is called outside of steps.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -99,6 +101,7 @@ class UnitPatches:
         self.runner: Runner | None = None
         self.idle: Runner | None = None
         self.copies: list[tuple[weakref.ref[nn.Module], int]] = []
+        self.around_alone: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
         self._own = [vars(unit.module).get("forward") for unit in self.units]
         self._undo: list[Undo] = []
 
@@ -124,6 +127,11 @@ class UnitPatches:
         ):
             stands[name] = Stand(module, name, call)
         self._undo += [patch(module, name, stand) for name, stand in stands.items()]
+
+    def run_alone(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a unit of this rank that is called outside of steps."""
+        with self.around_alone(unit):
+            return self.originals[unit](*args, **kwargs)
 
     def copied(self) -> dict[int, int]:
         """The unit that a module was copied from, by its `id`: its weights are where the unit's are."""

@@ -13,7 +13,7 @@ from lightning_pipeline.run.setup.trainer import (
     loggers_set_aside,
     seed_of_run,
 )
-from lightning_pipeline.run.setup.whole import held_states, make_whole, move, start_equal
+from lightning_pipeline.run.setup.whole import held_states, kept_by_units, make_whole, move, start_equal
 
 __all__ = [
     "BY_HAND",
@@ -31,6 +31,7 @@ __all__ = [
     "headline",
     "held_states",
     "hooks_undone",
+    "kept_by_units",
     "lazy_layers",
     "loggers_set_aside",
     "make_lazy_layers",

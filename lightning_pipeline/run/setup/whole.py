@@ -1,6 +1,7 @@
 """What of a module is here: read, moved, made equal on all ranks, and whole again at the end."""
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from torchmetrics import Metric
 from lightning_pipeline import _lightning
 from lightning_pipeline._torch import may_take_data_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
-from lightning_pipeline.hooks import fill_copies
+from lightning_pipeline.hooks import fill_copies, units_at_end
 from lightning_pipeline.model.replay import OutsideSteps
-from lightning_pipeline.model.state import SharedParameter
+from lightning_pipeline.model.state import InUnits, SharedParameter, Told
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import Company, Groups
 from lightning_pipeline.schedules import Plan
@@ -116,3 +117,15 @@ def make_whole(
     fill_copies(callbacks, module, gather, keep=everything)
     own, held = split.owned_states(transient=True), held_states(module, transient=True)
     return gather_weights(replica, own, held, everything=everything)
+
+
+def kept_by_units(units: InUnits, replica: Company, how: str, *, staged: bool) -> list[Told]:
+    """At the end of a run: what units of all ranks keep, where this rank gets it; all of a replica call.
+
+    Args:
+        units: Of this rank.
+        replica: The ranks that hold the module together.
+        how: Who gets what the others hold.
+        staged: Whether ranks built their own stages only.
+    """
+    return units_at_end(units, replica, partial(receives_all, how, staged=staged))
