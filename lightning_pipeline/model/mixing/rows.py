@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.mixing.positions import Positions, lengths
-from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 
 Run = Callable[..., Any]
@@ -247,8 +247,9 @@ class Followed(Functions):
             if self._before:
                 raise _CannotError
             return None
+        is_sum = not self._before and whole.func not in RANDOM_FUNCTIONS  # or may be, where shapes are alike
         if whole.target is not None:
-            if not self._before and own.target is not None and whole.target.shape == own.target.shape:
+            if is_sum and own.target is not None and whole.target.shape == own.target.shape:
                 return None
             part = None if own.target is None else self._rows.of(whole.target, own.target)
             if part is None:
@@ -258,18 +259,18 @@ class Followed(Functions):
             return _Answer(whole.func, is_given=True, value=whole.result) if self._before else None
         if not self._before and self._positions.are_all(whole.func):
             return None  # by which values of units are chosen, as in `logits[torch.arange(n), y]`
-        value = None if whole.is_given else self._part(whole.result, own.result)
+        value = None if whole.is_given else self._part(whole.result, own.result, is_sum=is_sum)
         return None if value is None else _Answer(whole.func, is_given=True, value=value)
 
-    def _part(self, whole: Any, own: Any) -> Any:
+    def _part(self, whole: Any, own: Any, *, is_sum: bool) -> Any:
         if isinstance(whole, Tensor) and isinstance(own, Tensor):
-            if not self._before and whole.shape == own.shape:
+            if is_sum and whole.shape == own.shape:
                 return None  # such as a sum, whose batch's is found from all micro-batches'
             return self._rows.of(whole, own)
         tensors = isinstance(whole, tuple | list) and all(isinstance(one, Tensor) for one in whole)
         if not tensors or not whole or len(whole) != len(own):
             return None
-        parts = [self._part(*pair) for pair in zip(whole, own, strict=True)]
+        parts = [self._part(*pair, is_sum=is_sum) for pair in zip(whole, own, strict=True)]
         return None if any(part is None for part in parts) else type(whole)(parts)
 
     def _check(self, whole: Any, result: Any) -> None:

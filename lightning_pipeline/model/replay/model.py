@@ -158,6 +158,7 @@ class SplitModel(OutsideSteps):
             forget=self._left_behind.forget, others=others,
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
+        self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
         self._mixing = Mixing(DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence)
         self._divisors = Divisors(
             root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
@@ -324,14 +325,14 @@ class SplitModel(OutsideSteps):
     def mixed(self, step: str) -> dict[str, str]:
         """Lines at which a step mixes the samples of a micro-batch, and by which operation."""
         trace = self.known[step]
-        if self._mends(trace, 2):
+        if self._mends(trace, self._sizes):
             return {}
         end = len(trace.calls) + (self._over_batch is None)  # what comes last may run once for the batch
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
 
-    def _mends(self, trace: Trace, number: int) -> bool:
+    def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""
-        return number > 1 and self._end < self.num_stages and self._mixing.mends(trace)
+        return len(sizes) > 1 and self._end < self.num_stages and self._mixing.mends(trace, sizes)
 
     # ---- a batch
 
@@ -390,8 +391,8 @@ class SplitModel(OutsideSteps):
         self._open.enter_context(self.told.in_step())
         for program in self._programs.values():
             program.begin(self._step)
-        sizes = sizes or [1] * len(microbatches)
-        mends = self._mends(trace, len(microbatches)) and at_once is not None
+        sizes = self._sizes = sizes or [1] * len(microbatches)
+        mends = self._mends(trace, sizes) and at_once is not None
         seeds.one_host = mends
         self._find_ways(self._step, sizes)
         if mends and at_once is not None and not self._mixing.begin(self._step, at_once, sizes):

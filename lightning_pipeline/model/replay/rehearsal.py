@@ -392,17 +392,18 @@ class Mixing:
         self, runs: DryRuns, finder: RouteFinder, apart: Callable[[str], AbstractContextManager[None]]
     ) -> None:
         self._runs, self._finder, self._apart = runs, finder, apart
-        self._given_up: set[str] = set()
+        self._given_up: set[tuple[str, tuple[int, ...]]] = set()
 
-    def mends(self, trace: Trace) -> bool:
+    def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.
 
         Args:
             trace: Of the step.
+            sizes: Samples of each micro-batch.
         """
         leaves = trace.effects or trace.states_first or trace.checkpointed
         known = not (leaves or trace.reads_values or trace.draws_unseen)
-        return bool(trace.mixed) and known and trace.step not in self._given_up
+        return bool(trace.mixed) and known and (trace.step, tuple(sizes)) not in self._given_up
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
         """A batch of such a step begins.
@@ -413,11 +414,11 @@ class Mixing:
             sizes: Samples of each micro-batch.
 
         Returns:
-            Whether the micro-batches are given their part; otherwise that is not tried again.
+            Whether the micro-batches are given their part; otherwise that is not tried again for these sizes.
         """
         found = self._found(step, whole, sizes)
         if found is None:
-            self._given_up.add(step.name)
+            self._given_up.add((step.name, tuple(sizes)))
             return False
         step.mixing = [partial(Given, one.answers, step.name) for one in found]
         return True

@@ -49,6 +49,7 @@ _SUMMING = frozenset(
         "linalg_vector_norm", "median", "logsumexp", "nanmean", "nansum",
     )
 )  # fmt: skip
+_PRODUCTS = frozenset({"aten::mm", "aten::mv", "aten::bmm"})
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 
@@ -382,8 +383,7 @@ class MixingSeen:
         self._samples = held[0].shape[0] if held else 0
         for tensor in held:
             self._derived.add(tensor, _DERIVED)
-            if tensor.is_floating_point():
-                self._continuous.add(tensor, _DERIVED)
+            self._continuous.add(tensor, _DERIVED)
 
     def reaches_unit(self, given: Iterable[Tensor]) -> None:
         """A unit is called with these: what was made of a mean of the batch's samples counts as mixed."""
@@ -426,12 +426,20 @@ class MixingSeen:
         operands = list(operands_of(args, kwargs))
         summed, name = set(self._summed.union(operands)), func._schema.name.removeprefix("aten::")
         sums = func._schema.name in _SUMMING and self._has_rows(operands[:1])
-        if sums and self._continuous.of(operands[0]) and self._is_of_all(func, args, kwargs, results):
+        sums = sums and operands[0].is_floating_point() and bool(self._continuous.of(operands[0]))
+        sums = sums and self._is_of_all(func, args, kwargs, results)
+        if sums or (func._schema.name in _PRODUCTS and self._is_of_pairs(*operands)):
             line = user_line(self._observed.root)
             summed.add(Tag("batch", len(self._observed.trace.calls), name=f"{name} {line}"))
         for tensor in results:
             self._continuous.add(tensor, _DERIVED)
             self._summed.add(tensor, frozenset(summed))
+
+    def _is_of_pairs(self, one: Tensor, other: Tensor) -> bool:
+        """Whether a product is over the samples of a batch, or of each with each."""
+        if not (one.is_floating_point() and self._continuous.of(one) and self._continuous.of(other)):
+            return False
+        return self._samples in other.shape[-2:] and (one.dim() < 3 or one.shape[0] % self._samples != 0)
 
     def _is_of_all(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]

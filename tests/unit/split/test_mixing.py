@@ -42,9 +42,9 @@ class Mixes(Module):
         return (h - batch["x"]).pow(2).mean()
 
 
-def mixed(function):
+def mixed(function, x=None):
     module = seeded(lambda: Mixes(function))
-    x = torch.randn(SAMPLES, 4, dtype=torch.float64)
+    x = torch.randn(SAMPLES, 4, dtype=torch.float64) if x is None else x
     return trace_step(module, "training_step", ({"x": x}, 0), {}, units=find_units(module)).mixed
 
 
@@ -57,6 +57,10 @@ MIXING = {
     "cumsum": lambda x: x.cumsum(0),
     "mean": lambda x: x - x.mean(0, keepdim=True),
     "spread": lambda x: x / (x.var(0).sqrt() + 1),
+    "covariance": lambda x: (
+        x @ (x[:, :3].T @ x[:, :3] / SAMPLES + torch.eye(3)).inverse().repeat(2, 2)[:4, :4]
+    ),
+    "pairs": lambda x: (x[:, :3] @ x[:, :3].T).softmax(1) @ x,
     "gather": lambda x: x.gather(0, order[:, None].expand(SAMPLES, 4)),
 }
 APART = {
@@ -68,6 +72,8 @@ APART = {
     "sort of features": lambda x: x.sort(1).values,
     "weights by index": lambda x: x + torch.randn(9, 4, dtype=torch.float64)[order],
     "first": lambda x: x + x[0],
+    "weights": lambda x: x @ torch.eye(4, dtype=torch.float64),
+    "products of each": lambda x: x * torch.einsum("nd,nd->n", x[:, :3], x[:, 1:])[:, None],
     "mean of features": lambda x: x - x.mean(1, keepdim=True),
 }
 
@@ -81,6 +87,12 @@ def test_what_mixes_samples_is_seen_with_its_line(name):
 @pytest.mark.parametrize("name", APART)
 def test_what_keeps_samples_apart_is_not(name):
     assert mixed(APART[name]) == {}
+
+
+def test_means_of_images_of_bytes_are_seen():
+    images = torch.arange(SAMPLES * 4, dtype=torch.uint8).reshape(SAMPLES, 4)
+    assert len(mixed(lambda x: x.double() - x.double().mean(0), images)) == 1
+    assert mixed(lambda x: x.double() + x.sum(), images) == {}  # a count of tokens, say
 
 
 def flipped(self, x, y):
@@ -119,6 +131,11 @@ def weighted_after(self, x, y):
     return loss + (rows * share.roll(1)).sum() / total + (rows * (y[:, 1] > 0)).sum() / (y[:, 1] > 0).sum()
 
 
+def decorrelated(self, x, y):
+    x = x @ torch.linalg.inv(x.T @ x / len(x) + torch.eye(6, dtype=torch.float64))
+    return nn.functional.mse_loss(self.net(x), y)
+
+
 def two_views(self, x, y):
     return nn.functional.mse_loss(self.net(torch.cat([x, x.roll(1, 0)])), torch.cat([y, y.roll(1, 0)]))
 
@@ -134,6 +151,14 @@ def mixup_by_torch(self, x, y):
     share, order = torch.distributions.Beta(1.0, 1.0).sample().item(), torch.randperm(len(x))
     y, out = share * y + (1 - share) * y[order], self.net(share * x + (1 - share) * x[order])
     return nn.functional.mse_loss(out, y)
+
+
+def weighted_by_chance(self, x, y):
+    """What is drawn after units, and divided by, is the batch's."""
+    order = torch.randperm(len(x))
+    rows = (self.net(0.6 * x + 0.4 * x[order]) - y).pow(2).mean(1)
+    power, weights = torch.rand(()).double() + 0.5, y[:, 0].abs()
+    return (weights**power * rows).sum() / (weights**power).sum()
 
 
 def cutmix(self, x, y):
@@ -160,8 +185,8 @@ class Mixed(Regression):
 
 
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
-BY_ORDER = (flipped, sorted_by_a_feature, whitened, told_between, weighted_after, two_views)
-BY_CHANCE = (mixup, mixup_by_torch, cutmix)
+BY_ORDER = (flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views)
+BY_CHANCE = (mixup, mixup_by_torch, cutmix, weighted_by_chance)
 
 
 def fitted(function, pipeline):
@@ -208,6 +233,21 @@ def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, 
     fitted(function, {**STAGED, "num_microbatches": 3})
     assert sorted(text.partition(" ")[0] for text in told(recwarn)) == ["training_step", "validation_step"]
     assert all("test_mixing.py" in text for text in told(recwarn))
+
+
+class SortsLast(Mixed):
+    """Flips its samples; the last batch, of 6, is sorted instead, and put back."""
+
+    def __init__(self):
+        super().__init__(self.mix)
+        self.is_last = False
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.is_last = batch_idx == 2
+
+    @staticmethod
+    def mix(self, x, y):
+        return sorted_and_back(self, x, y) if self.is_last else flipped(self, x, y)
 
 
 class Parts(Mixed):
@@ -261,6 +301,13 @@ def test_numbers_of_the_batchs_rows_choose_none_of_a_micro_batchs(function, recw
         limit_train_batches=1, limit_val_batches=0, enable_progress_bar=False,
     )  # fmt: skip
     assert len(told(recwarn)) == 1
+
+
+def test_batches_of_other_sizes_than_one_that_cannot_be_given_are():
+    def run(pipeline):
+        return fit(pipeline, SortsLast, max_epochs=2, limit_val_batches=0, enable_progress_bar=False)
+
+    assert_same(run({**STAGED, "num_microbatches": 3}), run(None))
 
 
 def test_samples_that_are_sorted_and_put_back_are_one_devices():
