@@ -328,8 +328,10 @@ class LeftBehind:
             effects = [e for e in here if self._has_last_stage or start or not e.from_units]
             if not (effects or keep):
                 return {}
+            asked, in_units = None, dict[str, Rows]()
             try:
-                found, in_units, asked = self._ask(trace, effects, microbatches[:2], sizes[:2], merge, start)
+                asked, in_units = self._question(trace, microbatches[:2], sizes[:2], start)
+                found = self._found(effects, asked, merge, start)
             except Exception as error:  # the user's code, on made-up values: then the usual rules must do
                 if start:
                     start.wrong(start.rules)
@@ -337,6 +339,8 @@ class LeftBehind:
                 names = ", ".join(repr(effect.place.label) for effect in effects)
                 if effects:
                     self.not_tried[trace.step] = f"{names}: {type(error).__name__}: {error}"
+                if asked is not None:  # the last stage alone may be here, and all know the same of units
+                    self._know_units(trace, in_units, asked, merge, start, keep=keep)
                 return {effect.place.label: unmerged if effect.deep else usual for effect in effects}
             wrong = [
                 label
@@ -346,16 +350,16 @@ class LeftBehind:
             if not wrong:
                 break
             start.wrong(wrong)
-        self.in_units.know(trace, {**in_units, **self._try_units(trace, in_units, asked, merge, start)})
+        self._know_units(trace, in_units, asked, merge, start, keep=keep)
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
         return found.by_place
 
-    def _ask(
-        self, trace: Trace, effects: Sequence[Effect], microbatches: Sequence[MicrobatchArguments],
-        sizes: Sequence[int], merge: Merge, start: StartRows,
-    ) -> tuple[Rules, dict[str, Rows], Question]:  # fmt: skip
-        """The rules for what is left between units, those for what these keep of their samples, and how."""
+    def _question(
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int],
+        start: StartRows,
+    ) -> tuple[Question, dict[str, Rows]]:  # fmt: skip
+        """What to run, and the rules for what units keep of their samples; alike on all ranks."""
         (one, other), (first, second) = microbatches, sizes
         whole, back = (
             merge_outputs([one, other], [first, second]),
@@ -371,10 +375,22 @@ class LeftBehind:
         in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))
         by_identity = {place.label: place.identity for _, place in trace.unit_attributes}
         in_units = {label: rows for label, rows in in_units.items() if by_identity.get(label) not in carried}
+        return asked, in_units
+
+    def _found(self, effects: Sequence[Effect], asked: Question, merge: Merge, start: StartRows) -> Rules:
+        """The rules for what is left between units."""
         if not effects:
-            return Rules({}, {}), in_units, asked
+            return Rules({}, {})
         with self._guards.lifted():
-            return self._try_out(effects, asked, merge, start), in_units, asked
+            return self._try_out(effects, asked, merge, start)
+
+    def _know_units(
+        self, trace: Trace, by_shape: dict[str, Rows], asked: Question, merge: Merge, start: StartRows, *,
+        keep: bool,
+    ) -> None:  # fmt: skip
+        """Let units use the rules for what they keep. By shape those are found that all ranks find."""
+        rules = {**by_shape, **self._try_units(trace, by_shape, asked, merge, start)}
+        self.in_units.know(trace, rules, by_shape if keep else {})
 
     def _try_units(
         self, trace: Trace, known: Collection[str], asked: Question, merge: Merge, start: StartRows

@@ -43,6 +43,10 @@ _GUESSES = (
 _FAR = ((97.31058578630049, 0.25, 97), (-97.31058578630049, 0.25, 97))  # beyond most bounds
 
 
+class _EndlessError(Exception):
+    """A loop goes on for as long as made-up numbers say so."""
+
+
 class Rehearsal(Replay):
     """One run of a step in which every unit only says what shape its output has.
 
@@ -111,6 +115,8 @@ class Rehearsal(Replay):
         """Answer where a number is read, so that the run goes on, as the trace does."""
         if func._schema.name in SCALAR_READS:
             self._observer.guess.made = True
+            if self._guesses.are_endless:
+                raise _EndlessError
             found = self._guesses.answer(func, next(filter(is_placeholder, operands_of(args, kwargs))))
             is_count = isinstance(found, int) and not isinstance(found, bool)
             return found + self._observer.guess.more if is_count else found

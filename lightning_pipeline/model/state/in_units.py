@@ -72,6 +72,7 @@ class InUnits:
         self._guards, self._device = guards, device
         self._metrics = {id(vars(part)) for metric in metrics_of(root) for part in metric.modules()}
         self._rules: dict[str, dict[str, Rule | None]] = {}
+        self._rows: dict[str, dict[str, Rows]] = {}
         self._own: dict[str, tuple[int, Place]] = {}  # by label
         self._theirs: dict[str, Place] = {}
         self._apart: dict[str, str] = {}
@@ -114,26 +115,29 @@ class InUnits:
             return False
         return inside or place.label.startswith(f"{self._units[unit].name}.")
 
-    def know(self, trace: Trace, rules: Mapping[str, Rule | None]) -> None:
+    def know(self, trace: Trace, rules: Mapping[str, Rule | None], rows: Mapping[str, Rows]) -> None:
         """Use these rules from now on.
 
         Args:
             trace: Of the step.
             rules: By label; where none fits micro-batches follow each other.
+            rows: Those of them that all ranks know.
         """
         wrong = [label for label, rule in rules.items() if rule in (unmerged, usual)]  # or random
         self._rules[trace.step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
+        self._rows[trace.step] = dict(rows)
         for unit, place in trace.unit_attributes:
             if place.label in wrong and self.is_here(unit):
                 self._apart[place.label] = self._line(unit)
 
     def rows(self, step: str) -> dict[str, Rows]:
-        """Those by which values have the samples of the batch in a dimension."""
-        return {n: rule for n, rule in self._rules.get(step, {}).items() if isinstance(rule, Rows)}
+        """Those by which values have the samples of the batch in a dimension; alike on all ranks."""
+        return self._rows.get(step, {})
 
     def forget(self, step: str) -> None:
         """Its rules are to be found anew."""
         self._rules.pop(step, None)
+        self._rows.pop(step, None)
 
     def _line(self, unit: int) -> str:
         forward = inspect.unwrap(type(self._units[unit].module).forward)

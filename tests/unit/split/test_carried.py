@@ -231,6 +231,33 @@ def test_memories_of_units_are_those_of_one_device(stages, num_microbatches):
     assert_carried(module, stages=stages, how=STAGES[stages], num_microbatches=num_microbatches, sizes=sizes)
 
 
+class Shares(nn.Linear):
+    """Gives numbers between 0 and 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).sigmoid()
+
+
+class Checked(InUnits):
+    """Leaves a figure at its end, on the last stage, where made-up values end it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = Shares(WIDTH, 2)
+        self.total = 0.0
+
+    def loss(self, h: Tensor, batch: dict[str, Any]) -> Tensor:
+        out = self.head(h)
+        if (out < 0).any():
+            raise ValueError("no share")
+        self.total = self.total + out.detach().mean()
+        return F.mse_loss(out, batch["y"])
+
+
+def test_memories_of_units_are_known_where_the_end_of_the_step_cannot_be_tried_out():
+    assert_carried(seeded(Checked), stages=2, how=STAGES[2], num_microbatches=4, sizes=(8, 8, 6, 8))
+
+
 def test_memories_of_units_are_those_of_one_device_with_two_stages_on_a_rank():
     assert_carried(seeded(InUnits), stages=4, ranks=[[0, 2], [1, 3]], num_microbatches=4)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeline.model.replay.rehearsal import Rehearsal
+from lightning_pipeline.model.trace import choices
 from tests.unit.split.pipe import Module, Outcome, _run_batch, alone, assert_whole, piped, split_arguments
 
 COUNTED = {"steps": 0}
@@ -226,6 +227,25 @@ def test_a_whole_batch_of_which_nobody_knows_the_shapes_is_warned_of_and_not_ref
     given = {"past": past, "future": future, "lengths": torch.full((8,), 4), "target": past[..., :1]}
     with pytest.warns(UserWarning, match=r"cannot be traced for the batch as a whole \(unit 'encoder'"):
         assert_whole(Forecast(), given, 2, 2)
+
+
+class Doubles(Padded):
+    """Ends a loop by a number of the model, which no made-up one that is far below does."""
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        out = self.net(batch["x"])
+        size = out.detach().norm()
+        while size.item() < 0.5:
+            size = size * 2
+        return F.mse_loss(out, batch["x"]) * out.size(-1)
+
+
+def test_a_loop_that_no_made_up_number_ends_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "_ENDLESS", 200)
+    mine = piped(Doubles(), batch(), 2, 3, follow=True)
+    theirs = alone(Doubles(), batch(), 1)
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient)
 
 
 class StudentT(Padded):
