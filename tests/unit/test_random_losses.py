@@ -53,9 +53,10 @@ def test_an_extreme_or_sum_over_batches_of_a_number_that_a_unit_computes_is_warn
 
 
 def test_a_deviation_that_micro_batches_have_alike_by_chance_is_not_the_batch_s() -> None:
-    odd = "(torch.arange(len(x)) % 2 == 0).double()"
-    ends = loss_outcome_of(program((f"o.sum() * 0.0 + ({odd} + 0 * o[:, 0]).std() * F.mse_loss(o, y)",)))
-    assert ends.startswith("warned: v0")
+    value = "F.cross_entropy(o, c).detach() / (((o[:, 0] > 0).double().pow(2).std() + 0.1).abs() + 0.5)"
+    log = Call("log", (value,), (("on_step", True), ("on_epoch", True)))
+    two = LossProgram("F.cross_entropy(o, c)", (log,), (6, 6), (("num_microbatches", 2),), 2, True)
+    assert loss_outcome_of(two).startswith("warned: v0")
 
 
 def test_flags_after_a_loop_over_samples_are_warned_of_where_micro_batches_agree() -> None:
