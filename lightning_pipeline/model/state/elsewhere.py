@@ -122,52 +122,40 @@ for _name in (*_READS, "__float__", "__int__", "__sub__", "__truediv__", "__radd
     setattr(Elsewhere, _name, _reader(_name))
 
 
-class ElsewhereList(Guard, list[Any]):
+class _ContainerElsewhere(Guard):
+    """Base of lists and their like."""
+
+    _what: str
+
+    def __repr__(self) -> str:
+        return f"<{self._what}: on the last stage>"
+
+    def _refused(self) -> NoReturn:
+        _refuse(self._what)
+
+
+class ElsewhereList(_ContainerElsewhere, list[Any]):
     """A list that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
         super().__init__([Elsewhere(what)])  # torch.stack reads a list's memory, not its methods
         self._what = what
 
-    def __repr__(self) -> str:
-        return f"<{self._what}: on the last stage>"
 
-    def _refused(self) -> NoReturn:
-        _refuse(self._what)
-
-    __hash__ = None
-
-
-class ElsewhereDeque(Guard, deque[Any]):
+class ElsewhereDeque(_ContainerElsewhere, deque[Any]):
     """A deque that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
         super().__init__([Elsewhere(what)])
         self._what = what
 
-    def __repr__(self) -> str:
-        return f"<{self._what}: on the last stage>"
 
-    def _refused(self) -> NoReturn:
-        _refuse(self._what)
-
-    __hash__ = None
-
-
-class ElsewhereDict(Guard, dict[Any, Any]):
+class ElsewhereDict(_ContainerElsewhere, dict[Any, Any]):
     """A dictionary that takes writes and drops them, and raises when read."""
 
     def __init__(self, what: str) -> None:
         super().__init__()
         self._what = what
-
-    def __repr__(self) -> str:
-        return f"<{self._what}: on the last stage>"
-
-    def _refused(self) -> NoReturn:
-        _refuse(self._what)
-
-    __hash__ = None
 
 
 for _cls in (ElsewhereList, ElsewhereDeque, ElsewhereDict):
@@ -191,25 +179,25 @@ class SetByUnit(Elsewhere):
         _refuse_unit(self._what)
 
 
-class _ListOfUnit(ElsewhereList):
+class _OfUnit:
+    """What a unit of another stage keeps."""
+
+    _what: str
+
+    def _refused(self) -> NoReturn:
+        _refuse_unit(self._what)
+
+
+class _ListOfUnit(_OfUnit, ElsewhereList):
     """The same of a list that it fills: writes are dropped."""
 
-    def _refused(self) -> NoReturn:
-        _refuse_unit(self._what)
 
-
-class _DequeOfUnit(ElsewhereDeque):
+class _DequeOfUnit(_OfUnit, ElsewhereDeque):
     """The same of a deque."""
 
-    def _refused(self) -> NoReturn:
-        _refuse_unit(self._what)
 
-
-class _DictOfUnit(ElsewhereDict):
+class _DictOfUnit(_OfUnit, ElsewhereDict):
     """The same of a dictionary."""
-
-    def _refused(self) -> NoReturn:
-        _refuse_unit(self._what)
 
 
 def set_by_unit(value: Any) -> Callable[[str], Any]:
