@@ -153,7 +153,7 @@ def grown(pipeline: dict[str, Any] | None, kinds: list[type[Growing]], folder: s
         monitors = [] if pipeline is None else [BubbleMonitor(), StageMemoryMonitor()]
         module = kind()
         given = {
-            "max_epochs": 3,
+            "max_epochs": 3 if kind is FrozenThenTold else 2,
             "writes": True,
             "default_root_dir": folder,
             "callbacks": monitors,

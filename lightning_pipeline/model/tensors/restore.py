@@ -143,9 +143,9 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
 
 def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
     for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
-        if any(is_placeholder(held) for held in _reachable(cache)):
+        if cache.cache_info().currsize and any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
-    _empty_dictionaries(_alive(made))
+    _empty_dictionaries(_held(made))  # garbage, too: a collection of all objects costs more than it spares
     _open_circles(_alive(made))
 
 
@@ -214,8 +214,13 @@ def _holder(tensor: Tensor) -> str:
 
 
 def _alive(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
-    if any(reference() is not None for reference in made):
+    if _held(made):
         gc.collect()
+    return _held(made)
+
+
+def _held(made: list["weakref.ref[Tensor]"]) -> list[Tensor]:
+    """Those that are left, also by circles that nothing leads to any more."""
     return [tensor for tensor in (reference() for reference in made) if tensor is not None]
 
 
