@@ -32,6 +32,10 @@ class _Leaves:
         launch: Any = super().launch  # type: ignore[misc]  # of the launcher beside this in the bases
         return launch(partial(_run_and_leave, function), *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the processes that it started: a Trainer is pickled with its launcher."""
+        return {**vars(self), **({"procs": []} if hasattr(self, "procs") else {})}
+
 
 class _InThisProcess(_Launcher):
     @property

@@ -145,6 +145,7 @@ class Pipeline:
             cut = self._cut(plugin, step, parts.args[0], number, built, early)
         line = cut.partition.trace.steered_at if trainer.training else ""  # others are run whole for it
         says += f"\n{steered(line, len(parts.args))}" if line and len(parts.args) > 1 else ""
+        says += f"\n{cut.advice}" if cut.advice else ""
         here = self._placement.stages_of(self.groups.rank)
         self._built_in_parts = bool(built)
         materialize(self._module, cut, here, self.world, self.members.replica, built)

@@ -1,5 +1,6 @@
 """A user's script, for tests of launchers: two Trainers, one after the other."""
 
+import pickle
 import sys
 
 import lightning.pytorch as pl
@@ -25,6 +26,7 @@ def main(devices: int, num_nodes: int, stages: int) -> None:
         trainer.fit(module, loader(), loader(seed=4))
         total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
         stage = trainer.strategy.stage_index()
+        assert pickle.loads(pickle.dumps(trainer)).current_epoch == 1  # without the processes
         print(f"run {run} rank {trainer.global_rank} stage {stage} total {total:.6f}", flush=True)
 
 

@@ -277,6 +277,8 @@ class Prints(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.print("step", batch_idx)
         print("all ranks", batch_idx)
+        print("all ranks", batch_idx, "again")
+        print("all ranks", batch_idx)
         rank_zero_info(f"told {batch_idx}")
         return super().training_step(batch, batch_idx)
 
@@ -302,10 +304,11 @@ def printed(pipeline: dict[str, Any] | None) -> list[str]:
     return [line for line in lines if line.startswith(("step ", "all ranks ", "told ", "validation "))]
 
 
-def test_a_step_prints_once(ranks: Ranks) -> None:
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_step_prints_once(ranks: Ranks, number: int) -> None:
     expected = printed(None)
     assert "step 0" in expected
-    first, second = ranks(2)(printed, {"stages": 2, "num_microbatches": 1})
+    first, second = ranks(2)(printed, {"stages": 2, "num_microbatches": number})
     assert first == expected
     assert second == [line for line in expected if line.startswith("all ranks")]
 

@@ -220,11 +220,18 @@ def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
     )
     assert first.output.count("at equal stages 11% of the time is idle. Every rank sees") == 1
     assert first.output.count("a pipeline does not pay") == 1
+    assert first.output.count("unit net.1 holds 86% of the estimated cost") == 1
     assert "num_microbatches" not in second.output
 
 
+class Uneven(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 3)).double()
+
+
 def says(pipeline: dict[str, Any]) -> None:
-    module, run = Regression(), trainer(pipeline)
+    module, run = Uneven(), trainer(pipeline)
     run.fit(module, loader(24), loader(seed=4))
     run.validate(module, loader(seed=4), verbose=False)
     run.predict(module, loader(seed=4))

@@ -389,6 +389,9 @@ class SplitModel(OutsideSteps):
         self._open = ExitStack()
         self._open.callback(seeds.close)
         self._open.enter_context(self.told.in_step())
+        if len(microbatches) > 1:
+            self._open.enter_context(self.told.lines.batch())
+            self._step.telling = self.told.lines.run
         for program in self._programs.values():
             program.begin(self._step)
         sizes = self._sizes = sizes or [1] * len(microbatches)

@@ -130,6 +130,7 @@ class StageProgram(Stage):
             self._deferring(queue),
             self.apart(),
             step.context(),
+            step.telling(),
         ):
             replay = self.replay_kind(self.view, microbatch, incoming, step.seeds.microbatch(microbatch))
             if step.mixing:

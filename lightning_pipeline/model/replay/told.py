@@ -10,7 +10,14 @@ from torch import Tensor, nn
 from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec
-from lightning_pipeline.model.trace import around_metrics, metrics_of, printed_once, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace import (
+    ToldOnce,
+    around_metrics,
+    metrics_of,
+    printed_once,
+    stub_metrics,
+    stub_sinks,
+)
 from lightning_pipeline.patching import patched
 
 Sink = Callable[..., None]
@@ -30,6 +37,7 @@ class Told:
     Attributes:
         metrics: The module's torchmetrics objects.
         calls: Takes the calls of metrics, where there are several micro-batches.
+        lines: What the step prints and logs as information or more.
         microbatch: The one that runs on the last stage.
         of_whole: Told, with the name of the method and whether no value of units was made up before, what the
             step of the whole batch logs.
@@ -44,6 +52,7 @@ class Told:
         self._device, self._has_last_stage = device, has_last_stage
         self.metrics, self._follower = metrics_of(root), follower
         self.calls = MetricCalls(self._followed, self._know)
+        self.lines = ToldOnce()
         self.microbatch = 0
         self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
         self.of_whole_begins: Callable[[], None] = lambda: None

@@ -56,6 +56,7 @@ class Step:
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: Counts what the stages hold, in the steps that are looked at.
         mixing: By micro-batch, what gives it its samples of what the step mixes; empty where it does not.
+        telling: Around each run: what it prints.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Step:
     scaled: Callable[[Tensor], Tensor] = lambda seed: seed
     count: SavedCount | None = None
     mixing: Sequence[Callable[[], Functions]] = ()
+    telling: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
     def trace(self) -> Trace:

@@ -49,6 +49,7 @@ from lightning_pipeline.model.trace.places import (
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
 from lightning_pipeline.model.trace.record import Call, Trace, step_function, untraced
 from lightning_pipeline.model.trace.sinks import (
+    ToldOnce,
     around_metrics,
     metrics_of,
     named_metrics,
@@ -86,6 +87,7 @@ __all__ = [
     "Standing",
     "Surroundings",
     "TensorOwner",
+    "ToldOnce",
     "Trace",
     "Transient",
     "Unit",

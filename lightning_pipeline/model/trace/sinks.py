@@ -4,8 +4,10 @@ import io
 import logging
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from threading import get_ident
 from typing import Any
 
 from torch import Tensor, nn
@@ -135,25 +137,66 @@ def printed_once() -> Iterator[None]:
         logging.disable(disabled)
 
 
-class _Dropped(io.TextIOBase):
-    """A standard output that drops what is written, unless a debugger runs.
+class ToldOnce:
+    """What a step prints and logs: lines that a micro-batch has told, the others of its batch do not repeat."""
+
+    def __init__(self) -> None:
+        self._told: Counter[Any] = Counter()
+        self._own: Counter[Any] = Counter()
+        self._thread: int | None = None
+        self._out: _Once | None = None
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Around the runs of a batch's step."""
+        original = logging.Logger.handle
+
+        def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
+            if not self.runs or self.is_new((logger.name, record.levelno, record.getMessage())):
+                original(logger, record)
+
+        self._told.clear()
+        self._out = _Once(sys.stdout, self)
+        with redirect_stdout(self._out), patched(logging.Logger, {"handle": handle}):
+            yield
+        self._out = None
+
+    @contextmanager
+    def run(self) -> Iterator[None]:
+        """Around one run, by this thread, of the step on a micro-batch."""
+        self._own.clear()
+        self._thread = get_ident()
+        try:
+            yield
+        finally:
+            if self._out is not None:
+                self._out.end_line()
+            self._thread = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether it is the step that asks, and no other thread or hook."""
+        return self._thread == get_ident()
+
+    def is_new(self, what: Any) -> bool:
+        """Whether no micro-batch before has told this as often."""
+        self._own[what] += 1
+        if self._own[what] <= self._told[what]:
+            return False
+        self._told[what] = self._own[what]
+        return True
+
+
+class _Through(io.TextIOBase):
+    """A standard output that is as the real one, but for what is written.
 
     Args:
-        real: Where it goes then.
+        real: The one that it stands before.
     """
 
     def __init__(self, real: Any) -> None:
         super().__init__()
         self._real = real
-
-    def write(self, text: str) -> int:
-        """Drop, or pass on."""
-        return len(text) if sys.gettrace() is None else int(self._real.write(text))
-
-    def flush(self) -> None:
-        """Of a debugger's prompt, too."""
-        if sys.gettrace() is not None:
-            self._real.flush()
 
     @property
     def encoding(self) -> Any:  # type: ignore[override]  # the base's may be set
@@ -175,3 +218,50 @@ class _Dropped(io.TextIOBase):
     def fileno(self) -> int:
         """As the real one."""
         return int(self._real.fileno())
+
+
+class _Once(_Through):
+    """Writes whole lines, or what is flushed, where that is new. A debugger is heard.
+
+    Args:
+        real: Where it goes.
+        told: Knows what is new.
+    """
+
+    def __init__(self, real: Any, told: ToldOnce) -> None:
+        super().__init__(real)
+        self._told, self._line = told, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete."""
+        if not self._told.runs or sys.gettrace() is not None:
+            return int(self._real.write(text))
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if self._told.is_new(line):
+                self._real.write(f"{line}\n")
+        return len(text)
+
+    def flush(self) -> None:
+        """What is written so far counts as a line."""
+        self.end_line()
+        self._real.flush()
+
+    def end_line(self) -> None:
+        """Write what has no end yet."""
+        line, self._line = self._line, ""
+        if line and self._told.is_new((line, "unfinished")):
+            self._real.write(line)
+
+
+class _Dropped(_Through):
+    """Drops what is written, unless a debugger runs."""
+
+    def write(self, text: str) -> int:
+        """Drop, or pass on."""
+        return len(text) if sys.gettrace() is None else int(self._real.write(text))
+
+    def flush(self) -> None:
+        """Of a debugger's prompt, too."""
+        if sys.gettrace() is not None:
+            self._real.flush()

@@ -37,11 +37,13 @@ class Cut:
         partition: What the split is made from.
         table: The stages, as rank 0 sees them.
         later: Traces of other steps that the run will call, made while the module was whole.
+        advice: What is too large for stages to be of use, in a sentence; empty where nothing is.
     """
 
     partition: Partition
     table: StageTable
     later: tuple[Trace, ...] = ()
+    advice: str = ""
 
 
 class Cutting:
@@ -113,10 +115,7 @@ class Cutting:
             names = [row.units[0] for row in table.rows[1:]]
             if names != [row.units[0] for row in chosen.table().rows[1:]]:
                 chosen = self._agreed(lambda: partition(chosen.trace, num_stages, how=names))
-        advice = too_large(chosen)
-        if advice is not None:
-            rank_zero_info(advice)
-        return Cut(chosen, table)
+        return Cut(chosen, table, advice=too_large(chosen) or "")
 
     def _explain(self, error: Exception, step: str, built: Construction | None, *, whole: bool) -> None:
         """Say what is done about a step that cannot be traced yet, or raise.
