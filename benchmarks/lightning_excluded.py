@@ -9,8 +9,6 @@ _BY_REASON = {
         r"it overrides backward",
         r"LBFGS runs the step several times per batch",
         r"is remote, and a checkpoint folder is made complete by renaming it",
-        # Resuming once a finetuning callback has added groups: docs/checkpoints.md
-        r"optimizer 0 of checkpoint file \S+ does not fit this run's: its parameter groups",
         r"callback \w+ gives parameters other names in mid-run",
         r"callback \w+ tries sizes until one rank is out of memory",
         r"^lightning_pipeline\.errors\.UnsafeCheckpointError",

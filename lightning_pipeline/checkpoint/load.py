@@ -1,7 +1,7 @@
 """Reads a checkpoint: verified, staged, agreed on by all ranks, and only then applied."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ class Target:
         checksums: Whether checksums are compared, where the checkpoint has them.
         extra: Names of the extra state of modules that this rank has.
         load_extra: Gives modules their extra state, by name.
+        weights: Whether tensors and extra state are to be filled, too.
     """
 
     tensors: Mapping[str, Tensor]
@@ -49,6 +50,11 @@ class Target:
     checksums: bool
     extra: Collection[str] = ()
     load_extra: Callable[[Mapping[str, Any]], None] = lambda _: None
+    weights: bool = True
+
+    def of_optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> "Target":
+        """To fill these, and nothing else."""
+        return replace(self, tensors={}, extra=(), optimizers=optimizers, names=names, weights=False)
 
 
 @dataclass(frozen=True)
@@ -58,12 +64,15 @@ class Opened:
     Attributes:
         meta: What is no tensor of model or optimizers.
         states: Reads the whole `state_dict`, to be edited; large tensors stay in the file until used.
-        finish: Compares, and puts it into use; every rank calls it. With the edited `state_dict`, or `None`.
+        finish: Compares, and puts it into use; every rank calls it. With the edited `state_dict`, or `None`,
+            and what to fill, as a whole or a part after the other.
+        target: What it was opened for.
     """
 
     meta: dict[str, Any]
     states: Callable[[], dict[str, Any]]
-    finish: Callable[[Mapping[str, Any] | None], None]
+    finish: Callable[[Mapping[str, Any] | None, Target], None]
+    target: Target
 
     def apply(self, states: Mapping[str, Any] | None = None) -> None:
         """Compare on all ranks, and put it into use.
@@ -74,7 +83,19 @@ class Opened:
         Raises:
             CheckpointError: On every rank, with nothing changed.
         """
-        self.finish(states)
+        self.finish(states, self.target)
+
+    def apply_optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+        """Compare and fill optimizers, where it was opened for none.
+
+        Args:
+            optimizers: Of this rank.
+            names: Of its parameters, by `id`.
+
+        Raises:
+            CheckpointError: On every rank, with nothing more changed.
+        """
+        self.finish(None, self.target.of_optimizers(optimizers, names))
 
 
 @dataclass
@@ -138,21 +159,23 @@ def open_folder(path: Path, target: Target, ranks: Ranks, *, editable: bool = Fa
         given.update(ranks.everyone_local(what, lambda: _read_states(reader, keys)))
         return {**given, **extra}
 
-    def finish(edited: Mapping[str, Any] | None) -> None:
+    def finish(edited: Mapping[str, Any] | None, target: Target) -> None:
         edited = None if edited is None else _cast(edited, given, target)
 
         def compare_here() -> Misfits:
             entries = reader if edited is None else StateEntries(edited, reader)
-            misfits = compare(entries, target.tensors, target.optimizers, target.names)
-            misfits.stored.update(extra if edited is None else edited)
-            misfits.expected.update(target.extra)
+            tensors = target.tensors if target.weights else None
+            misfits = compare(entries, tensors, target.optimizers, target.names)
+            if target.weights:
+                misfits.stored.update(extra if edited is None else edited)
+                misfits.expected.update(target.extra)
             return misfits
 
         ranks.collect(what, compare_here, lambda found: Misfits.refuse(found, path, strict=target.strict))
         staged = ranks.everyone_local(what, lambda: stage(reader, meta, target, edited))
         ranks.everyone_local(what, lambda: _use(staged, target, reader))
 
-    return Opened(meta, states, finish)
+    return Opened(meta, states, finish, target)
 
 
 def _cast(edited: Mapping[str, Any], given: Mapping[str, Any], target: Target) -> dict[str, Any]:

@@ -54,17 +54,18 @@ def open_file(
     states = checkpoint.pop("state_dict")
     optimizer_states = checkpoint.pop("optimizer_states", None)
 
-    def finish(edited: Mapping[str, Any] | None) -> None:
+    def finish(edited: Mapping[str, Any] | None, target: Target) -> None:
         given = states if edited is None else edited
-        ranks.collect(what, lambda: _compared(given, target),
-                      lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
+        if target.weights:
+            ranks.collect(what, lambda: _compared(given, target),
+                          lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
         groups = ranks.everyone(what, lambda: [_told(bare(o), target.names) for o in target.optimizers])
         staged = ranks.everyone_local(
             what, lambda: _stage(path, optimizer_states, given, target, groups, order)
         )
         ranks.everyone_local(what, lambda: apply(staged, target))
 
-    return Opened(checkpoint, lambda: dict(states), finish)
+    return Opened(checkpoint, lambda: dict(states), finish, target)
 
 
 def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:

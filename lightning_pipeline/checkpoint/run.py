@@ -146,6 +146,7 @@ class Checkpoints:
         self._at_once = False
         self._warned: set[str] = set()
         self._opened: Opened | None = None
+        self._with_optimizers: tuple[Opened | None, Any] = None, None
 
     @property
     def ranks(self) -> Ranks:
@@ -310,7 +311,7 @@ class Checkpoints:
     def load(
         self, path: Path, held: Holdings, *, strict: bool, training: bool, edited: bool = False
     ) -> tuple[dict[str, Any], Any]:
-        """Fill this rank's tensors, and in training its optimizers.
+        """Fill this rank's tensors; in training `apply_optimizers` comes later.
 
         Args:
             path: A folder or a one-file checkpoint; the same on every rank.
@@ -327,9 +328,8 @@ class Checkpoints:
             CheckpointError: On every rank, with nothing changed.
         """
         self._background.wait()
-        optimizers = [bare(optimizer) for optimizer in held.optimizers] if training else []
         target = Target(
-            held.tensors, optimizers, held.names, strict=strict, trust=self._options.trust,
+            held.tensors, (), held.names, strict=strict, trust=self._options.trust,
             checksums=self._options.integrity != "off", extra=held.extra, load_extra=held.load_extra,
         )  # fmt: skip
         folder = self._ranks.leader(f"loading {path}", lambda: held.get is None and is_folder(path))
@@ -344,9 +344,9 @@ class Checkpoints:
         else:
             found.apply()
         own = meta.pop(OURS, {})
-        if training and meta.get("lr_schedulers") and own.get("ranks"):
-            groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
-            meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
+        if training:
+            self._with_optimizers = found, own.get("ranks")
+            meta["optimizer_states"] = [{} for _ in held.optimizers]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
 
@@ -362,6 +362,29 @@ class Checkpoints:
         opened, self._opened = self._opened, None
         if opened is not None:
             opened.apply(states or {})
+
+    def apply_optimizers(self, restored: dict[str, Any], held: Holdings) -> None:
+        """Fill the optimizers from the checkpoint whose weights are there, as hooks since then have left them.
+
+        Args:
+            restored: What `load` gave; its LR schedulers become those of this run's groups. Without
+                `optimizer_states`, as `on_load_checkpoint` may have left it, optimizers stay as they are.
+            held: What to fill.
+
+        Raises:
+            CheckpointError: On every rank: they do not fit.
+        """
+        (opened, saved), self._with_optimizers = self._with_optimizers, (None, None)
+        if opened is None:
+            return
+        optimizers = [bare(optimizer) for optimizer in held.optimizers]
+        if restored.get("optimizer_states"):
+            opened.apply_optimizers(optimizers, held.names)
+        if restored.get("lr_schedulers") and saved:
+            groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
+            states = schedulers_for(saved, groups, held.schedulers)
+            if states is not saved[-1]["lr_schedulers"]:
+                restored["lr_schedulers"] = states
 
     # The end
 

@@ -194,11 +194,6 @@ class CheckpointHooks(Answers, PlainStrategy):
         _lightning.restore(trainer, self._expected)
         self._restored = True
 
-    @property
-    @override
-    def lightning_restore_optimizer(self) -> bool:
-        return self.is_one_device
-
     @pipelined
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -438,7 +433,10 @@ class CheckpointHooks(Answers, PlainStrategy):
     @pipelined
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Nothing is left to do: they were filled with the module."""
+        """Fill the optimizers, with the groups that `on_fit_start` may have added."""
+        running = self._running
+        self._names, self._written = running.stages.names(), running.stages.written_names()
+        running.checkpoints.apply_optimizers(cast(dict[str, Any], checkpoint), self._held(whole=True))
 
     @pipelined
     @override

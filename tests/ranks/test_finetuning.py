@@ -34,11 +34,11 @@ class Tuned(Regression):
 
 
 def fit_tuned(
-    pipeline: dict[str, Any] | None, save: str | None = None, resume: str | None = None
+    pipeline: dict[str, Any] | None, save: str | None = None, resume: str | None = None, epochs: int = 4
 ) -> tuple[dict[str, Tensor], list[float]]:
     torch.manual_seed(1)
     module = Tuned()
-    run = trainer(pipeline, max_epochs=4, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
+    run = trainer(pipeline, max_epochs=epochs, callbacks=[BackboneFinetuning(unfreeze_backbone_at_epoch=1)])
     run.fit(module, loader(), ckpt_path=resume)
     if save:
         run.save_checkpoint(save)
@@ -54,15 +54,35 @@ def test_a_backbone_is_unfrozen_on_all_stages_alike(ranks: Ranks, stages: int) -
         assert own_rates == pytest.approx(rates)
 
 
-def resume_tuned(path: str) -> str:
+def resume_tuned(path: str, saved_after: int, stages: int | None, one_file: bool = True) -> Any:
+    pipeline = None if stages is None else {"stages": stages, "save_distributed_checkpoint": not one_file}
+    fit_tuned(pipeline, save=path, epochs=saved_after)
+    return fit_tuned(pipeline, resume=path)
+
+
+@pytest.mark.parametrize(("saved_after", "stages", "one_file"), [(1, 2, False), (3, 3, False), (2, 2, True)])
+def test_a_resume_goes_on_with_the_groups_that_the_callback_added(
+    ranks: Ranks, tmp_path: Path, saved_after: int, stages: int, one_file: bool
+) -> None:
+    # Lightning freezes the backbone anew after the epoch in which it was unfrozen.
+    expected, rates = resume_tuned(str(tmp_path / "one.ckpt"), saved_after, None)
+    path = str(tmp_path / "tuned.ckpt")
+    for found, own_rates in ranks(stages)(resume_tuned, path, saved_after, stages, one_file):
+        assert_same((found, {}), (expected, {}))
+        assert own_rates == pytest.approx(rates)
+
+
+def resume_without(path: str) -> str:
     fit_tuned({"stages": 2}, save=path)
+    module = Tuned()
+    module.backbone.requires_grad_(False)
     try:
-        fit_tuned({"stages": 2}, resume=path)
+        trainer({"stages": 2}, max_epochs=5).fit(module, loader(), ckpt_path=path)
     except CheckpointError as error:
         return str(error)
     return ""
 
 
 def test_a_resume_that_would_leave_out_the_backbones_group_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for text in ranks(2)(resume_tuned, str(tmp_path / "tuned.ckpt")):
+    for text in ranks(2)(resume_without, str(tmp_path / "tuned.ckpt")):
         assert "in no optimizer here: optimizer_0.backbone.0.bias, optimizer_0.backbone.0.weight" in text

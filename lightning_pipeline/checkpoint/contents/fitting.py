@@ -125,17 +125,19 @@ def _some(names: Sequence[str]) -> str:
 
 
 def compare(
-    entries: Entries, own: Mapping[str, Tensor], optimizers: Sequence[Optimizer], names: Mapping[int, str]
-) -> Misfits:
+    entries: Entries, own: Mapping[str, Tensor] | None, optimizers: Sequence[Optimizer],
+    names: Mapping[int, str],
+) -> Misfits:  # fmt: skip
     """Compare what is stored with what one rank holds.
 
     Args:
         entries: Of the checkpoint.
-        own: This rank's tensors, by name.
+        own: This rank's tensors, by name; `None` where only optimizers are wanted.
         optimizers: This rank's; empty when only weights are wanted.
         names: Of this rank's parameters, by `id`.
     """
-    stored = entries.under(MODEL)
+    stored = {} if own is None else entries.under(MODEL)
+    own = own or {}
     misfits = Misfits(set(stored), set(own))
     for name in sorted(set(stored) & set(own)):
         misfits.look_at(name, stored[name], own[name])
