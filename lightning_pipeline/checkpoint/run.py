@@ -364,7 +364,7 @@ class Checkpoints:
             opened.apply(states or {})
 
     def apply_optimizers(self, restored: dict[str, Any], held: Holdings) -> None:
-        """Fill the optimizers from the checkpoint whose weights are there, as hooks since then have left them.
+        """Fill the optimizers, as hooks have left them since the weights were loaded.
 
         Args:
             restored: What `load` gave; its LR schedulers become those of this run's groups. Without

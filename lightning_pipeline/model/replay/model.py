@@ -385,13 +385,11 @@ class SplitModel(OutsideSteps):
             split_backward,
             scaled=self.scaled,
             count=self._new_count(microbatches) if weights is not None else None,
+            telling=self.told.lines.run,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
-        self._open.enter_context(self.told.in_step())
-        if len(microbatches) > 1:
-            self._open.enter_context(self.told.lines.batch())
-            self._step.telling = self.told.lines.run
+        self._open.enter_context(self.told.in_step(several=len(microbatches) > 1))
         for program in self._programs.values():
             program.begin(self._step)
         sizes = self._sizes = sizes or [1] * len(microbatches)

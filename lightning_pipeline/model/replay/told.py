@@ -107,9 +107,15 @@ class Told:
             yield
 
     @contextmanager
-    def in_step(self) -> Iterator[None]:
-        """Logs and metrics count once, on the last stage; elsewhere their calls are dropped."""
+    def in_step(self, *, several: bool) -> Iterator[None]:
+        """Logs and metrics count once, on the last stage; elsewhere their calls are dropped.
+
+        Args:
+            several: Whether the batch has micro-batches, of which the others print nothing again.
+        """
         with ExitStack() as stack:
+            if several:
+                stack.enter_context(self.lines.batch())
             stack.enter_context(stub_sinks(self._root, tuple(self._sinks), _drop))
             if not self._has_last_stage:
                 stack.enter_context(self.silent_metrics())

@@ -138,7 +138,7 @@ def printed_once() -> Iterator[None]:
 
 
 class ToldOnce:
-    """What a step prints and logs: lines that a micro-batch has told, the others of its batch do not repeat."""
+    """What a step prints and logs: what a micro-batch has told, the others do not repeat."""
 
     def __init__(self) -> None:
         self._told: Counter[Any] = Counter()
