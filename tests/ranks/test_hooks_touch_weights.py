@@ -1,6 +1,7 @@
 """Hooks that touch single weights: equal to one device, or, where large, refused with module, stage and line."""
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -53,6 +54,19 @@ class AssignsGradients(Regression):
         self.net[2].weight.grad = self.net[4].weight.grad.clone()
         self.net[4].weight.grad = 0.5 * self.net[2].weight.grad + self.net[4].weight.grad
         self.net[0].bias.grad = torch.ones(self.net[0].bias.shape, dtype=torch.float64)
+
+
+class SavesEverything(Regression):
+    """On every rank, as a script does that keeps all gradients."""
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        file = io.BytesIO()
+        gradients = {name: p.grad.clone() for name, p in self.named_parameters() if p.grad is not None}
+        torch.save((gradients, self.state_dict(), list(self.parameters())), file)
+        file.seek(0)
+        saved, states, weights = torch.load(file, weights_only=False)
+        assert list(saved) == list(states) == [name for name, _ in self.named_parameters()]
+        self.log("saved", sum(value.abs().sum() for value in (*saved.values(), *states.values(), *weights)))
 
 
 class CopiesALayer(Regression):
@@ -147,6 +161,7 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
         AveragesByLayer,
         AssignsData,
         AssignsGradients,
+        SavesEverything,
         CopiesALayer,
         FillsABuffer,
         ReadsANumber,

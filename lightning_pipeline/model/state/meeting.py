@@ -40,6 +40,7 @@ from lightning_pipeline.model.tensors import (
     user_line,
     written_tensors,
 )
+from lightning_pipeline.patching import patched
 
 UNTOLD = 2**20
 """Elements that ranks tell each other for one operation without a word."""
@@ -129,7 +130,7 @@ class Meeting:
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
         self._gather, self._enter, self._leave = gather, enter, leave
-        self._inside = self._has_warned = False
+        self._inside = self._has_warned = self._tells = False
         self._late: list[tuple[Tensor, Callable[[Any], None]]] = []
         self._modes = _Operations(self), _Reads(self)
 
@@ -142,7 +143,12 @@ class Meeting:
     def _watched(self) -> Iterator[None]:
         self._inside = True
         try:
-            with self._modes[0], self._modes[1], self._settling():
+            with (
+                self._modes[0],
+                self._modes[1],
+                patched(Tensor, {"__reduce_ex__": self._pickling(Tensor.__reduce_ex__)}),
+                self._settling(),
+            ):
                 yield
             self._leave()
         finally:
@@ -152,6 +158,15 @@ class Meeting:
     def is_inside(self) -> bool:
         """Whether code of the user runs that every rank comes to."""
         return self._inside
+
+    def _pickling(self, original: Callable[[Tensor, Any], Any]) -> Callable[[Tensor, Any], Any]:
+        """Plain tensors are pickled past every mode; here a rank that has one meets those that lack it."""
+
+        def reduce(tensor: Tensor, protocol: Any) -> Any:
+            asked = not self._tells and current_function_mode() is self._modes[1]
+            return original(self.whole(tensor, any_size=True) if asked else tensor, protocol)
+
+        return reduce
 
     def aside(self) -> AbstractContextManager[None]:
         """Inside a hook: around what is no code of the user's, such as a step."""
@@ -368,6 +383,7 @@ class Meeting:
 
     def _tell(self, said: tuple[str, list[tuple[int, list[str]]]], own: Any) -> list[Any]:
         line = user_line(self._absent.root)
+        before, self._tells = self._tells, True
         try:
             parts = self._gather(f"reading {_text(said)} in a hook [at {line}]", _Told(said, line, own))
         except PipelineError:
@@ -377,6 +393,8 @@ class Meeting:
                 f"{_text(said)} is read here, and not on all ranks: every rank must run the hook alike, over "
                 f"parameters() or the optimizer's groups: {error} [at {line}]"
             ) from error
+        finally:
+            self._tells = before
         told = [
             part if isinstance(part, _Told) else _Told(("something else", []), "elsewhere", None)
             for part in parts
