@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor, nn
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, mlp, trainer, weights
 
 Ranks = Callable[[int], Pool]
 TWO = {"stages": 2, "num_microbatches": 2}
@@ -123,14 +123,42 @@ class SetWithOptimizers(Regression):
         return self.main
 
 
+class BuiltInParts(Total):
+    """Without weights, which each rank makes for its own stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = None
+
+    def configure_model(self) -> None:
+        torch.manual_seed(1)
+        self.net = mlp().double()
+
+
+class BuiltFromAList(BuiltInParts):
+    """What the first run of the step stumbles over is no attribute of a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factors: list[float] = []
+
+    def on_train_start(self) -> None:
+        self.factors.append(2.0)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.factors[0] * super().training_step(batch, batch_idx)
+
+
 CASES = [
     Total, InSetup, AsksTheTrainer, Started, Prototypes, Drawn, Averaged, SetByCallback, SetWithOptimizers,
+    BuiltInParts, BuiltFromAList,
 ]  # fmt: skip
 
 
 def fitted(pipeline: dict[str, Any] | None, case: Any) -> Any:
     pl.seed_everything(3)
-    module, run = case(), trainer(pipeline, num_sanity_val_steps=1)
+    gathered = pipeline and {**pipeline, "gather_weights": "all"}
+    module, run = case(), trainer(gathered, num_sanity_val_steps=1)
     run.fit(module, loader(24, shuffle=True), loader(seed=4))
     return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
 

@@ -99,16 +99,16 @@ class Cutting:
         whole = trains and not self._module.automatic_optimization
 
         with as_the_loop_will(self._trainer, step):
-            try:
-                chosen: Partition = self._agreed(choose)
-            except PartitionError:
-                raise
-            except (SplitError, StageFailedError) as error:
-                whole = not trains
-                if trains and not built:
-                    whole = self._from_zero.share(partial(self._may_come, error))
-                self._explain(error, step, built, whole=whole)
-                chosen = self._agreed(choose)
+            chosen: Partition | None = None
+            while chosen is None:
+                try:
+                    chosen = self._agreed(choose)
+                except PartitionError:
+                    raise
+                except (SplitError, StageFailedError) as error:
+                    if whole:
+                        raise
+                    whole = self._resort(error, step, built)
             if trains and not chosen.trace.is_made_up:
                 _lightning.explain_output(chosen.trace.returns, chosen.trace.returned)
             table: StageTable = self._from_zero.share(chosen.table)
@@ -117,35 +117,44 @@ class Cutting:
                 chosen = self._agreed(lambda: partition(chosen.trace, num_stages, how=names))
         return Cut(chosen, table, advice=too_large(chosen) or "")
 
-    def _explain(self, error: Exception, step: str, built: Construction | None, *, whole: bool) -> None:
+    def _resort(self, error: Exception, step: str, built: Construction | None) -> bool:
         """Say what is done about a step that cannot be traced yet, or raise.
 
         Args:
             error: Why.
             step: Its name.
-            built: The weights that the module has not yet; they are made.
-            whole: Whether the stages can be chosen without a trace.
+            built: The weights that the module has not yet; they are made where no hook is known to help.
+
+        Returns:
+            Whether the stages are to be chosen without a trace.
         """
-        if built:
+        trains = step == "training_step"
+        whole: bool = not trains or self._from_zero.share(partial(self._may_come, error, built))
+        if built and not (trains and whole):
             built.make()
             rank_zero_warn(
                 f"the step cannot be traced without weights, so every process built the whole "
                 f"module, {sizes_of(self._module.parameters()) / 2**20:,.1f} MiB: {error}"
             )
-        elif not whole:
+            return False
+        if not whole:
             raise error
-        elif step == "training_step":
+        if trains:
             rank_zero_info(
                 f"{step} needs what hooks before it set, so it is traced when it comes, and the stages are "
                 f"chosen by the number of parameters, in the order of the module: {error}"
             )
+        return whole
 
-    def _may_come(self, error: Exception) -> bool:
-        """Whether hooks between the setup and the first step may bring what a step has stumbled over."""
+    def _may_come(self, error: Exception, built: Construction | None) -> bool:
+        """Whether hooks between the setup and the first step may bring what a step has stumbled over.
+
+        Where weights are not made yet it may be these that it lacks, unless it names an attribute.
+        """
         cause = error.__cause__
         if isinstance(cause, AttributeError) and isinstance(cause.obj, nn.Module):
             return True
-        return cause is not None and _lightning.has_own_hooks(self._trainer, _BEFORE_STEPS)
+        return not built and cause is not None and _lightning.has_own_hooks(self._trainer, _BEFORE_STEPS)
 
     def look_at(self, cut: Cut, step: str, args: tuple[Any, ...]) -> Cut:
         """The cut with the trace of another step, made while the module is whole.
