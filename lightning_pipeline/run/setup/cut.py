@@ -109,6 +109,7 @@ class Cutting:
                     if whole:
                         raise
                     whole = self._resort(error, step, built)
+            assert chosen is not None, "the loop ends with one"
             if trains and not chosen.trace.is_made_up:
                 _lightning.explain_output(chosen.trace.returns, chosen.trace.returned)
             table: StageTable = self._from_zero.share(chosen.table)
