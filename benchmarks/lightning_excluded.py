@@ -108,6 +108,7 @@ _BY_NAME = {
         # Both processes write the checkpoint that both read.
         r"test_migrate_loop_batches_that_stepped",
         r"test_load_past_checkpoint\[module_arguments\]",
+        r"test_load_from_checkpoint_warn_on_empty_state_dict",
         # They set the clock (`time.monotonic`) that every wait for another rank reads.
         r"test_throughput_monitor_(fit|fit_with_validation|fit_gradient_accumulation|variable_batch_size|validation_with_many_epochs)(\[|$)",
         r"test_time_based_val_check_interval",

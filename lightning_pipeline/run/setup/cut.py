@@ -90,26 +90,15 @@ class Cutting:
         """
         how, trains = self._settings.partition, step == "training_step"
 
-        def choose() -> Partition:
+        def choose(whole: bool) -> Partition:
             units = find_units(self._module, at_least=num_stages, keep_whole=self._settings.units)
             if whole:
                 return partition(untraced(self._module, step, units), num_stages, how=how)
             return partition(self._trace(step, args, units=units), num_stages, how=how)
 
         whole = trains and not self._module.automatic_optimization
-
         with as_the_loop_will(self._trainer, step):
-            chosen: Partition | None = None
-            while chosen is None:
-                try:
-                    chosen = self._agreed(choose)
-                except PartitionError:
-                    raise
-                except (SplitError, StageFailedError) as error:
-                    if whole:
-                        raise
-                    whole = self._resort(error, step, built)
-            assert chosen is not None, "the loop ends with one"
+            chosen = self._chosen(choose, step, built, whole=whole)
             if trains and not chosen.trace.is_made_up:
                 _lightning.explain_output(chosen.trace.returns, chosen.trace.returned)
             table: StageTable = self._from_zero.share(chosen.table)
@@ -117,6 +106,22 @@ class Cutting:
             if names != [row.units[0] for row in chosen.table().rows[1:]]:
                 chosen = self._agreed(lambda: partition(chosen.trace, num_stages, how=names))
         return Cut(chosen, table, advice=too_large(chosen) or "")
+
+    def _chosen(
+        self, choose: Callable[[bool], Partition], step: str, built: Construction | None, *, whole: bool
+    ) -> Partition:
+        """The stages, chosen without a trace where there can be none yet."""
+        while True:
+            try:
+                found: Partition = self._agreed(partial(choose, whole))
+            except PartitionError:
+                raise
+            except (SplitError, StageFailedError) as error:
+                if whole:
+                    raise
+                whole = self._resort(error, step, built)
+            else:
+                return found
 
     def _resort(self, error: Exception, step: str, built: Construction | None) -> bool:
         """Say what is done about a step that cannot be traced yet, or raise.
