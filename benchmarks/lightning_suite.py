@@ -45,6 +45,7 @@ _failed_in: list[str] = []
 
 def pytest_configure(config: Any) -> None:
     """Give the strategy to Trainers, or only note which would get it."""
+    config.addinivalue_line("markers", "flaky: Lightning's, of a plugin that need not be there")
     if RESULTS in os.environ:
         _watch(int(os.environ[STAGES]))
 
