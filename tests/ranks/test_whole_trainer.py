@@ -220,7 +220,7 @@ def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
     )
     assert first.output.count("at equal stages 11% of the time is idle. Every rank sees") == 1
     assert first.output.count("a pipeline does not pay") == 1
-    assert first.output.count("unit net.1 holds 80% of the estimated cost") == 1
+    assert first.output.count("of the estimated cost and stays on one stage") == 1
     assert "num_microbatches" not in second.output
 
 
