@@ -11,7 +11,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from lightning.pytorch.callbacks import Callback, LearningRateFinder, ProgressBar
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_utilities.core import rank_zero
 from torch import Tensor
@@ -287,6 +287,22 @@ class Prints(Regression):
         super().validation_step(batch, batch_idx)
 
 
+class PrintsItself(ProgressBar):
+    """Not to the standard output."""
+
+    is_enabled = True
+
+    def __init__(self, out: io.StringIO) -> None:
+        super().__init__()
+        self._out = out
+
+    def disable(self) -> None:
+        """Where it is not rank 0's."""
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        self._out.write(" ".join(map(str, args)) + "\n")
+
+
 def printed(pipeline: dict[str, Any] | None) -> list[str]:
     out, told = io.StringIO(), io.StringIO()
     handler = logging.StreamHandler(told)
@@ -295,7 +311,8 @@ def printed(pipeline: dict[str, Any] | None) -> list[str]:
         one.addHandler(handler)
     try:
         with redirect_stdout(out):
-            run = trainer(pipeline, enable_progress_bar=False, enable_model_summary=False, max_epochs=1)
+            bar = PrintsItself(out)
+            run = trainer(pipeline, callbacks=[bar], enable_model_summary=False, max_epochs=1)
             run.fit(Prints(), loader(24), loader(seed=4))
     finally:
         for one in loggers:

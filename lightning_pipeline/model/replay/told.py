@@ -82,7 +82,7 @@ class Told:
     @contextmanager
     def silent(self) -> Iterator[None]:
         """The same for a run of a step more than on one device, which prints nothing."""
-        with self.silent_metrics(), printed_once():
+        with self.silent_metrics(), printed_once(self._root):
             yield
 
     def whole_noted(self) -> AbstractContextManager[None]:
@@ -99,7 +99,7 @@ class Told:
         """Inside, nothing is logged, printed or measured, and no random number is used up."""
         with ExitStack() as stack:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
-            stack.enter_context(printed_once())
+            stack.enter_context(printed_once(self._root))
             stack.enter_context(stub_sinks(self._root, self.names, _drop))
             stack.enter_context(
                 stub_metrics(self.metrics, _drop, lambda: torch.zeros((), device=self._device))
@@ -115,7 +115,7 @@ class Told:
         """
         with ExitStack() as stack:
             if several:
-                stack.enter_context(self.lines.batch())
+                stack.enter_context(self.lines.batch(self._root))
             stack.enter_context(stub_sinks(self._root, tuple(self._sinks), _drop))
             if not self._has_last_stage:
                 stack.enter_context(self.silent_metrics())

@@ -126,15 +126,24 @@ def silence() -> Iterator[None]:
 
 
 @contextmanager
-def printed_once() -> Iterator[None]:
-    """Inside, what a step prints or logs as information is dropped: it is run again. A debugger is heard."""
+def printed_once(root: nn.Module) -> Iterator[None]:
+    """Inside, what a step prints or logs as information is dropped: it is run again. A debugger is heard.
+
+    Args:
+        root: The LightningModule, whose `print` goes to a progress bar.
+    """
     disabled = logging.root.manager.disable
     logging.disable(max(disabled, logging.INFO))
     try:
-        with redirect_stdout(_Dropped(sys.stdout)):
+        with redirect_stdout(_Dropped(sys.stdout)), _own_print(root, lambda *args, **kwargs: None):
             yield
     finally:
         logging.disable(disabled)
+
+
+def _own_print(root: nn.Module, instead: Callable[..., None]) -> AbstractContextManager[Any]:
+    """Inside, `self.print` is this."""
+    return patched(root, {"print": instead} if hasattr(root, "print") else {})
 
 
 class ToldOnce:
@@ -147,9 +156,17 @@ class ToldOnce:
         self._out: _Once | None = None
 
     @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Around the runs of a batch's step."""
-        original = logging.Logger.handle
+    def batch(self, root: nn.Module) -> Iterator[None]:
+        """Around the runs of a batch's step.
+
+        Args:
+            root: The LightningModule.
+        """
+        original, own = logging.Logger.handle, getattr(root, "print", None)
+
+        def show(*args: Any, **kwargs: Any) -> None:
+            if own is not None and (not self.runs or self.is_new(("print", " ".join(map(str, args))))):
+                own(*args, **kwargs)
 
         def handle(logger: logging.Logger, record: logging.LogRecord) -> None:
             if not self.runs or self.is_new((logger.name, record.levelno, record.getMessage())):
@@ -157,7 +174,11 @@ class ToldOnce:
 
         self._told.clear()
         self._out = _Once(sys.stdout, self)
-        with redirect_stdout(self._out), patched(logging.Logger, {"handle": handle}):
+        with (
+            redirect_stdout(self._out),
+            patched(logging.Logger, {"handle": handle}),
+            _own_print(root, show),
+        ):
             yield
         self._out = None
 

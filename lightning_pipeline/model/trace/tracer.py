@@ -490,7 +490,7 @@ def _traced(
             random_state_kept(Generators(root.modules())),
             torch.compiler.set_stance("force_eager"),
             decisions.noting(numbers.values()),
-            printed_once(),
+            printed_once(root),
         ):
             trace = tracer.run(clone[0], clone[1], forward_context)
     finally:
