@@ -86,6 +86,8 @@ class StepRoutes:
         self.by_reads: dict[Hashable, Route | None] = {}
         self._modules = modules
         self.index_tried = False
+        self.called: set[int] = set()
+        self.unlooked: list[int] = []
         self._hidden = 0  # batches to look at yet, where no comparison shows what their index decides
         self._passing: set[Hashable] = set()  # places that only change within a run
         self.start = Node(base)

@@ -1,5 +1,9 @@
 """What a step makes of the batch alone where it mixes samples: for a micro-batch, its rows of the batch's."""
 
+from lightning_pipeline.model.mixing.looks import Reached as Reached
+from lightning_pipeline.model.mixing.looks import exchanges as exchanges
+from lightning_pipeline.model.mixing.looks import mixed_between as mixed_between
+from lightning_pipeline.model.mixing.looks import with_another as with_another
 from lightning_pipeline.model.mixing.rows import Followed as Followed
 from lightning_pipeline.model.mixing.rows import Functions as Functions
 from lightning_pipeline.model.mixing.rows import Given as Given

@@ -23,6 +23,12 @@ Run = Callable[..., Any]
 _NUMBERS = frozenset(
     {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero}
 )
+_NUMBER = bool | int | float | complex
+_FORM = frozenset({
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__",
+    "__get__", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size",
+})  # fmt: skip
+"""Functions that tell of a tensor what follows from its form, and not from its values."""
 
 
 class _CannotError(Exception):
@@ -39,6 +45,7 @@ class Called(NamedTuple):
         opaque: Whether it has to do with values of units.
         is_given: Whether it returned the very tensor that it was given.
         lengths: Of how many things its result may be numbers.
+        reads: Whether it gave Python a value that units have computed.
     """
 
     func: Any
@@ -47,6 +54,7 @@ class Called(NamedTuple):
     opaque: bool = False
     is_given: bool = False
     lengths: frozenset[int] = frozenset()
+    reads: bool = False
 
 
 class Functions:
@@ -107,7 +115,9 @@ class Seen(Functions):
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        self.calls.append(Called(func, kept, written, opaque, is_given, lengths(func, args, kwargs)))
+        reads = opaque and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in _FORM
+        numbers = lengths(func, args, kwargs)
+        self.calls.append(Called(func, kept, written, opaque, is_given, numbers, reads))
         return result
 
     def _note_memory(self, args: Any, result: Any) -> None:
@@ -191,13 +201,18 @@ class Followed(Functions):
         alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
         self.failed = not alike or whole.host != own.host
         self._before = True  # no unit has been called
+        self._has_read = False  # values of units, which are made up here and may choose what comes then
         self._positions = Positions()
+        self._sums: dict[
+            int, Tensor
+        ] = {}  # what has one value for all samples, here those of the micro-batch
         self.answers: list[_Answer] = []
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         self._before = False
-        self.failed = self.failed or self._taken(number) is None or self._positions.among(given)
+        unknown = self._positions.among(given) or self._is_of_sums(given)
+        self.failed = self.failed or self._taken(number) is None or unknown
         self.answers.append(_Answer(number))
 
     def _taken(self, func: Any) -> tuple[Called, Called] | None:
@@ -214,24 +229,36 @@ class Followed(Functions):
             return run(func, args, kwargs)
         try:
             self._check_given(*found, args, kwargs)
-            answer = self._answer(*found)
+            answer = None if self._has_read else self._answer(*found)
             if answer is None:
                 answer = _Answer(func)
                 result = run(func, args, kwargs)
-                if self._before:
+                if self._before or (self._has_read and not found[0].opaque):
                     self._check(found[0].result, result)
+                self._has_read = self._has_read or found[0].reads
             else:
                 result = _given(answer, args, kwargs, run)
         except _CannotError:
             self.failed = True
             return run(func, args, kwargs)
         self.answers.append(answer)
+        if not self._before and not answer.is_given:
+            self._note_sums(*found, (args, kwargs), result)
         numbers = self._rows.total in found[0].lengths and self._rows.count in found[1].lengths
         writes = found[0].target is not None
         self._positions.note(
             func, args, kwargs, result, is_given=answer.is_given, writes=writes, numbers=numbers
         )
         return result
+
+    def _is_of_sums(self, given: Any) -> bool:
+        return any(id(tensor) in self._sums for tensor in tensors_in(given))
+
+    def _note_sums(self, whole: Called, own: Called, given: Any, result: Any) -> None:
+        """After the first unit a sum over samples is the micro-batch's own, which no unit may be given."""
+        pairs = zip(tensors_in(whole.result), tensors_in(own.result), strict=False)
+        if self._is_of_sums(given) or any(a.shape == b.shape and not _close(a, b) for a, b in pairs):
+            self._sums.update((id(tensor), tensor) for tensor in tensors_in(result))
 
     def _check_given(self, whole: Called, own: Called, args: Any, kwargs: Any) -> None:
         """What is done with numbers of the batch's rows, or written beside a result, has to be known."""

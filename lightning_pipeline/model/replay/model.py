@@ -159,7 +159,9 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
         self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
-        self._mixing = Mixing(DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence)
+        self._mixing = Mixing(
+            root, DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence
+        )
         self._divisors = Divisors(
             root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
         )  # fmt: skip
@@ -393,12 +395,7 @@ class SplitModel(OutsideSteps):
         for program in self._programs.values():
             program.begin(self._step)
         sizes = self._sizes = sizes or [1] * len(microbatches)
-        mends = self._mends(trace, sizes) and at_once is not None
-        seeds.one_host = mends
-        self._find_ways(self._step, sizes)
-        if mends and at_once is not None and not self._mixing.begin(self._step, at_once, sizes):
-            seeds.one_host = False
-            self._find_ways(self._step, sizes)
+        self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways.decisions)
         for program in self._programs.values():

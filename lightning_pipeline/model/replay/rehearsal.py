@@ -14,7 +14,18 @@ from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, told_apart
-from lightning_pipeline.model.mixing import Followed, Functions, Given, Rows, Seen, is_cut_by_rows
+from lightning_pipeline.model.mixing import (
+    Followed,
+    Functions,
+    Given,
+    Reached,
+    Rows,
+    Seen,
+    exchanges,
+    is_cut_by_rows,
+    mixed_between,
+    with_another,
+)
 from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
@@ -36,6 +47,7 @@ from lightning_pipeline.model.trace import (
 )
 
 _Any = TypeVar("_Any", bound=Functions)
+_MOST_LOOKS = 32
 _GUESSES = (
     (0.7310585786300049, 1.0, 0),
     (0.6428571428571137, 0.5, 1),
@@ -165,6 +177,7 @@ class Walk(Replay):
         self.is_last = False  # so that nothing is logged
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
+        self.called = 0  # which functions were called between units, in order
         self._guesses = Guesses(holds=routes.base.trace.holds)
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
@@ -186,6 +199,7 @@ class Walk(Replay):
 
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
+        self.called = hash((self.called, func))
         result = run(func, args, kwargs)
         self._guesses.note_function(func, result)
         if not self._is_guess:
@@ -278,6 +292,7 @@ class DryRuns:
                 return run.walk(step.function, view.fresh(batch[0]), view.fresh(batch[1]))
         finally:
             view.route = None
+            reads.called = run.called
 
     @contextmanager
     def _answering(self, run: Replay) -> Iterator[None]:
@@ -389,16 +404,86 @@ class Mixing:
     shapes its results have, and with its part of the batch's.
 
     Args:
+        root: The LightningModule.
         runs: Of a stage of this rank.
         finder: Of ways through the model.
         apart: Inside, runs of a step leave nothing behind and tell nobody anything.
     """
 
     def __init__(
-        self, runs: DryRuns, finder: RouteFinder, apart: Callable[[str], AbstractContextManager[None]]
-    ) -> None:
-        self._runs, self._finder, self._apart = runs, finder, apart
+        self, root: nn.Module, runs: DryRuns, finder: RouteFinder,
+        apart: Callable[[str], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._root, self._runs, self._finder, self._apart = root, runs, finder, apart
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
+        self._looks: dict[str, int] = {}
+
+    def arrange(
+        self, step: Step, trace: Trace, whole: Microbatch | None, sizes: Sequence[int], *,
+        mends: Callable[[Trace, Sequence[int]], bool], find_ways: Callable[[Step, Sequence[int]], None],
+    ) -> None:  # fmt: skip
+        """A batch begins: find the way of each micro-batch, and what it is given of mixed samples.
+
+        Args:
+            step: The batch.
+            trace: Of the step.
+            whole: Its arguments as one, where they are known.
+            sizes: Samples of each micro-batch.
+            mends: Whether micro-batches are to be given theirs.
+            find_ways: Finds the ways.
+        """
+        mixes = step.seeds.one_host = whole is not None and mends(trace, sizes)
+        find_ways(step, sizes)
+        if whole is None or len(sizes) == 1:
+            return
+        self.look(step, trace, whole, sizes)
+        if not mixes and mends(trace, sizes):
+            mixes = step.seeds.one_host = True
+            find_ways(step, sizes)
+        if mixes and not self.begin(step, whole, sizes):
+            step.seeds.one_host = False
+            find_ways(step, sizes)
+
+    def look(self, step: Step, trace: Trace, whole: Microbatch, sizes: Sequence[int]) -> None:
+        """Find out whether a step mixes samples in a way that its trace does not show; alike on all ranks.
+
+        It is looked at in its first batch, and where its micro-batches call other functions than before.
+
+        Args:
+            step: The batch, whose ways are known.
+            trace: Of the step, which is told.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+        """
+        new, step.ways.unlooked = step.ways.unlooked, []
+        first = step.name not in self._looks
+        numbers = [0, *(one for one in new if one)] if first else new
+        looks = self._looks[step.name] = self._looks.get(step.name, 0) + len(numbers)
+        if not numbers or looks > _MOST_LOOKS or not is_cut_by_rows(whole, step.microbatches, sizes):
+            return
+        for number in numbers:
+            if number or not first:
+                trace.may_do(self._finder.traced(step, number))
+            for line, found in self._mixed(step, whole, number, sizes).items():
+                trace.mixed.setdefault(line, found)
+
+    def _mixed(
+        self, step: Step, whole: Microbatch, number: int, sizes: Sequence[int]
+    ) -> dict[str, tuple[str, int]]:
+        batch, samples, route = step.microbatches[number], sizes[number], step.routes[number]
+        if samples < 2:
+            batch, samples = whole, sum(sizes)
+            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
+        try:
+            with self._apart(step.name):
+                first = self._run(step, batch, number, route, Reached(self._root))
+                others = []
+                for row, made in exchanges(samples):
+                    other = with_another(batch, samples, made)
+                    others.append((row, self._run(step, other, number, route, Reached(self._root))))
+        except (CannotRepeatError, SplitError):
+            return {}  # of what cannot be run again, or not at this size, the trace alone tells
+        return mixed_between(first, others, samples)
 
     def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.
@@ -408,7 +493,7 @@ class Mixing:
             sizes: Samples of each micro-batch.
         """
         leaves = trace.effects or trace.states_first or trace.checkpointed
-        known = not (leaves or trace.reads_values or trace.draws_unseen)
+        known = not (leaves or trace.draws_unseen)
         return bool(trace.mixed) and known and (trace.step, tuple(sizes)) not in self._given_up
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:

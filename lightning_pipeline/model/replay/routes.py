@@ -29,6 +29,7 @@ from lightning_pipeline.model.cut import (
     torn,
 )
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
+from lightning_pipeline.model.replay.view import Step
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import (
     TensorSpec,
@@ -107,6 +108,7 @@ class RouteFinder:
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
         self._flags: tuple[bool, ...] = ()  # that the last look has read
+        self._called = 0  # tells the functions that it has called; 0: no whole look was made
         self.torn: set[str] = set()
         self._list_modules()
 
@@ -170,9 +172,13 @@ class RouteFinder:
                         flags[number] = self._flags
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
+                self._called = 0
                 with begun(number):
                     found[number] = finds(routes, keys[number], microbatch, partial(seeds, number))
                     flags[number] = self._flags
+                if len(found) > 1 and self._called and self._called not in routes.called:
+                    routes.called.add(self._called)
+                    routes.unlooked.append(number)
         if len(set(flags)) > 1:
             self.torn.add(routes.base.trace.step)
         return [route for route in found if route is not None]
@@ -298,6 +304,7 @@ class RouteFinder:
                 finally:
                     writes.restore()
                 changed.look()
+                self._called = reads.called
                 more = routes.unknown(changed.places, writes.written)
                 self._refuse_weights(step, more)
         except CannotRepeatError:
@@ -336,6 +343,12 @@ class RouteFinder:
             if routes.add(known):
                 self._forget(step)
         return known
+
+    def traced(self, step: Step, number: int) -> Trace:
+        """A trace with a micro-batch of a batch and its random numbers."""
+        with self._numbers_kept():
+            seeds = step.seeds.microbatch(number)
+            return self._traced(step.name, step.microbatches[number], seeds, step.ways.calls)
 
     def context(self, step: str) -> tuple[Hashable, ...]:
         """What units return depends on this beside their arguments."""
@@ -466,6 +479,7 @@ class Reads:
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
         leads_to: The way that the numbers lead to.
         failed: Whether the run ended with an error.
+        called: What tells the functions that were called from others.
     """
 
     def __init__(self, known: Mapping[Hashable, Route | None] | None = None, key: Hashable = None) -> None:
@@ -476,6 +490,7 @@ class Reads:
         self.changed = False
         self.tell_all, self.failed = True, False
         self.leads_to: Route | None = None
+        self.called = 0
 
     def begin(self) -> None:
         """The step begins.

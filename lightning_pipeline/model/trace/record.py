@@ -224,6 +224,14 @@ class Trace:
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
 
+    def may_do(self, other: "Trace") -> None:
+        """Take from another run what decides whether micro-batches are given their samples of the batch's."""
+        self.mixed = {**other.mixed, **self.mixed}
+        self.states_first |= other.states_first
+        self.reads_values |= other.reads_values
+        self.draws_unseen |= other.draws_unseen
+        self.checkpointed |= other.checkpointed
+
     def carried(self) -> set[tuple[int, Any]]:
         """Places that ports of units fill or set on every stage."""
         ways = [way for spec in self.ports.values() for way in spec.ways]

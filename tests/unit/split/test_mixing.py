@@ -71,7 +71,6 @@ APART = {
     "in order": lambda x: x[torch.arange(SAMPLES)],
     "sort of features": lambda x: x.sort(1).values,
     "weights by index": lambda x: x + torch.randn(9, 4, dtype=torch.float64)[order],
-    "first": lambda x: x + x[0],
     "weights": lambda x: x @ torch.eye(4, dtype=torch.float64),
     "products of each": lambda x: x * torch.einsum("nd,nd->n", x[:, :3], x[:, 1:])[:, None],
     "mean of features": lambda x: x - x.mean(1, keepdim=True),
@@ -169,6 +168,33 @@ def cutmix(self, x, y):
     return share * loss + (1 - share) * other
 
 
+def from_the_first(self, x, y):
+    return nn.functional.mse_loss(self.net(x - x[0] + x[-1:]), y)
+
+
+def by_numbers(self, x, y):
+    x = x - x.mean().item() + float(x.numpy().max())
+    return nn.functional.mse_loss(self.net(x - torch.tensor(x.std(0).tolist(), dtype=x.dtype)), y)
+
+
+def by_a_distribution(self, x, y):
+    """Its checks read numbers of what units compute."""
+    x, y = 0.6 * x + 0.4 * x.flip(0), 0.6 * y + 0.4 * y.flip(0)
+    return -torch.distributions.Normal(self.net(x), torch.ones_like(y)).log_prob(y).mean()
+
+
+def after_an_epoch(self, x, y):
+    if self.current_epoch == 1:
+        x, y = x - x.mean().item(), 0.6 * y + 0.4 * y.flip(0)
+    return nn.functional.mse_loss(self.net(x), y)
+
+
+def one_by_one(self, x, y):
+    """Does not mix."""
+    self.log("mean", x.mean().item())
+    return nn.functional.mse_loss(self.net(torch.stack([one.flip(0) * one.mean() for one in x])), y)
+
+
 class Mixed(Regression):
     """Mixes in the step."""
 
@@ -186,6 +212,7 @@ class Mixed(Regression):
 
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
 BY_ORDER = (flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views)
+UNSEEN = (from_the_first, by_numbers, by_a_distribution)  # by a trace, or not all of it
 BY_CHANCE = (mixup, mixup_by_torch, cutmix, weighted_by_chance)
 
 
@@ -209,6 +236,41 @@ def test_micro_batches_have_their_samples_of_what_one_device_mixes(function, sch
     assert not told(recwarn)
 
 
+@pytest.mark.parametrize("function", UNSEEN)
+@pytest.mark.parametrize("number", [3, 8])
+def test_what_no_operation_shows_to_mix_samples_is_one_devices(function, number, recwarn):
+    assert_same(fitted(function, {**STAGED, "num_microbatches": number}), fitted(function, None))
+    assert not told(recwarn)
+
+
+@pytest.mark.parametrize("function", [after_an_epoch, one_by_one])
+def test_a_step_that_mixes_later_is_looked_at_again(function, recwarn):
+    def run(pipeline):
+        return fit(
+            pipeline, lambda: Mixed(function), max_epochs=2, limit_val_batches=0, enable_progress_bar=False
+        )
+
+    assert_same(run({**STAGED, "num_microbatches": 3}), run(None))
+    assert not told(recwarn)
+
+
+def sometimes(self, x, y):
+    if random.random() < 0.3:
+        x = 0.6 * x + 0.4 * x.flip(0)
+    return nn.functional.mse_loss(self.net(x), y)
+
+
+def test_samples_that_are_mixed_by_chance_are_those_of_a_batch_that_is_not_cut(recwarn):
+    def run(number):
+        return fit(
+            {**STAGED, "num_microbatches": number}, lambda: Mixed(sometimes), max_epochs=3,
+            limit_val_batches=0, enable_progress_bar=False,
+        )  # fmt: skip
+
+    assert_same(run(3), run(1))
+    assert not told(recwarn)
+
+
 @pytest.mark.parametrize("function", BY_CHANCE)
 def test_what_is_drawn_to_mix_samples_is_drawn_once_a_batch(function, recwarn):
     found = fitted(function, {**STAGED, "num_microbatches": 3})
@@ -228,7 +290,30 @@ def by_numpy(self, x, y):
     return nn.functional.mse_loss(self.net(x[numpy.random.permutation(len(x))]), y)
 
 
-@pytest.mark.parametrize("function", [by_a_buffer, by_pairs, by_numpy])
+def in_halves(self, x, y):
+    one, other = x.tensor_split(2)
+    return nn.functional.mse_loss(self.net(one + other[: len(one)].mean(1, keepdim=True)), y[: len(one)])
+
+
+def by_a_number_in_a_buffer(self, x, y):
+    self.shift.fill_(x.mean().item())
+    return nn.functional.mse_loss(self.net(x - self.shift), y)
+
+
+def first_between(self, x, y):
+    """After units, one that has no rows."""
+    return nn.functional.mse_loss(self.net(x) + self.net(x[0]), y)
+
+
+def rolled_by_values(self, x, y):
+    out = self.net(x)
+    return nn.functional.mse_loss(out, y.roll(1 if out.sum().item() > 0 else 2, 0))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [by_a_buffer, by_pairs, by_numpy, in_halves, by_a_number_in_a_buffer, first_between, rolled_by_values],
+)
 def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, recwarn):
     fitted(function, {**STAGED, "num_microbatches": 3})
     assert sorted(text.partition(" ")[0] for text in told(recwarn)) == ["training_step", "validation_step"]
