@@ -60,7 +60,8 @@ class Reached(Functions):
 
 
 def _kept(tensor: Tensor) -> Tensor | None:
-    return None if is_placeholder(tensor) or tensor.is_sparse else tensor.detach().clone()
+    plain = tensor.layout is torch.strided and not is_placeholder(tensor)
+    return tensor.detach().clone() if plain else None
 
 
 def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
@@ -81,7 +82,7 @@ def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
 
     def farther(tensor: Tensor) -> Tensor:
         found = tensor.clone()
-        if tensor.is_floating_point():
+        if tensor.is_floating_point() and tensor.element_size() > 1:  # numbers of one byte have no largest
             found[0] = tensor[0] * 1.5 + tensor.abs().max()
         return found
 
@@ -96,7 +97,12 @@ def with_another(batch: Any, samples: int, made: Callable[[Tensor], Tensor]) -> 
         samples: How many it has.
         made: Makes a tensor with that sample exchanged.
     """
-    return map_tensors(lambda one: made(one) if one.dim() and one.shape[0] == samples else one, batch)
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        plain = tensor.layout is torch.strided and tensor.dim() > 0
+        return made(tensor) if plain and tensor.shape[0] == samples else tensor
+
+    return map_tensors(exchanged, batch)
 
 
 def mixed_between(first: Reached, others: Sequence[tuple[int, Reached]], samples: int) -> dict[str, Any]:
@@ -142,6 +148,8 @@ def _changed(before: Any, after: Any, row: int, samples: int) -> str:
         return "all" if type(before) is float and before != after else ""
     if before.shape != after.shape or before.dtype != after.dtype:
         return ""
+    if before.is_floating_point():
+        before, after = before.double(), after.double()
     differs = ~torch.isclose(before, after, rtol=1e-6, atol=0.0, equal_nan=True)
     if not bool(differs.any()):
         return ""

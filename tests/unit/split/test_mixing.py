@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_pipeline.model.mixing import exchanges, with_another
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer
@@ -441,3 +442,11 @@ def test_parts_that_are_no_rows_in_order_are_warned_of(recwarn):
     run = trainer({**STAGED, "num_microbatches": 2}, max_epochs=1, limit_train_batches=1, limit_val_batches=0)
     run.fit(Strided(flipped), loader(8))
     assert len(told(recwarn)) == 1
+
+
+def test_tensors_without_rows_in_memory_stay_as_they_are_where_a_sample_is_exchanged():
+    batch = {"sparse": torch.eye(4).to_sparse(), "x": torch.arange(4.0), "half": torch.ones(4).half()}
+    for row, made in exchanges(4):
+        other = with_another(batch, 4, made)
+        assert other["sparse"] is batch["sparse"]
+        assert (other["x"] != batch["x"]).nonzero().flatten().tolist() == [row]
