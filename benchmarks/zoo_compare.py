@@ -10,11 +10,12 @@ import torch._dynamo.backends.debugging as backends
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.replay.model import SplitModel
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
 from lightning_pipeline.model.trace import Trace, trace_step
-from lightning_pipeline.model.trace.units import find_units
+from lightning_pipeline.model.trace.units import Unit, find_units
 from lightning_pipeline.wire.stage import Values
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -108,7 +109,7 @@ def staged(
             mine = copy.deepcopy(pristine)
             if compiles == "compiled units":
                 _compile(mine)  # a copy of what is compiled is not
-            own = partition(_traced(mine, batches), len(stages), how="uniform")
+            own = partition(_traced(mine, batches, len(stages)), len(stages), how="uniform")
         ranks.append(SplitModel(mine, own, held, sinks={"log": lambda *args: None}))
         if compiles == "compiled module":
             ranks[-1].compile_units(lambda function: torch.compile(function, backend=_noted))
@@ -129,8 +130,11 @@ def staged(
     return [split.finish() for split in ranks][-1].losses, ranks
 
 
-def _traced(module: nn.Module, batches: list[Arguments]) -> Trace:
-    return trace_step(module, "training_step", *batches[0], units=find_units(module, at_least=3))
+def _traced(module: nn.Module, batches: list[Arguments], stages: int) -> Trace:
+    def trace(units: list[Unit]) -> Trace:
+        return trace_step(module, "training_step", *batches[0], units=units)
+
+    return opened(find_units(module, at_least=3), stages, trace)
 
 
 def outcome(worst: float, precise: bool) -> str:
@@ -259,7 +263,7 @@ def _compared(
     record: dict[str, Any] = {"draws": draws, "dtype": str(losses[0].dtype)}
     try:
         start = time.process_time()
-        trace = _traced(module, batches)
+        trace = _traced(module, batches, max(counts))
         record |= {"trace_s": round(time.process_time() - start, 2), "units": len(trace.units)}
         if draws:
             cut = partition(trace, reference_stages, how="uniform")

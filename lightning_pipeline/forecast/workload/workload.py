@@ -12,8 +12,15 @@ from lightning_pipeline.forecast.workload.optimizer_states import optimizer_stat
 from lightning_pipeline.forecast.workload.profile import StageProfile, State, profile
 from lightning_pipeline.forecast.workload.rates import tokens_of
 from lightning_pipeline.forecast.workload.times import StageTimes, estimated
-from lightning_pipeline.model.cut import Partition, StageActivations, StageTable, partition, stage_activations
-from lightning_pipeline.model.trace import Trace, find_units, trace_step
+from lightning_pipeline.model.cut import (
+    Partition,
+    StageActivations,
+    StageTable,
+    opened,
+    partition,
+    stage_activations,
+)
+from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step
 
 
 class Workload:
@@ -63,6 +70,9 @@ class Workload:
 
     def _trace(self, num_stages: int) -> Trace:
         units = find_units(self.root, at_least=num_stages, keep_whole=self._units)
+        return opened(units, num_stages, self._traced)
+
+    def _traced(self, units: list[Unit]) -> Trace:
         key = tuple(unit.name for unit in units)
         if key not in self._traces:
             with enable_grad():

@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
 from lightning_pipeline.model.cut.advice import too_large
+from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.graph import torn
 from lightning_pipeline.model.cut.growth import ModuleTree
 from lightning_pipeline.model.cut.liveness import (
@@ -41,6 +42,7 @@ __all__ = [
     "common_prefix",
     "goes_on",
     "liveness_of",
+    "opened",
     "partition",
     "peak_activations",
     "size_text",

@@ -15,7 +15,14 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.errors import PartitionError, SplitError, StageFailedError
 from lightning_pipeline.hooks import Beside
 from lightning_pipeline.model.construction import Construction, is_whole, sizes_of
-from lightning_pipeline.model.cut import Partition, StageTable, partition, stages_of_states, too_large
+from lightning_pipeline.model.cut import (
+    Partition,
+    StageTable,
+    opened,
+    partition,
+    stages_of_states,
+    too_large,
+)
 from lightning_pipeline.model.trace import Trace, find_units, trace_step, untraced
 from lightning_pipeline.ranks import Company, Outlet
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
@@ -94,7 +101,8 @@ class Cutting:
             units = find_units(self._module, at_least=num_stages, keep_whole=self._settings.units)
             if whole:
                 return partition(untraced(self._module, step, units), num_stages, how=how)
-            return partition(self._trace(step, args, units=units), num_stages, how=how)
+            trace = opened(units, num_stages, lambda found: self._trace(step, args, units=found))
+            return partition(trace, num_stages, how=how)
 
         whole = trains and not self._module.automatic_optimization
         with as_the_loop_will(self._trainer, step):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data.microbatch import batch_size_of, split_batch
+from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.loss import Bent, together
 from lightning_pipeline.model.replay.model import SplitModel
@@ -118,7 +119,9 @@ def piped(
         mine = copy.deepcopy(module)
         found = find_units(mine, at_least=stages, keep_whole=units)
         with torch.set_grad_enabled((split_by or step) == "training_step"):
-            trace = trace_step(mine, split_by or step, *microbatches[0], units=found)
+            trace = opened(
+                found, stages, lambda u, m=mine: trace_step(m, split_by or step, *microbatches[0], units=u)
+            )
         cut = partition(trace, stages, how=how)
 
         def log(microbatch: int, name: str, value: Any, **options: Any) -> None:
