@@ -180,42 +180,51 @@ def _to_do(
 
 
 def sweep(records: Path, todo: list[tuple[str, str]], workers: int, seconds: int, variant: str) -> None:
-    """Run pairs in processes that are started again where one dies."""
-    shares = {index: todo[index::workers] for index in range(workers)}
-    running: dict[int, Any] = {}
+    """Run pairs in processes that are started again where one dies; each takes the next few that are left."""
+    left = [todo[first : first + PAIRS_A_PROCESS] for first in range(0, len(todo), PAIRS_A_PROCESS)]
+    running: dict[int, tuple[Any, list[tuple[str, str]]]] = {}
     alone: set[tuple[str, str]] = set()  # begin a process of their own
-    context = multiprocessing.get_context("spawn")
-    while any(shares.values()) or running:
-        for index, share in list(shares.items()):
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__spec__.name])  # imported once
+    while left or running:
+        for index in range(workers):
             now = records.with_suffix(f".now{index}")
             if index in running:
-                running[index].join(timeout=0.5)
-                if running[index].is_alive():
+                process, share = running[index]
+                process.join(timeout=0.1)
+                if process.is_alive():
                     continue
-                died = running.pop(index).exitcode
-                kind, name = json.loads(now.read_text()) if now.exists() else ("", "")
-                if died == _FULL and (kind, name) not in alone:
-                    alone.add((kind, name))
-                    shares[index] = share[share.index((kind, name)) :]
-                elif died and kind:
-                    _append(
-                        records,
-                        {
-                            "type": kind,
-                            "class": name,
-                            "variant": variant,
-                            "outcome": "died",
-                            "why": f"exit {died}",
-                        },
-                    )
-                    shares[index] = share[share.index((kind, name)) + 1 :]
-                else:
-                    shares[index] = share[PAIRS_A_PROCESS:]
-            if shares[index] and index not in running:
-                running[index] = context.Process(
-                    target=_work, args=(shares[index][:PAIRS_A_PROCESS], records, now, seconds, variant)
-                )
-                running[index].start()
+                del running[index]
+                rest = _rest(process.exitcode, now, share, alone, records, variant)
+                if rest:
+                    left.insert(0, rest)
+            if left:
+                share = left.pop(0)
+                now.unlink(missing_ok=True)
+                process = context.Process(target=_work, args=(share, records, now, seconds, variant))
+                process.start()
+                running[index] = process, share
+
+
+def _rest(
+    code: int,
+    now: Path,
+    share: list[tuple[str, str]],
+    alone: set[tuple[str, str]],
+    records: Path,
+    variant: str,
+) -> list[tuple[str, str]]:
+    """Pairs that a process has left, which ended with this code at the pair that `now` names."""
+    pair = tuple(json.loads(now.read_text())) if now.exists() else None
+    if not code or pair is None:
+        return []
+    place = share.index(pair)
+    if code == _FULL and pair not in alone:
+        alone.add(pair)
+        return share[place:]
+    died = {"type": pair[0], "class": pair[1], "variant": variant, "outcome": "died", "why": f"exit {code}"}
+    _append(records, died)
+    return share[place + 1 :]
 
 
 def main(
