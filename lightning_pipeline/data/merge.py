@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipeline.data.microbatch import _has_length, _items, _rebuild
+from lightning_pipeline.data.microbatch import rebuilt
+from lightning_pipeline.data.samples import are_alike, are_objects, is_batched, is_list, items_of
 from lightning_pipeline.errors import ConfigurationError
 
 
@@ -52,9 +53,9 @@ def _merge(values: list[Any], sizes: list[int], where: str) -> Any:
     if _is_number(first):
         same = all(value == first for value in values) and values != sizes
         return first if same else sum(values)
-    if isinstance(first, list) and _are_samples(values, sizes):
-        return [item for value in values for item in value]
-    if _items(first):
+    if is_list(first) and _are_samples(values, sizes):
+        return type(first)(item for value in values for item in value)
+    if items_of(first):
         return _merge_items(values, sizes, where)
     if all(_equal(value, first) for value in values):
         return first
@@ -87,19 +88,23 @@ def _merge_scalars(values: list[Tensor], sizes: list[int], where: str) -> Tensor
     return torch.stack(values).sum()
 
 
-def _are_samples(values: list[list[Any]], sizes: list[int]) -> bool:
+def _are_samples(values: list[Any], sizes: list[int]) -> bool:
+    """Whether each is a list with an item per sample, or a tuple of dictionaries, which are never stacked."""
     if any(len(value) != size for value, size in zip(values, sizes, strict=True)):
         return False
-    batched = [_has_length(item, size) for value, size in zip(values, sizes, strict=True) for item in value]
-    return not any(batched)
+    items = [(item, size) for value, size in zip(values, sizes, strict=True) for item in value]
+    batched = [is_batched(item, size) for item, size in items]
+    if isinstance(values[0], tuple):
+        return are_objects([item for item, _ in items]) and not all(batched)
+    return not any(batched) or (not all(batched) and are_alike([item for item, _ in items]))
 
 
 def _merge_items(values: list[Any], sizes: list[int], where: str) -> Any:
-    keys = [list(value) if isinstance(value, Mapping) else len(_items(value)) for value in values]
+    keys = [list(value) if isinstance(value, Mapping) else len(items_of(value)) for value in values]
     if any(key != keys[0] for key in keys):
         raise _cannot(where, "its keys or lengths differ")
-    columns = iter(list(zip(*(_items(value) for value in values), strict=True)))
-    return _rebuild(values[0], lambda _, key: _merge(list(next(columns)), sizes, f"{where}[{key!r}]"))
+    columns = iter(list(zip(*(items_of(value) for value in values), strict=True)))
+    return rebuilt(values[0], lambda _, key: _merge(list(next(columns)), sizes, f"{where}[{key!r}]"))
 
 
 def _equal(one: Any, other: Any) -> bool:

@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,41 +11,29 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from lightning_pipeline.data.mappings import unfillable, with_values
+from lightning_pipeline.data.samples import (
+    OVERRIDE,
+    Array,
+    Samples,
+    are_samples,
+    arrays_in,
+    has_samples,
+    items_of,
+    samples_of,
+)
 from lightning_pipeline.errors import ConfigurationError
-
-Array = Tensor | np.ndarray[Any, Any]
-_OVERRIDE = "override `split_batch(batch, num_microbatches)` on the LightningModule"
 
 
 def batch_size_of(batch: Any) -> int:
-    """How many samples a batch has: the most common length of its tensors' first dimension.
-
-    Of two parts with different lengths, the first one's counts. Without any tensor that has a
-    dimension, the lengths of the lists count. NumPy arrays count as tensors here.
-
-    Raises:
-        ConfigurationError: Nothing in the batch has a length, or no length is the most common one.
-    """
-    lengths = [array.shape[0] for array in _arrays(batch)] or list(_list_lengths(batch))
-    if not lengths:
-        raise ConfigurationError(
-            f"a batch of type {type(batch).__name__} has no tensor with a dimension and no list to split: "
-            f"{_OVERRIDE}"
-        )
-    counts = Counter(lengths)
-    (length, count), *others = counts.most_common()
-    if (count == 1 and len(counts) > 2) or (count > 1 and others and others[0][1] == count):
-        raise ConfigurationError(
-            f"the parts of a batch have lengths {lengths}, none of them more common than all others, so the "
-            f"number of samples cannot be told: {_OVERRIDE}"
-        )
-    return length
+    """How many samples a batch has. See `samples_of`, which raises the same."""
+    return samples_of(batch).number
 
 
 def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list[tuple[Any, int]]:
     """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
 
-    Every tensor whose first dimension is the batch's, and every list of that length, is split. Mappings of
+    Every tensor whose first dimension is the batch's is split, and every list of that length with an item for
+    each sample (see `are_samples`), tuples too where collating has put samples into them. Mappings of
     any class, tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to
     all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings,
     numbers, other objects. A shared tensor whose length happens to be the batch's is split too: override
@@ -69,7 +56,8 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     """
     if num_microbatches == 1 or not has_samples(batch):
         return [(batch, _size_or_one(batch))]
-    size = batch_size_of(batch)
+    samples = samples_of(batch)
+    size = samples.number
     if size == 0:
         raise ConfigurationError("the batch is empty, nothing to split: check the dataset's last batch")
     parts = max(1, min(num_microbatches, size // at_least))
@@ -78,7 +66,7 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     sizes = [size // parts + (index < size % parts) for index in range(parts)]
     starts = [sum(sizes[:index]) for index in range(parts)]
     return [
-        (_take(batch, start, start + length, size, top=True), length)
+        (_take(batch, start, start + length, samples, top=True), length)
         for start, length in zip(starts, sizes, strict=True)
     ]
 
@@ -103,26 +91,15 @@ def how_cut(batch: Any, part: Any) -> tuple[list[str], list[str]]:
     return cut, whole
 
 
-def is_guess(batch: Any) -> bool:
-    """Whether two parts of a batch have different lengths, and nothing but their order says which counts."""
-    counts = Counter(array.shape[0] for array in _arrays(batch))
-    return len(counts) == 2 and set(counts.values()) == {1}
-
-
 def _named(value: Any, name: str) -> Iterator[tuple[str, Array]]:
     """All tensors and arrays with a dimension, in order, with where they stand."""
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim:
             yield name, value
         return
-    keys = list(value) if isinstance(value, Mapping) else range(len(_items(value)))
-    for key, item in zip(keys, _items(value), strict=True):
+    keys = list(value) if isinstance(value, Mapping) else range(len(items_of(value)))
+    for key, item in zip(keys, items_of(value), strict=True):
         yield from _named(item, f"{name}[{key!r}]")
-
-
-def has_samples(batch: Any) -> bool:
-    """Whether there is anything to split: a tensor with a dimension, or a list."""
-    return any(True for _ in _arrays(batch)) or any(True for _ in _list_lengths(batch))
 
 
 def _size_or_one(batch: Any) -> int:
@@ -132,17 +109,17 @@ def _size_or_one(batch: Any) -> int:
         return 1
 
 
-def _take(value: Any, start: int, end: int, size: int, *, top: bool = False) -> Any:
+def _take(value: Any, start: int, end: int, samples: Samples, *, top: bool = False) -> Any:
     """The samples from `start` to `end` of a value that may be split."""
     if isinstance(value, Tensor | np.ndarray):
-        return value[start:end] if _is_split(value, size) else value
-    if isinstance(value, list) and _is_samples(value, size, top=top):
+        return value[start:end] if _is_split(value, samples.number) else value
+    if are_samples(value, samples, top=top):
         return value[start:end]
     if isinstance(value, PackedSequence):
-        raise ConfigurationError(f"a PackedSequence cannot be split by samples: {_OVERRIDE}")
-    if _knows_its_size(value, size):
+        raise ConfigurationError(f"a PackedSequence cannot be split by samples: {OVERRIDE}")
+    if _knows_its_size(value, samples.number):
         return value[start:end]
-    return _rebuild(value, lambda item, _: _take(item, start, end, size))
+    return rebuilt(value, lambda item, _: _take(item, start, end, samples))
 
 
 def _knows_its_size(value: Any, size: int) -> bool:
@@ -155,55 +132,11 @@ def _is_split(array: Array, size: int) -> bool:
     if array.ndim == 0 or array.shape[0] != size:
         return False
     if isinstance(array, Tensor) and (array.layout is not torch.strided or array.is_nested):
-        raise ConfigurationError(f"a tensor with layout {array.layout} cannot be split: {_OVERRIDE}")
+        raise ConfigurationError(f"a tensor with layout {array.layout} cannot be split: {OVERRIDE}")
     return True
 
 
-def _is_samples(values: list[Any], size: int, *, top: bool) -> bool:
-    """Whether a list holds one item per sample, and is not `[inputs, targets]` as collating makes it."""
-    if len(values) != size:
-        return False
-    batched = [_has_length(item, size) for item in values]
-    if not top and all(batched) and all(isinstance(item, Tensor) for item in values):
-        raise ConfigurationError(
-            f"a list of {size} tensors of length {size} in a batch of {size} samples can be one tensor per "
-            f"sample or {size} batched tensors: {_OVERRIDE}, or collate it into a tuple"
-        )
-    return not any(batched) and not (top and any(isinstance(item, Tensor) and item.ndim for item in values))
-
-
-def _has_length(value: Any, size: int) -> bool:
-    return any(array.shape[0] == size for array in _arrays(value))
-
-
-def _arrays(value: Any) -> Iterator[Array]:
-    """All tensors and arrays with a dimension, in order."""
-    if isinstance(value, Tensor | np.ndarray):
-        if value.ndim:
-            yield value
-        return
-    for item in _items(value):
-        yield from _arrays(item)
-
-
-def _list_lengths(value: Any) -> Iterator[int]:
-    if isinstance(value, list):
-        yield len(value)
-    for item in _items(value):
-        yield from _list_lengths(item)
-
-
-def _items(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in dataclasses.fields(value)]
-    return []
-
-
-def _rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+def rebuilt(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """The same container with changed items; `change` gets each item and its key."""
     if isinstance(value, Mapping):
         changed = {key: change(item, key) for key, item in value.items()}
@@ -223,7 +156,7 @@ def _rebuild(value: Any, change: Callable[[Any, Any], Any]) -> Any:
 def _filled(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
     made = with_values(mapping, items)
     if made is None:
-        raise ConfigurationError(f"{unfillable(type(mapping))}; or {_OVERRIDE}")
+        raise ConfigurationError(f"{unfillable(type(mapping))}; or {OVERRIDE}")
     return made
 
 
@@ -245,7 +178,7 @@ def _leaf_signature(value: Any) -> Hashable:
         return value
     if isinstance(value, Mapping):
         return tuple((str(key), _leaf_signature(item)) for key, item in value.items())
-    items = _items(value)
-    if items and any(True for _ in _arrays(value)):
+    items = items_of(value)
+    if items and any(True for _ in arrays_in(value)):
         return type(value).__name__, *(_leaf_signature(item) for item in items)
     return type(value).__name__, len(items)

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,9 @@ class Follower:
     Args:
         root: The LightningModule.
         step: Name of its method.
+
+    Attributes:
+        worth: What the losses of this batch are multiplied with, where that had to be tried.
     """
 
     def __init__(self, root: nn.Module, step: str) -> None:
@@ -103,6 +107,9 @@ class Follower:
         self._given_up = False
         self._said: set[str] = set()
         self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
+        self._tried: Callable[[], list[float] | None] = lambda: None
+        self.worth: list[float] | None = None
+        self._number = 0  # of the micro-batch that runs
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
         """Say where a loss inside a unit may leave out targets of a batch.
@@ -126,6 +133,7 @@ class Follower:
         fractions: Sequence[float],
         batch: Sequence[Tensor],
         rehearse: Callable[[], Sequence[Whole] | str],
+        tried: Callable[[], list[float] | None] = lambda: None,
     ) -> None:
         """A batch comes.
 
@@ -134,7 +142,9 @@ class Follower:
             batch: Its tensors.
             rehearse: Runs the step over the whole batch: what was seen, for each micro-batch, or why the
                 step cannot be run once more.
+            tried: Tries what each micro-batch's loss is worth; None where it is no part of a sum.
         """
+        self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed = [], None
         if self._given_up:
@@ -161,6 +171,7 @@ class Follower:
     def microbatch(self, microbatch: int) -> "Shares | Path":
         """A micro-batch comes: who sees its functions."""
         self._compare_path()
+        self._number = microbatch
         if self._wholes:
             self._shares = Shares(self._wholes[microbatch], self._root, self._fractions[microbatch])
             self._paths.append(self._shares)
@@ -229,19 +240,26 @@ class Follower:
         self._note(shares, share)
         if self._is_doubtful(shares, share):
             return None
-        if shares.strayed and (share is None or share.lost):
+        is_lost = share is not None and bool(share.lost) and not shares.is_mean(share)
+        is_astray = bool(shares.strayed) and (share is None or bool(share.lost))
+        if (is_astray or is_lost) and self.tries():
+            return self._tried_share(loss)
+        if is_astray:
             self._stray(shares)
         self._compare_computed(shares, loss)
         bent, follows = shares.bent(loss), share is not None and not share.lost
         is_other = bent is not None and not (bent.by_unit and follows)
         if is_other and (share is None or follows or shares.is_mean(share)):
-            self._say(
+            text = (
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
                 "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
                 "accumulation, and not those of one device, which "
                 "PipelineStrategy(loss_over_batch=True, schedule='GPipe') gives; loss_weighting='samples' "
                 "says that the mean is meant"
             )
+            if text not in self._said and self.tries():
+                return self._tried_share(loss)
+            self._say(text)
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
@@ -250,6 +268,17 @@ class Follower:
                 f"followed from {share.lost} on: {_WAYS_OUT}"
             )
         return share
+
+    def tries(self) -> bool:
+        """Whether a run on made-up values says what losses are worth; then that is what they are."""
+        self.worth = self._tried()
+        if self.worth is not None:
+            self._plain = False  # in the next batch they may be worth something else
+        return self.worth is not None
+
+    def _tried_share(self, loss: Tensor) -> Share:
+        assert self.worth is not None, "it was tried"
+        return Share(((self.worth[self._number], loss),))
 
     def _compare_computed(self, shares: Shares, loss: Tensor) -> None:
         """A mean times a number that a unit computed is that of one device if that is always the same."""

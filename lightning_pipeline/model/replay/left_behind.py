@@ -13,18 +13,20 @@ from torch import nn
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition
-from lightning_pipeline.model.replay.probe import Question, Rules, rules_of
 from lightning_pipeline.model.state import (
     CHAINED,
     AttributeGuards,
     InUnits,
     Merge,
+    Question,
     Rows,
     Rule,
+    Rules,
     StartRows,
     StepState,
     is_absent,
     rows_by_shape,
+    rules_of,
     same,
     summed,
     unmerged,

@@ -62,11 +62,13 @@ class StepResult:
         losses: The undivided loss of each micro-batch, detached; None where the step returned None.
         outputs: What the step returned for each micro-batch, detached.
         parts: What each loss is of the batch's, where that is not its mean by samples.
+        worth: What each loss was multiplied with, where that had to be tried.
     """
 
     losses: list[Tensor | None]
     outputs: list[Any]
     parts: list[Tensor | None]
+    worth: list[float] | None = None
 
 
 class SplitModel(OutsideSteps):
@@ -163,7 +165,8 @@ class SplitModel(OutsideSteps):
             root, DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence
         )
         self._divisors = Divisors(
-            root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted
+            root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted,
+            self._apart_in_silence, self._quiet,
         )  # fmt: skip
         self.signatures: list[Hashable] = []
         self.begun = 0
@@ -565,6 +568,7 @@ class SplitModel(OutsideSteps):
             [step.losses[i] for i in order],
             [step.results[i] for i in order],
             [step.parts.get(i) for i in order],
+            None if step.follower is None else step.follower.worth,
         )
 
     def part(self, value: Any, *, always: bool = False) -> Part:

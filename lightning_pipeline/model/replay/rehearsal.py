@@ -30,6 +30,7 @@ from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kind
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
+from lightning_pipeline.model.replay.worth import Worth
 from lightning_pipeline.model.state import Apart, CannotRepeatError
 from lightning_pipeline.model.tensors import (
     TensorSpec,
@@ -259,7 +260,7 @@ class DryRuns:
     """
 
     def __init__(self, view: StageView, patches: UnitPatches) -> None:
-        self._view, self._patches = view, patches
+        self._view, self.patches = view, patches
 
     def rehearse(
         self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
@@ -296,12 +297,12 @@ class DryRuns:
 
     @contextmanager
     def _answering(self, run: Replay) -> Iterator[None]:
-        self._patches.runner, self._view.mode.watcher = run, run
+        self.patches.runner, self._view.mode.watcher = run, run
         try:
             with self._view.current_step().context(), reentrant_checkpoint_replaced(lambda: run.inside):
                 yield
         finally:
-            self._patches.runner = self._view.mode.watcher = None
+            self.patches.runner = self._view.mode.watcher = None
             run.close()
 
 
@@ -319,14 +320,19 @@ class Divisors:
         apart: Inside, a run of a step leaves nothing behind.
         silent: Inside, a run of a step tells nobody anything.
         noted: Inside that, what the step of a whole batch gives to metrics is noted.
+        alone: Inside, runs of a step by this rank alone leave nothing behind.
+        quiet: Inside that, runs on made-up values log nothing, and keep random states.
     """
 
     def __init__(
         self, root: nn.Module, runs: DryRuns, finder: RouteFinder, apart: Apart,
         silent: Callable[[], AbstractContextManager[None]],
         noted: Callable[[], AbstractContextManager[None]],
+        alone: Callable[[str], AbstractContextManager[None]],
+        quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._runs, self._finder = root, runs, finder
+        self._worth = Worth(root, runs.patches, finder.outputs, alone, quiet)
         self._apart, self._silent, self._noted = apart, silent, noted
         self._followers: dict[str, Follower] = {}
         self._bounds: set[str] = set()  # steps of which is known what goes by values of units
@@ -354,7 +360,7 @@ class Divisors:
             return wholes
 
         follower.warn_of_losses(step.trace.losses_inside, tensors)
-        follower.begin(fractions, tensors, rehearse)
+        follower.begin(fractions, tensors, rehearse, partial(self._worth.of, step, arguments, fractions))
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""

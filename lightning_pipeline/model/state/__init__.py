@@ -3,9 +3,11 @@
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError
 from lightning_pipeline.model.state.in_units import InUnits, Told, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
+from lightning_pipeline.model.state.made_up import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
+from lightning_pipeline.model.state.probe import Question, Rules, rules_of
 from lightning_pipeline.model.state.rules import (
     Merge,
     Rows,
@@ -42,11 +44,14 @@ __all__ = [
     "FromLast",
     "Gradients",
     "InUnits",
+    "MadeUp",
     "Meeting",
     "Merge",
     "Pieces",
+    "Question",
     "Rows",
     "Rule",
+    "Rules",
     "Sent",
     "SharedParameter",
     "Sources",
@@ -55,18 +60,22 @@ __all__ = [
     "StepState",
     "Told",
     "Trial",
+    "dimension_of",
     "equal",
     "goes_on",
     "is_absent",
     "is_told_as_attribute",
+    "joined_values",
     "late_values",
     "left_in",
+    "made_up",
     "own_containers",
     "put_in",
     "put_late_values",
     "rows_by_shape",
     "rows_of_each",
     "rule_for",
+    "rules_of",
     "same",
     "summed",
     "unmerged",

@@ -217,7 +217,8 @@ class Batch:
     def _report(self) -> Any:
         losses, weights = self.result.losses, self.weights
         loss = loss_of_batch(losses, self.result.parts, weights.losses) if self.trains else None
-        chosen = (losses, weights.losses) if weights.settled and self.trains else ()
+        known = weights.losses if weights.settled else self.result.worth
+        chosen = (losses, known) if known is not None and self.trains else ()
         return self._steps.recorder.report(loss, *chosen)
 
     def _merged(self) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_map_only
 from transformers import BatchEncoding
 from transformers.modeling_outputs import SequenceClassifierOutput
 
@@ -177,6 +178,50 @@ def test_lists_of_dicts_are_samples() -> None:
     assert [target["boxes"].shape[0] for target in part[0]] == [7, 2]
 
 
+def _images(number: int) -> list[Tensor]:
+    return [torch.zeros(3, 8, 8) for _ in range(number)]
+
+
+def _objects(*numbers: int) -> list[dict[str, Tensor]]:
+    return [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in numbers]
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((torch.zeros(4, 3, 8, 8), _objects(2, 2, 2, 2)), ((2, 3, 8, 8), [{"boxes": (2, 4), "labels": (2,)}] * 2)),
+        ((_images(4), _objects(2, 2, 1, 1)), ([(3, 8, 8)] * 2, [{"boxes": (1, 4), "labels": (1,)}] * 2)),
+        ((_images(4), _objects(3, 3, 3, 3)), ([(3, 8, 8)] * 2, [{"boxes": (3, 4), "labels": (3,)}] * 2)),
+        ((_images(4), _objects(1, 7, 4, 4)), ([(3, 8, 8)] * 2, [{"boxes": (4, 4), "labels": (4,)}] * 2)),
+        (
+            (tuple(_images(3)), tuple(_objects(3, 1, 3))),
+            (((3, 8, 8),), ({"boxes": (3, 4), "labels": (3,)},)),
+        ),
+        ((tuple(_images(4)), (0, 1, 2, 3)), (((3, 8, 8), (3, 8, 8)), (2, 3))),
+        ((torch.zeros(4, 3), [torch.zeros(n, 4) for n in (1, 2, 3, 4)]), ((2, 3), [(3, 4), (4, 4)])),
+        ([{"image": torch.zeros(3, 8, 8), "label": n} for n in range(4)], [{"image": (3, 8, 8), "label": 2},
+                                                                           {"image": (3, 8, 8), "label": 3}]),
+        ([(torch.zeros(6), n) for n in range(4)], [((6,), 2), ((6,), 3)]),
+        (([torch.zeros(8, 3), torch.zeros(8, 3)], torch.zeros(8)), ([(4, 3), (4, 3)], (4,))),
+        ({"views": [torch.zeros(8, 3) for _ in range(4)]}, {"views": [(4, 3)] * 4}),
+        ([{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}], [{"x": (4, 2)}] * 2),
+    ],
+    ids=["images and two objects each", "lists", "as many objects as channels", "as many objects as samples",
+         "tuples", "tuples and numbers", "boxes alone", "dictionaries as they are", "pairs as they are", "views",
+         "views alone", "several loaders"],
+)  # fmt: skip
+def test_lists_hold_samples_where_collating_has_left_them_so(batch: Any, expected: Any) -> None:
+    part, _ = split_batch(batch, 2)[1]
+    shapes = tree_map_only(Tensor, lambda tensor: tuple(tensor.shape), part)
+    assert shapes == expected
+
+
+def test_per_sample_outputs_are_joined_whatever_their_lengths() -> None:
+    parts = [_objects(2, 5), _objects(1, 2)]
+    assert [len(one["labels"]) for one in merge_outputs(parts, [2, 2])] == [2, 5, 1, 2]
+    assert [len(one["labels"]) for one in merge_outputs([*map(tuple, parts)], [2, 2])] == [2, 5, 1, 2]
+
+
 def test_the_most_common_length_is_the_batch_size() -> None:
     assert batch_size_of({"mask": torch.zeros(7, 7), "x": torch.zeros(4, 7), "y": torch.zeros(4)}) == 4
     assert batch_size_of(["a", "b"]) == 2
@@ -193,6 +238,7 @@ def test_a_batch_with_nothing_to_split_is_one_micro_batch(batch: object) -> None
         (torch.zeros(0, 3), "batch is empty"),
         ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], none of them"),
         ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), "can be one tensor per sample or 2 batched"),
+        ((torch.zeros(2, 3), _objects(2, 2)), "a list of 2 dictionaries"),
         ((torch.zeros(2), torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])), "PackedSequence"),
         (torch.zeros(4, 4).to_sparse(), "layout torch.sparse_coo cannot be split"),
     ],

@@ -16,24 +16,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.state import (
-    CHAINED,
+from lightning_pipeline.model.state.made_up import MadeUp, Observed, joined_values, made_up, values_in
+from lightning_pipeline.model.state.rules import (
     Merge,
-    Pieces,
     Rows,
     Rule,
-    StartRows,
     Trial,
     equal,
     goes_on,
-    own_containers,
     rows_of_each,
     rule_for,
     same,
     unmerged,
     usual,
 )
-from lightning_pipeline.model.tensors import Given, TensorSpec, alias, is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.state.start_rows import Pieces, StartRows
+from lightning_pipeline.model.state.step_state import CHAINED, own_containers
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
@@ -41,15 +40,12 @@ from lightning_pipeline.model.trace import (
     Kept,
     Trace,
     UnitPatches,
-    Watch,
     tensors_held,
 )
 
 _log = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _DRAWS = (1, 2, 3)  # seeds: a count of few draws comes out alike with one of them now and then
-Observed = list[tuple[int | None, list[Tensor]]]
-"""What each unit was given, by its number, and last what the step returned."""
 
 
 @dataclass(frozen=True)
@@ -85,54 +81,6 @@ class Question:
         """The second first."""
         sizes = self.sizes[1], self.sizes[0]
         return Question(self.other, self.one, self.back, self.whole, sizes, self.really)
-
-
-class _MadeUp:
-    """Answers calls of units with values that nobody computed."""
-
-    def __init__(
-        self, values: Mapping[tuple[int, int], Any], trace: Trace, really: frozenset[int],
-        originals: Sequence[Callable[..., Any]] = (),
-    ) -> None:  # fmt: skip
-        self.inside = False
-        self._values, self._trace = values, trace
-        self._really, self._originals = really, originals
-        self._counts: dict[int, int] = {}
-        self._modules = list(trace.root.modules())
-        self.seen: Observed = []
-
-    def again(self, originals: Sequence[Callable[..., Any]]) -> "_MadeUp":
-        """The same, for another run, in which units have these forwards."""
-        return _MadeUp(self._values, self._trace, self._really, originals)
-
-    def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.inside:  # a unit that is called by another is part of that
-            return self._originals[unit](*args, **kwargs)
-        if unit in self._really:
-            copies = map_tensors(_copied, (args, kwargs))
-            self.inside = True
-            try:
-                self._originals[unit](*copies[0], **copies[1])
-            finally:
-                self.inside = False
-        nth = self._counts.get(unit, 0)
-        self._counts[unit] = nth + 1
-        self.seen.append((unit, _values_in((args, kwargs))))
-        tensors, structure = self._values[unit, nth]
-        fresh = [alias(t.clone().requires_grad_()) if t.requires_grad else t.clone() for t in tensors]
-        given, ports = Given(args, kwargs), self._trace.ports.get((unit, nth))
-        if ports is None:
-            return given.put_together(fresh, structure)
-        watch = Watch(self._modules, self._trace.units[unit].module, ports, given)
-        result = watch.put_together(fresh, structure)
-        for hook in watch.put_off(fresh, structure):
-            hook()
-        return result
-
-
-def _copied(tensor: Tensor) -> Tensor:
-    copy = tensor.detach().clone()
-    return alias(copy.requires_grad_()) if tensor.requires_grad else copy
 
 
 @dataclass(frozen=True)
@@ -255,7 +203,7 @@ def _is_whole(one: Observed, other: Observed, whole: Observed, sizes: tuple[int,
 def _joins(one: Tensor, other: Tensor, whole: Tensor, sizes: tuple[int, int]) -> bool:
     spec = TensorSpec.of(whole)
     try:
-        joined = _together(one, other, spec, sizes)
+        joined = joined_values([one, other], spec, sizes)
     except ValueError:
         return False
     if joined.shape != whole.shape or joined.dtype != whole.dtype:
@@ -264,10 +212,6 @@ def _joins(one: Tensor, other: Tensor, whole: Tensor, sizes: tuple[int, int]) ->
     return bool(
         torch.allclose(joined, whole, rtol=1e-9 if precise else 1e-4, atol=1e-10 if precise else 1e-5)
     )
-
-
-def _values_in(value: Any) -> list[Tensor]:
-    return [tensor.detach().clone() for tensor in tensors_in(value) if not is_placeholder(tensor)]
 
 
 def _trials(run: "_Runs", question: Question) -> tuple[list[Any], list[dict[str, Any]], list[Observed]]:
@@ -422,7 +366,7 @@ class _Runs:
                     self._patches.runner = runner = values.again(self._patches.originals)
                     copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
                     result = self._function(*copied[0], **copied[1])
-                    self.observed = [*runner.seen, (None, _values_in(result))]
+                    self.observed = [*runner.seen, (None, values_in(result))]
                 return {effect.place.label: self._found(effect) for effect in self._effects}
             finally:
                 self._patches.runner = None
@@ -449,7 +393,7 @@ def _is_refilled(value: Any, start: Kept) -> bool:
     return type(value) is dict and all(item is not before.get(key) for key, item in value.items())
 
 
-def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _MadeUp]":
+def _values_for(question: Question, seed: int) -> "tuple[MadeUp, MadeUp, MadeUp]":
     """What units return for the two and, put together, for both."""
     generator = torch.Generator().manual_seed(seed)
     found: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = ({}, {}, {})
@@ -457,10 +401,10 @@ def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _Made
     for one, other, whole in triples:
         lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
         for specs in zip(one.specs, other.specs, whole.specs, strict=True):
-            first, second = _made_up(specs[0], generator), _made_up(specs[1], generator)
+            first, second = made_up(specs[0], generator), made_up(specs[1], generator)
             lists[0].append(first)
             lists[1].append(second)
-            lists[2].append(_together(first, second, specs[2], question.sizes))
+            lists[2].append(joined_values([first, second], specs[2], question.sizes))
         for call, tensors, table in zip((one, other, whole), lists, found, strict=True):
             specs_of = [spec.requires_grad for spec in call.specs]
             for tensor, needed in zip(tensors, specs_of, strict=True):
@@ -468,29 +412,9 @@ def _values_for(question: Question, seed: int) -> "tuple[_MadeUp, _MadeUp, _Made
             table[call.unit, call.nth] = (tensors, call.structure)
     traces = question.one[1], question.other[1], question.whole[1]
     one_by, other_by, whole_by = (
-        _MadeUp(table, trace, question.really) for table, trace in zip(found, traces, strict=True)
+        MadeUp(table, trace, question.really) for table, trace in zip(found, traces, strict=True)
     )
     return one_by, other_by, whole_by
-
-
-def _made_up(spec: TensorSpec, generator: torch.Generator) -> Tensor:
-    if spec.dtype.is_floating_point or spec.dtype.is_complex:
-        return (
-            torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(spec.dtype).to(spec.device)
-        )
-    return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype).to(spec.device)
-
-
-def _together(one: Tensor, other: Tensor, spec: TensorSpec, sizes: tuple[int, int]) -> Tensor:
-    """Along the dimension that has grown; a number is the mean over samples, as a loss is."""
-    if tuple(one.shape) == tuple(other.shape) == spec.shape:
-        if one.is_floating_point():
-            return (one * sizes[0] + other * sizes[1]) / sum(sizes)
-        return one
-    grown = [d for d, size in enumerate(spec.shape) if size == one.shape[d] + other.shape[d]]
-    if len(grown) != 1:
-        raise ValueError("no dimension is that of the samples")
-    return torch.cat([one, other], grown[0])
 
 
 def _is_finite(values: Sequence[Any]) -> bool:

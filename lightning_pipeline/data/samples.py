@@ -1,0 +1,249 @@
+"""Where the samples of a batch stand: in the rows of its tensors, or one by one in lists.
+
+Collating stacks samples to tensors with a row for each. What cannot be stacked, such as images of several
+sizes and their boxes, is left in lists or tuples with an item for each sample, whose tensors have lengths of
+their own: these say nothing of how many samples there are.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from lightning_pipeline.errors import ConfigurationError
+
+Array = Tensor | np.ndarray[Any, Any]
+OVERRIDE = "override `split_batch(batch, num_microbatches)` on the LightningModule"
+
+
+class Samples(NamedTuple):
+    """Of one batch.
+
+    Attributes:
+        number: How many.
+        one_by_one: Whether every list and tuple of this length is known to hold an item for each sample.
+    """
+
+    number: int
+    one_by_one: bool = False
+
+
+def samples_of(batch: Any) -> Samples:
+    """How many samples a batch has: the length that explains most of its tensors.
+
+    A length explains a tensor that has it as its first dimension, or that stands in a list or tuple of this
+    length with items that are alike, where anything beside such lists has that length, too, or their own
+    tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
+    two the first one's. Without any tensor that has a dimension, the lengths of the lists count. NumPy arrays
+    count as tensors here.
+
+    Raises:
+        ConfigurationError: Nothing in the batch has a length, no length is the most common one, or a list
+            can be read in two ways.
+    """
+    if isinstance(batch, list) and _are_single(batch):
+        return Samples(len(batch), one_by_one=True)
+    rows = [array.shape[0] for array in arrays_in(batch)]
+    lists = [one for one in _lists(batch) if is_list(one)] if rows else []
+    objects = {len(one) for one in lists if are_objects(one)}
+    for length in objects:
+        several = sum(len(one) == length for one in lists) > 1
+        if _explained(batch, length) == len(rows) and (len(set(rows)) > 1 or several):
+            return Samples(length, one_by_one=True)
+    shown = {length for length in map(len, lists) if _is_shown(batch, lists, length)}
+    best = max(shown, key=lambda length: _score(batch, lists, length), default=None)
+    try:
+        usual = _most_common(batch)
+    except ConfigurationError:
+        if best is None:
+            raise
+        return Samples(best, one_by_one=True)
+    if best is not None and _score(batch, lists, best) > _score(batch, lists, usual):
+        return Samples(best, one_by_one=True)
+    if usual in objects and set(rows) == {usual}:
+        raise ConfigurationError(
+            f"a list of {usual} dictionaries with tensors of length {usual} in a batch of {usual} samples "
+            f"can be one for each sample or {usual} batches: {OVERRIDE}"
+        )
+    return Samples(usual, one_by_one=usual in objects)
+
+
+def _explained(batch: Any, length: int, *, top: bool = True) -> int:
+    """How many tensors a number of samples explains."""
+    if isinstance(batch, Tensor | np.ndarray):
+        return int(batch.ndim > 0 and batch.shape[0] == length)
+    if not top and is_list(batch) and len(batch) == length and are_alike(batch):
+        return sum(1 for _ in arrays_in(batch))
+    return sum(_explained(item, length, top=False) for item in items_of(batch))
+
+
+def _is_shown(batch: Any, lists: Sequence[Any], length: int) -> bool:
+    """Whether anything beside lists of tensors says that there are so many samples."""
+    own = [one for one in lists if len(one) == length]
+    if any(are_objects(one) or not _has_arrays(one) for one in own):
+        return True
+    if any(len({item.shape[:1] for item in one if isinstance(item, Tensor)}) > 1 for one in own):
+        return all(are_alike(one) for one in own)
+    return any(array.shape[0] == length for array in _stacked(batch, top=True))
+
+
+def _score(batch: Any, lists: Sequence[Any], length: int) -> tuple[int, int]:
+    plain = sum(len(one) == length and not _has_arrays(one) for one in lists)
+    return _explained(batch, length), plain
+
+
+def _most_common(batch: Any) -> int:
+    lengths = [array.shape[0] for array in arrays_in(batch)] or list(_list_lengths(batch))
+    if not lengths:
+        raise ConfigurationError(
+            f"a batch of type {type(batch).__name__} has no tensor with a dimension and no list to split: "
+            f"{OVERRIDE}"
+        )
+    counts = Counter(lengths)
+    (length, count), *others = counts.most_common()
+    if (count == 1 and len(counts) > 2) or (count > 1 and others and others[0][1] == count):
+        raise ConfigurationError(
+            f"the parts of a batch have lengths {lengths}, none of them more common than all others, so the "
+            f"number of samples cannot be told: {OVERRIDE}"
+        )
+    return length
+
+
+def is_guess(batch: Any) -> bool:
+    """Whether two parts of a batch have different lengths, and nothing but their order says which counts."""
+    counts = Counter(array.shape[0] for array in arrays_in(batch))
+    return len(counts) == 2 and set(counts.values()) == {1}
+
+
+def has_samples(batch: Any) -> bool:
+    """Whether there is anything to split: a tensor with a dimension, or a list."""
+    return _has_arrays(batch) or any(True for _ in _list_lengths(batch))
+
+
+def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
+    """Whether a list or tuple holds an item per sample, and is not `[inputs, targets]` as collating makes it.
+
+    Args:
+        values: The list or tuple.
+        samples: Of the batch that it stands in.
+        top: Whether it is that batch.
+
+    Raises:
+        ConfigurationError: It can be read in two ways.
+    """
+    size = samples.number
+    if not is_list(values) or len(values) != size or (top and not isinstance(values, list)):
+        return False
+    if top and _are_single(values):
+        return True
+    batched = [is_batched(item, size) for item in values]
+    if top:
+        return not any(batched) and not any(isinstance(item, Tensor) and item.ndim for item in values)
+    if not _has_arrays(values):
+        return isinstance(values, list) or samples.one_by_one
+    if samples.one_by_one and are_alike(values):
+        return True
+    if isinstance(values, tuple):
+        return False
+    if all(batched) and all(isinstance(item, Tensor) for item in values):
+        raise ConfigurationError(
+            f"a list of {size} tensors of length {size} in a batch of {size} samples can be one tensor per "
+            f"sample or {size} batched tensors: {OVERRIDE}, or collate it into a tuple"
+        )
+    return not any(batched) or (not all(batched) and are_alike(values))
+
+
+def is_batched(value: Any, size: int) -> bool:
+    """Whether a part of a batch holds a tensor with a row for each of so many samples."""
+    return any(array.shape[0] == size for array in arrays_in(value))
+
+
+def is_list(value: Any) -> bool:
+    """Whether it is a list, or a tuple without names."""
+    return isinstance(value, list) or (isinstance(value, tuple) and not hasattr(value, "_fields"))
+
+
+def _are_single(values: Sequence[Any]) -> bool:
+    """Whether items are samples as a data set gives them, with numbers that collating makes tensors of."""
+    containers = all(is_list(item) or _is_object(item) for item in values) and are_alike(values)
+    return containers and len(values) > 0 and all(any(map(_is_number, items_of(item))) for item in values)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor | np.ndarray) and not value.ndim)
+
+
+def _is_object(value: Any) -> bool:
+    return isinstance(value, Mapping) or (dataclasses.is_dataclass(value) and not isinstance(value, type))
+
+
+def are_objects(values: Sequence[Any]) -> bool:
+    """Whether it holds dictionaries or dataclasses with tensors, which are not stacked as they are."""
+    return all(map(_is_object, values)) and _has_arrays(values) and are_alike(values)
+
+
+def are_alike(values: Sequence[Any]) -> bool:
+    """Whether items are of one kind: tensors of one type and number of dimensions, or the same keys."""
+    return len({_kind(value) for value in values}) == 1
+
+
+def _kind(value: Any) -> Any:
+    if isinstance(value, Tensor | np.ndarray):
+        return type(value), value.dtype, value.ndim
+    if isinstance(value, Mapping):
+        return type(value), tuple(map(str, value))
+    return type(value), len(items_of(value))
+
+
+def _stacked(value: Any, *, top: bool) -> Iterator[Array]:
+    """Tensors and arrays with a dimension that stand in no list or tuple but the batch itself."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield value
+    elif top or not is_list(value):
+        for item in items_of(value):
+            yield from _stacked(item, top=False)
+
+
+def _lists(value: Any, *, top: bool = True) -> Iterator[Any]:
+    """Lists and tuples in a batch that are not empty, outermost ones; the batch is none of them."""
+    if not top and is_list(value) and len(value):
+        yield value
+        return
+    for item in items_of(value):
+        yield from _lists(item, top=False)
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(True for _ in arrays_in(value))
+
+
+def arrays_in(value: Any) -> Iterator[Array]:
+    """All tensors and arrays with a dimension, in order."""
+    if isinstance(value, Tensor | np.ndarray):
+        if value.ndim:
+            yield value
+        return
+    for item in items_of(value):
+        yield from arrays_in(item)
+
+
+def _list_lengths(value: Any) -> Iterator[int]:
+    if isinstance(value, list):
+        yield len(value)
+    for item in items_of(value):
+        yield from _list_lengths(item)
+
+
+def items_of(value: Any) -> list[Any]:
+    """What stands in a container; nothing where it is none that is looked into."""
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple):
+        return list(value)
+    if _is_object(value):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return []
