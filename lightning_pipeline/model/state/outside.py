@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_pipeline.model.tensors import (
     ModuleState,
+    WritesUndone,
     attributes_of,
     contents_of,
     filled_by,
@@ -125,13 +126,15 @@ class Apart:
         """
         if step not in self._outside:
             self._outside[step] = Outside(self._root, step, self._others)
-        outside, before = self._outside[step], ModuleState(self._root)
+        outside, before, writes = self._outside[step], ModuleState(self._root), WritesUndone()
         outside.keep()
         try:
-            yield outside
+            with writes:
+                yield outside
             outside.check()
         finally:
             before.restore()
+            writes.restore()
             outside.restore()
 
 

@@ -15,6 +15,7 @@ from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     SET_DATA,
     WritesSeen,
+    WritesUndone,
     data_set_without_values,
     is_placeholder,
     operands_of,
@@ -74,6 +75,7 @@ __all__ = [
     "Taint",
     "TensorSpec",
     "WritesSeen",
+    "WritesUndone",
     "alias",
     "are_the_users",
     "attributes_of",

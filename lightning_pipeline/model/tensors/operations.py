@@ -89,6 +89,29 @@ def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = 
     return True
 
 
+class WritesUndone(TorchDispatchMode):
+    """Inside, keeps the memory that operations write; `restore` puts its values back."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for written in written_tensors(func, args, kwargs):
+            is_real = written.layout is torch.strided and not (is_placeholder(written) or written.is_meta)
+            if is_real and storage_key(written) not in self._before:
+                memory = written.untyped_storage()
+                self._before[storage_key(written)] = memory, memory.clone()
+        return func(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Put the values back."""
+        for memory, before in self._before.values():
+            memory.copy_(before)
+        self._before.clear()
+
+
 class WritesSeen(TorchDispatchMode):
     """Notes which of some tensors operations write in place, and puts their values back.
 
