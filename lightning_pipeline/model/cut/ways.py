@@ -84,6 +84,7 @@ class StepRoutes:
         self._numbers: dict[str, Place] = {}
         self.decided: dict[Hashable, Route] = {}
         self.by_reads: dict[Hashable, Route | None] = {}
+        self.by_form: dict[Hashable, tuple[Route, tuple[bool, ...]]] = {}
         self._modules = modules
         self.index_tried = False
         self.called: set[int] = set()
@@ -199,6 +200,7 @@ class StepRoutes:
         """
         self.decided.clear()
         self.by_reads.clear()
+        self.by_form.clear()
         for route in routes:
             if route.number == self.base.number:
                 self.base = route

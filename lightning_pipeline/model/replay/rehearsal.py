@@ -44,6 +44,7 @@ from lightning_pipeline.model.trace import (
     Guesses,
     Trace,
     UnitPatches,
+    holds_noted,
     reentrant_checkpoint_replaced,
 )
 
@@ -201,6 +202,8 @@ class Walk(Replay):
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
         self.called = hash((self.called, func))
+        if self._reads.collects and holds_noted((args, kwargs)):
+            self._reads.by_form = False
         result = run(func, args, kwargs)
         self._guesses.note_function(func, result)
         if not self._is_guess:

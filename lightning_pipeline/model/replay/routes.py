@@ -32,6 +32,7 @@ from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_
 from lightning_pipeline.model.replay.view import Step
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import (
+    FormSeen,
     TensorSpec,
     WritesSeen,
     is_placeholder,
@@ -165,11 +166,16 @@ class RouteFinder:
         flags: list[tuple[bool, ...]] = [()] * len(microbatches)
         if routes.base.trace.steered:
             finds = self._by_reads
-            with self._glancing():
+            for number, key in enumerate(keys):
+                found[number], flags[number] = routes.by_form.get(key, (None, ()))
+            with self._glancing() if None in found else nullcontext():
                 for number, microbatch in enumerate(microbatches):
-                    with begun(number):
-                        found[number] = self._glance(routes, keys[number], microbatch, partial(seeds, number))
-                        flags[number] = self._flags
+                    if found[number] is None:
+                        with begun(number):
+                            found[number] = self._glance(
+                                routes, keys[number], microbatch, partial(seeds, number)
+                            )
+                            flags[number] = self._flags
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
                 self._called = 0
@@ -245,7 +251,11 @@ class RouteFinder:
         self._flags = reads.flags()
         if len(routes.by_reads) > _MOST_DECIDED:
             routes.by_reads.clear()
-        if reads.tell_all and not reads.changed:
+        if len(routes.by_form) > _MOST_DECIDED:
+            routes.by_form.clear()
+        if reads.tell_all and not reads.changed and reads.by_form:
+            routes.by_form[self._key(routes, microbatch)] = route, self._flags
+        elif reads.tell_all and not reads.changed:
             key = self._key(routes, microbatch)
             for number in range(len(reads.values)):
                 routes.by_reads.setdefault((key, tuple(reads.values[:number])))
@@ -291,7 +301,7 @@ class RouteFinder:
         noted = with_noted_index(microbatch[0], decisions), microbatch[1]
         around = Surroundings(self._root, others)
         standing = (tensor for _, value in around.standing() for tensor in standing_tensors(value))
-        writes = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing])
+        writes, form = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing]), FormSeen()
         try:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
                 reads.changes = self._changes(effects, writes)
@@ -299,10 +309,11 @@ class RouteFinder:
                 changed = _Changed(around)
                 reads.on_call = changed.look
                 try:
-                    with writes:
+                    with writes, form:
                         route = self._walk(noted, seeds, routes, reads)
                 finally:
                     writes.restore()
+                reads.by_form &= form.holds and not any(numbers_changed(effects))
                 changed.look()
                 self._called = reads.called
                 more = routes.unknown(changed.places, writes.written)
@@ -478,6 +489,7 @@ class Reads:
         changed: Whether it had at the last read.
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
         leads_to: The way that the numbers lead to.
+        by_form: Whether all of it follows from sizes and numbers that are not followed themselves.
         failed: Whether the run ended with an error.
         called: What tells the functions that were called from others.
     """
@@ -488,7 +500,7 @@ class Reads:
         self.changes: Callable[[], bool] = lambda: False
         self.on_call: Callable[[], None] = lambda: None
         self.changed = False
-        self.tell_all, self.failed = True, False
+        self.tell_all, self.by_form, self.failed = True, True, False
         self.leads_to: Route | None = None
         self.called = 0
 

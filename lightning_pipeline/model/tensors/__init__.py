@@ -39,7 +39,13 @@ from lightning_pipeline.model.tensors.saved import (
     storage_bytes,
     top_hooks,
 )
-from lightning_pipeline.model.tensors.shape_rules import TensorSpec, by_shape_alone, chosen_by, of_most
+from lightning_pipeline.model.tensors.shape_rules import (
+    FormSeen,
+    TensorSpec,
+    by_shape_alone,
+    chosen_by,
+    of_most,
+)
 from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
     NOTHING,
@@ -60,6 +66,7 @@ __all__ = [
     "NOTHING",
     "SET_DATA",
     "Code",
+    "FormSeen",
     "Given",
     "Held",
     "ModuleState",

@@ -214,6 +214,17 @@ class Sealed(Noted):
         return self.value
 
 
+def holds_noted(value: Any) -> bool:
+    """Whether such a number is among arguments of a function, where C code may take it past its methods."""
+    if isinstance(value, list | tuple):
+        return any(map(holds_noted, value))
+    if isinstance(value, dict):
+        return any(map(holds_noted, value.values()))
+    if isinstance(value, slice):
+        return holds_noted((value.start, value.stop, value.step))
+    return isinstance(value, Noted)
+
+
 def _operand(value: Any) -> Any:
     if isinstance(value, Noted):
         value.is_used = True

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.state import outside
 from tests.unit.split.nets import WIDTH, Block, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped
@@ -131,6 +132,49 @@ def test_an_index_that_decides_nothing_is_not_looked_at_for_ever():
     mine = piped(made, batches(made, 0), 2, steps=34, each=lambda module, count: batches(module, 0))
     (step,) = mine.splits[0]._finder._steps.values()
     assert step.index_tried and not step.follows_index
+
+
+READ = {
+    "positions": lambda batch, index: torch.arange(len(batch["x"])).diff().ne(1).cumsum(0),
+    "positions from the index": lambda batch, index: torch.arange(index + 1)[-1:] % 2,
+    "a number of the index": lambda batch, index: torch.full((2,), index) % 2,
+    "a size of the index": lambda batch, index: torch.ones(2, index + 1, dtype=torch.int64).sum(1) % 2,
+    "positions up to the index": lambda batch, index: torch.ones(9)[: index + 1].sum() % 2,
+    "how many values are positive": lambda batch, index: (
+        torch.arange(1 + len((batch["x"] > 0).nonzero()))[-1:] % 2
+    ),
+    "positions that are written": lambda batch, index: torch.arange(4).copy_(batch["x"][0, :4] > 0)[:1],
+    "positions that are drawn": lambda batch, index: torch.arange(4).random_(2)[:1],
+    "the batch": lambda batch, index: (batch["x"][:1] > 0).long(),
+}
+
+
+class Reads(Ways):
+    """The last two layers are left out where a number says so that is read between units."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__("")
+        self.what = what
+
+    def left_out(self, batch, index, number):
+        return number > 3 and bool((READ[self.what](batch, index) == 0).all())
+
+
+def other_values(module, count):
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(count), dtype=torch.float64)
+    return {"x": x, "y": x.sin()}
+
+
+@pytest.mark.parametrize("what", READ)
+def test_numbers_of_sizes_alone_are_read_once_and_others_in_each_batch(what, monkeypatch):
+    made, looks, glance = seeded(lambda: Reads(what)), [], RouteFinder._glance
+    monkeypatch.setattr(RouteFinder, "_glance", lambda *args: looks.append(args[0]) or glance(*args))
+    options = {"steps": 6, "num_microbatches": 2, "each": other_values}
+    mine, whole = (piped(made, other_values(made, 0), stages, **options) for stages in (2, 1))
+    assert_same(mine, whole)
+    (split, *_), is_known = mine.splits, what == "positions"
+    assert (looks.count(split._finder) <= 4) is is_known  # once when all is new, else in all of 6 batches
+    assert (len(split._finder._steps["training_step"].known) == 1) is is_known
 
 
 class Teacher(Ways):
