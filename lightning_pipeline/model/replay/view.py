@@ -139,6 +139,7 @@ class StageView:
         self._returned: dict[ValueKey, TensorSpec] = {}
         self._read: tuple[Table, Returned] = ((), {})
         self._written: tuple[Table, tuple[Entry, ...], Table] = ((), (), ())
+        self._read_on: tuple[Route | None, set[ValueKey]] = (None, set())
         self._step: Step | None = None
         self.route: Route | None = None
 
@@ -164,7 +165,7 @@ class StageView:
         self.own_calls, self.mutated = live.own_calls[self.index], live.mutated
         self.has_later_calls = live.has_later_calls[self.index]
         self.goes_on = route.goes_on[self.index]
-        self.read_before = self._read_before(route.trace)
+        self.read_before = self._read_before(route)
         self.checkpointed = route.trace.checkpointed
         self.rewritten = self._rewritten(route.trace)
         self.ports, self.constants = route.trace.ports, route.trace.constants
@@ -177,10 +178,14 @@ class StageView:
         held = (getattr(self.root.get_submodule(n.rpartition(".")[0]), n.rpartition(".")[2]) for n in names)
         return [one for one in held if isinstance(one, Tensor) and not is_placeholder(one)]
 
-    def _read_before(self, trace: Trace) -> set[ValueKey]:
-        calls = trace.calls
-        tags = {t for c in calls if self.stage_of[c.unit] < self.index for t in c.reads if t.kind == "value"}
-        return {(calls[tag.call].unit, calls[tag.call].nth, tag.leaf) for tag in tags}
+    def _read_before(self, route: Route) -> set[ValueKey]:
+        """Found once while the way is the same: what more is learned of one makes another."""
+        if self._read_on[0] is not route:
+            calls, stage_of = route.trace.calls, self.stage_of
+            tags = {t for c in calls if stage_of[c.unit] < self.index for t in c.reads if t.kind == "value"}
+            found = {(calls[tag.call].unit, calls[tag.call].nth, tag.leaf) for tag in tags}
+            self._read_on = route, found
+        return self._read_on[1]
 
     def end(self) -> None:
         """It is over."""

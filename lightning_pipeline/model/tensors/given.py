@@ -38,8 +38,10 @@ class Given:
 
     def take_apart(self, output: Any) -> tuple[list[Tensor], Structure]:
         """The tensors of an output, and of what else the call has changed, and how they belong together."""
-        changed = [place for place, before in self._before if _differs(self.things[place], before)]
         if self._is_plain:
+            return flatten(output)
+        changed = [place for place, before in self._before if _differs(self.things[place], before)]
+        if not changed and isinstance(output, Tensor) and not _is_index(output):  # the common case
             return flatten(output)
         tensors: list[Tensor] = []
         if not changed:
@@ -58,7 +60,7 @@ class Given:
         return {
             id(thing): place
             for place, thing in enumerate(self.things)
-            if isinstance(thing, Tensor) and not (thing.is_floating_point() or thing.is_complex())
+            if isinstance(thing, Tensor) and _is_index(thing)
         }
 
     def places(self) -> dict[int, int]:
@@ -91,6 +93,10 @@ class Given:
             same = {key: self.things[place] for key, place in copies._indices().items()}
             return map_tensors(lambda t: same[id(t)] if id(t) in same else change(t), output)
         return self.put_together([change(tensor) for tensor in tensors], structure)
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex())
 
 
 def takes_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
