@@ -3,8 +3,8 @@
     python benchmarks/replay.py
 
 A 32-layer Llama from transformers, one thread, no messages. What stands between the layers (masks, rotary
-tables) is repeated on every stage; the rest is bookkeeping. Rounds of both sides alternate; medians are
-printed.
+tables) is repeated on every stage; the rest is bookkeeping. Rounds of both sides alternate; medians of
+CPU seconds are printed.
 """
 
 import copy
@@ -85,15 +85,15 @@ def received(values: Values | None) -> Values | None:
 def measure(
     module: LightningModule, stages: Stages, batches: list[Batch], rounds: int
 ) -> list[tuple[float, float]]:
-    """Seconds per micro-batch of one process's forwards and of all stages' together, round by round."""
+    """CPU seconds per micro-batch of one process's forwards and of all stages' together, round by round."""
     seconds = []
     for step in range(rounds):
-        begin = time.perf_counter()
+        begin = time.process_time()
         losses = [module.training_step(batch, 0) for batch in batches]
         del losses  # both sides let go of their graphs, without a backward
-        middle = time.perf_counter()
+        middle = time.process_time()
         stages.forward(batches, step)
-        seconds.append(((middle - begin) / len(batches), (time.perf_counter() - middle) / len(batches)))
+        seconds.append(((middle - begin) / len(batches), (time.process_time() - middle) / len(batches)))
     return seconds
 
 
