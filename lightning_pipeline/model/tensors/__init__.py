@@ -14,6 +14,7 @@ from lightning_pipeline.model.tensors.containers import (
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
     SET_DATA,
+    FormSeen,
     WritesSeen,
     WritesUndone,
     data_set_without_values,
@@ -40,7 +41,6 @@ from lightning_pipeline.model.tensors.saved import (
     top_hooks,
 )
 from lightning_pipeline.model.tensors.shape_rules import (
-    FormSeen,
     TensorSpec,
     by_shape_alone,
     chosen_by,

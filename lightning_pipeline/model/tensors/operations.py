@@ -6,11 +6,16 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
 
 Operation = Any
+_aten = torch.ops.aten
+_READ = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+_WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
+_NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
+_MASKS = (torch.bool, torch.uint8)
 
 
 def is_placeholder(tensor: Any) -> bool:
@@ -145,3 +150,64 @@ class WritesSeen(TorchDispatchMode):
         """Put the values back."""
         for key, before in self._before.items():
             self._held[key].data.copy_(before)
+
+
+class FormSeen(TorchDispatchMode):
+    """Sees whether all that is read from real tensors follows from sizes and whole numbers in the code.
+
+    So it is with positions, `torch.arange(x.shape[1])`, what is computed from them alone, and whether all of
+    that is zero. What comes from the batch, from weights or buffers, from lists or from a draw is not so, nor
+    is anything once there is a tensor whose size follows from values (`mask.nonzero()`).
+
+    Attributes:
+        holds: Whether it does so far.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.holds = True
+        self._known: dict[int, Tensor] = {}  # held, so that no storage's identity is used twice
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if self.holds:
+            self._see(func, args, kwargs, result)
+        return result
+
+    def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        operands = [one for one in operands_of(args, kwargs) if not is_placeholder(one)]
+        is_torchs = func.name().startswith("aten::")
+        if operands and not (is_torchs and all(map(_is_plain, operands))):
+            self.holds = False  # of other operations and tensors we know too little
+            return
+        known = all(map(self._is_known, operands))
+        if func in _READ or torch.Tag.dynamic_output_shape in func.tags:
+            deciding = operands if func is not _aten.index.Tensor else _real_masks(args[1])
+            self.holds = all(map(self._is_known, deciding))
+        written = [tensor for tensor in written_tensors(func, args, kwargs) if not is_placeholder(tensor)]
+        for tensor in written:
+            self._known.pop(storage_key(tensor), None)
+        made = list(operands_of((result,)))
+        if is_torchs and known and not written and all(map(_is_plain, made)) and _follows(func, args, kwargs):
+            self._known.update({storage_key(tensor): tensor for tensor in made})
+
+    def _is_known(self, tensor: Tensor) -> bool:
+        return storage_key(tensor) in self._known
+
+
+def _real_masks(places: Iterable[Tensor | None]) -> list[Tensor]:
+    return [one for one in places if one is not None and one.dtype in _MASKS and not is_placeholder(one)]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+
+
+def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the result of an operation follows from its operands. A fraction may be an attribute."""
+    return (
+        func._schema.name.removeprefix("aten::") not in _WITHOUT_VALUES
+        and not any(tag in func.tags for tag in _NOT_BY_FORM)
+        and not any(type(value) is float for value in (*args, *kwargs.values()))
+    )

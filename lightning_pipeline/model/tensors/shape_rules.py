@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
-from lightning_pipeline.model.tensors.operations import operands_of, storage_key, written_tensors
+from lightning_pipeline._torch import FakeTensor
 
 _aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
@@ -20,9 +19,6 @@ _OF_SHAPE = (
     _aten.new_full.default, _aten.new_zeros.default, _aten.new_ones.default,
 )  # fmt: skip
 _BY_INDEX = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default)
-_READ = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
-_WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
-_NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
 
 
 class TensorSpec(NamedTuple):
@@ -260,60 +256,3 @@ _LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
     _aten.repeat_interleave.Tensor: _each_once,
 }
 _LONGEST_ELSEWHERE: dict[str, Callable[..., tuple[TensorSpec, ...]]] = {"torchvision::nms": _all_boxes}
-
-
-class FormSeen(TorchDispatchMode):
-    """Sees whether all that is read from real tensors follows from sizes and whole numbers in the code.
-
-    So it is with positions, `torch.arange(x.shape[1])`, what is computed from them alone, and whether all of
-    that is zero. What comes from the batch, from weights or buffers, from lists or from a draw is not so, nor
-    is anything once there is a tensor whose size follows from values (`mask.nonzero()`).
-
-    Attributes:
-        holds: Whether it does so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.holds = True
-        self._known: dict[int, Tensor] = {}  # held, so that no storage's identity is used twice
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if self.holds:
-            self._see(func, args, kwargs, result)
-        return result
-
-    def _see(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        operands = list(filter(_is_real, operands_of(args, kwargs)))
-        is_torchs = func.name().startswith("aten::")
-        if operands and not (is_torchs and all(map(_is_plain, operands))):
-            self.holds = False  # of other operations and tensors we know too little
-            return
-        known = all(map(self._is_known, operands))
-        if func in _READ or torch.Tag.dynamic_output_shape in func.tags:
-            deciding = filter(_is_real_mask, args[1]) if func in _BY_INDEX else operands
-            self.holds = all(map(self._is_known, deciding))
-        written = [tensor for tensor in written_tensors(func, args, kwargs) if _is_real(tensor)]
-        for tensor in written:
-            self._known.pop(storage_key(tensor), None)
-        made = list(operands_of((result,)))
-        if is_torchs and known and not written and all(map(_is_plain, made)) and _follows(func, args, kwargs):
-            self._known.update({storage_key(tensor): tensor for tensor in made})
-
-    def _is_known(self, tensor: Tensor) -> bool:
-        return storage_key(tensor) in self._known
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
-
-
-def _follows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the result of an operation follows from its operands. A fraction may be an attribute."""
-    return (
-        func._schema.name.removeprefix("aten::") not in _WITHOUT_VALUES
-        and not any(tag in func.tags for tag in _NOT_BY_FORM)
-        and not any(type(value) is float for value in (*args, *kwargs.values()))
-    )
