@@ -147,6 +147,7 @@ class Checkpoints:
         self._warned: set[str] = set()
         self._opened: Opened | None = None
         self._with_optimizers: tuple[Opened | None, Any] = None, None
+        self._num_groups: list[int] = []
 
     @property
     def ranks(self) -> Ranks:
@@ -346,6 +347,10 @@ class Checkpoints:
         own = meta.pop(OURS, {})
         if training:
             self._with_optimizers = found, own.get("ranks")
+            if meta.get("lr_schedulers") and own.get("ranks"):
+                groups = _all_groups(held)
+                meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
+                self._num_groups = [len(one) for one in groups]
             meta["optimizer_states"] = [{} for _ in held.optimizers]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
@@ -380,11 +385,10 @@ class Checkpoints:
         optimizers = [bare(optimizer) for optimizer in held.optimizers]
         if restored.get("optimizer_states"):
             opened.apply_optimizers(optimizers, held.names)
-        if restored.get("lr_schedulers") and saved:
-            groups = [groups_of(optimizer, held.names) for optimizer in optimizers]
-            states = schedulers_for(saved, groups, held.schedulers)
-            if states is not saved[-1]["lr_schedulers"]:
-                restored["lr_schedulers"] = states
+        groups = _all_groups(held)
+        added = [len(one) for one in groups] != self._num_groups  # by hooks, since
+        if restored.get("lr_schedulers") and saved and added:
+            restored["lr_schedulers"] = schedulers_for(saved, groups, held.schedulers)
 
     # The end
 
@@ -405,3 +409,7 @@ class Checkpoints:
         if failed:
             self._background.abandon(_GRACE_SECONDS)
         self._ranks.leave()
+
+
+def _all_groups(held: Holdings) -> list[Any]:
+    return [groups_of(bare(optimizer), held.names) for optimizer in held.optimizers]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.data.microbatch import rebuilt
-from lightning_pipeline.data.samples import are_alike, are_objects, is_batched, is_list, items_of
+from lightning_pipeline.data.samples import are_alike, are_objects, arrays_in, is_batched, is_list, items_of
 from lightning_pipeline.errors import ConfigurationError
 
 
@@ -96,7 +96,19 @@ def _are_samples(values: list[Any], sizes: list[int]) -> bool:
     batched = [is_batched(item, size) for item, size in items]
     if isinstance(values[0], tuple):
         return are_objects([item for item, _ in items]) and not all(batched)
-    return not any(batched) or (not all(batched) and are_alike([item for item, _ in items]))
+    if not any(batched) or all(batched):
+        return not any(batched)
+    return are_alike([item for item, _ in items]) and (len(set(sizes)) > 1 or not _are_columns(values, sizes))
+
+
+def _are_columns(values: list[Any], sizes: list[int]) -> bool:
+    """Whether what stands at one place in each has a row per sample, or the same shapes everywhere."""
+    for column in zip(*values, strict=True):
+        by_rows = all(is_batched(item, size) for item, size in zip(column, sizes, strict=True))
+        shapes = {tuple(tuple(array.shape) for array in arrays_in(item)) for item in column}
+        if not by_rows and len(shapes) > 1:
+            return False
+    return True
 
 
 def _merge_items(values: list[Any], sizes: list[int], where: str) -> Any:

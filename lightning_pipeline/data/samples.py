@@ -44,16 +44,22 @@ def samples_of(batch: Any) -> Samples:
         ConfigurationError: Nothing in the batch has a length, no length is the most common one, or a list
             can be read in two ways.
     """
-    if isinstance(batch, list) and _are_single(batch):
-        return Samples(len(batch), one_by_one=True)
     rows = [array.shape[0] for array in arrays_in(batch)]
+    if isinstance(batch, list) and _are_single(batch):
+        if len(set(rows)) == 1:
+            raise ConfigurationError(
+                f"a list of {len(batch)} with numbers and tensors of length {rows[0]} can be so many samples "
+                f"as the data set gives them, or batches of several loaders: {OVERRIDE}"
+            )
+        return Samples(len(batch), one_by_one=True)
     lists = [one for one in _lists(batch) if is_list(one)] if rows else []
-    objects = {len(one) for one in lists if are_objects(one)}
+    stacked = {array.shape[0] for array in _stacked(batch, top=True)}
+    shown = {length for length in map(len, lists) if _is_shown(batch, lists, stacked, length)}
+    objects = {len(one) for one in lists if are_objects(one)} & shown
     for length in objects:
-        several = sum(len(one) == length for one in lists) > 1
-        if _explained(batch, length) == len(rows) and (len(set(rows)) > 1 or several):
+        beside = any(len(one) == length and isinstance(one[0], Tensor) for one in lists)
+        if _explained(batch, length) == len(rows) and (len(set(rows)) > 1 or beside):
             return Samples(length, one_by_one=True)
-    shown = {length for length in map(len, lists) if _is_shown(batch, lists, length)}
     best = max(shown, key=lambda length: _score(batch, lists, length), default=None)
     try:
         usual = _most_common(batch)
@@ -80,14 +86,15 @@ def _explained(batch: Any, length: int, *, top: bool = True) -> int:
     return sum(_explained(item, length, top=False) for item in items_of(batch))
 
 
-def _is_shown(batch: Any, lists: Sequence[Any], length: int) -> bool:
-    """Whether anything beside lists of tensors says that there are so many samples."""
+def _is_shown(batch: Any, lists: Sequence[Any], stacked: set[int], length: int) -> bool:
+    """Whether stacked tensors say that there are so many samples; where none is, the kind of the lists."""
+    if stacked:
+        return length in stacked
     own = [one for one in lists if len(one) == length]
     if any(are_objects(one) or not _has_arrays(one) for one in own):
         return True
-    if any(len({item.shape[:1] for item in one if isinstance(item, Tensor)}) > 1 for one in own):
-        return all(are_alike(one) for one in own)
-    return any(array.shape[0] == length for array in _stacked(batch, top=True))
+    ragged = any(len({item.shape[:1] for item in one if isinstance(item, Tensor)}) > 1 for one in own)
+    return ragged and len(own) == len(lists) and not isinstance(batch, list) and all(map(are_alike, own))
 
 
 def _score(batch: Any, lists: Sequence[Any], length: int) -> tuple[int, int]:
@@ -141,7 +148,9 @@ def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
         return True
     batched = [is_batched(item, size) for item in values]
     if top:
-        return not any(batched) and not any(isinstance(item, Tensor) and item.ndim for item in values)
+        of_lists = all(is_list(item) and len(item) == size for item in values)  # each with an item per sample
+        tensors = any(isinstance(item, Tensor) and item.ndim for item in values)
+        return not (any(batched) or tensors or of_lists)
     if not _has_arrays(values):
         return isinstance(values, list) or samples.one_by_one
     if samples.one_by_one and are_alike(values):
@@ -186,16 +195,19 @@ def are_objects(values: Sequence[Any]) -> bool:
 
 
 def are_alike(values: Sequence[Any]) -> bool:
-    """Whether items are of one kind: tensors of one type and number of dimensions, or the same keys."""
-    return len({_kind(value) for value in values}) == 1
+    """Whether items are of one kind: tensors of one type and number of dimensions, or containers alike."""
+    return len({_kind(value) for value in values if not _is_empty(value)}) <= 1
 
 
 def _kind(value: Any) -> Any:
     if isinstance(value, Tensor | np.ndarray):
         return type(value), value.dtype, value.ndim
-    if isinstance(value, Mapping):
-        return type(value), tuple(map(str, value))
-    return type(value), len(items_of(value))
+    return type(value), None if isinstance(value, Mapping) else len(items_of(value))
+
+
+def _is_empty(value: Any) -> bool:
+    """Whether it is a tensor that could be of any kind, such as the boxes of an image without any."""
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and len(value) == 0
 
 
 def _stacked(value: Any, *, top: bool) -> Iterator[Array]:

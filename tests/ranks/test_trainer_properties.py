@@ -62,7 +62,7 @@ OF_RANKS = {
     "world_size", "num_devices", "device_ids", "global_rank", "local_rank", "node_rank", "is_global_zero",
     "distributed_sampler_kwargs", "strategy", "device_mesh",
 }  # fmt: skip
-REPLACED = {"log", "log_dict", "on_run_start", "on_advance_end", *HOOKS}
+REPLACED = {"print", "log", "log_dict", "on_run_start", "on_advance_end", *HOOKS}
 """Methods: a run puts its own in their place, which call them."""
 LOADS = {"estimated_stepping_batches"}
 """Outside of `fit` one device asks for the training loader where this is read, and forgets which step it is in."""

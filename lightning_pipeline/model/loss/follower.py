@@ -240,9 +240,8 @@ class Follower:
         self._note(shares, share)
         if self._is_doubtful(shares, share):
             return None
-        is_lost = share is not None and bool(share.lost) and not shares.is_mean(share)
         is_astray = bool(shares.strayed) and (share is None or bool(share.lost))
-        if (is_astray or is_lost) and self.tries():
+        if is_astray and self.tries():
             return self._tried_share(loss)
         if is_astray:
             self._stray(shares)
@@ -250,22 +249,21 @@ class Follower:
         bent, follows = shares.bent(loss), share is not None and not share.lost
         is_other = bent is not None and not (bent.by_unit and follows)
         if is_other and (share is None or follows or shares.is_mean(share)):
-            text = (
+            self._say(
                 f"what {self._step} returns is made of sums over samples in another way than by adding up, "
                 "such as the root of a mean: gradients are the mean of the micro-batches', as in gradient "
                 "accumulation, and not those of one device, which "
                 "PipelineStrategy(loss_over_batch=True, schedule='GPipe') gives; loss_weighting='samples' "
                 "says that the mean is meant"
             )
-            if text not in self._said and self.tries():
-                return self._tried_share(loss)
-            self._say(text)
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
             raise SplitError(
                 f"what {self._step} returns is divided by what differs between micro-batches, and cannot be "
-                f"followed from {share.lost} on: {_WAYS_OUT}"
+                f"followed from {share.lost} on: let the last stage compute it once for the batch, as one "
+                "device does, by PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a Dice loss); "
+                f"otherwise, {_WAYS_OUT}"
             )
         return share
 

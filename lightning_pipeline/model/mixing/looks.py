@@ -4,7 +4,7 @@ A sample that a unit is given then differs from the first run's only where it is
 Anything else that differs was made of several samples, whatever functions and numbers of Python made it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,34 +34,42 @@ class Reached(Functions):
 
     Args:
         root: The LightningModule.
+        elsewhere: Parameters and buffers that some ranks do not have.
 
     Attributes:
         units: The calls of units.
         results: What functions gave, with the line and how many calls of units there had been.
     """
 
-    def __init__(self, root: nn.Module) -> None:
+    def __init__(self, root: nn.Module, elsewhere: Iterable[Tensor] = ()) -> None:
         self._root = root
         self.units: list[_Reached] = []
         self.results: list[tuple[Any, Any, str, int]] = []
+        self._sure = True  # no number was read of what some ranks do not have
+        self._of_module: dict[int, Any] = {id(one): one for one in elsewhere}
+        """These and what is made of them, held: no identity comes twice."""
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         floats = [one for part in (given[0], given[1].values()) for one in part if type(one) is float]
-        values = [*(_kept(tensor) for tensor in tensors_in(given)), *floats]
+        values = [*(self._kept(tensor) for tensor in tensors_in(given)), *(floats if self._sure else ())]
         self.units.append(_Reached(number, user_line(self._root), values))
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
         """A function is called."""
         result = run(func, args, kwargs)
+        if any(is_placeholder(one) or id(one) in self._of_module for one in tensors_in((args, kwargs))):
+            made = list(tensors_in(result))
+            self._of_module.update({id(one): one for one in made})
+            self._sure = self._sure and bool(made)
         if isinstance(result, Tensor):
-            self.results.append((func, _kept(result), user_line(self._root), len(self.units)))
+            self.results.append((func, self._kept(result), user_line(self._root), len(self.units)))
         return result
 
-
-def _kept(tensor: Tensor) -> Tensor | None:
-    plain = tensor.layout is torch.strided and not is_placeholder(tensor)
-    return tensor.detach().clone() if plain else None
+    def _kept(self, tensor: Tensor) -> Tensor | None:
+        """A copy, where every rank has it: not of what is made of weights, which one stage alone may have."""
+        plain = tensor.layout is torch.strided and not is_placeholder(tensor)
+        return tensor.detach().clone() if plain and id(tensor) not in self._of_module else None
 
 
 def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
@@ -105,14 +113,19 @@ def with_another(batch: Any, samples: int, made: Callable[[Tensor], Tensor]) -> 
     return map_tensors(exchanged, batch)
 
 
-def mixed_between(first: Reached, others: Sequence[tuple[int, Reached]], samples: int) -> dict[str, Any]:
+def mixed_between(
+    first: Reached, again: Reached, others: Sequence[tuple[int, Reached]], samples: int
+) -> dict[str, Any]:
     """Lines at which samples were mixed, by which function, and how many calls of units there had been.
 
     Args:
         first: The run as it is.
+        again: The same once more: what differs then says nothing of samples.
         others: Runs with a sample exchanged, and which one.
         samples: How many there are.
     """
+    if not _is_same(first, again):
+        return {}
     touched: dict[int, set[int]] = {0: set(), samples - 1: set()}
     for row, other in others:
         if [one.unit for one in first.units] != [one.unit for one in other.units]:
@@ -130,6 +143,21 @@ def mixed_between(first: Reached, others: Sequence[tuple[int, Reached]], samples
         place = min(start | end)
         return {first.units[place].line: ("one for all samples", place)}
     return {}
+
+
+def _is_same(first: Reached, again: Reached) -> bool:
+    pairs = zip(first.units, again.units, strict=False)
+    return len(first.units) == len(again.units) and all(
+        one.unit == other.unit
+        and all(not _differs(*both) for both in zip(one.values, other.values, strict=False))
+        for one, other in pairs
+    )
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is float and one != other
+    return one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _line(first: Reached, other: Reached, row: int, samples: int, place: int) -> dict[str, tuple[str, int]]:

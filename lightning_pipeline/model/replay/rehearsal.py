@@ -42,9 +42,11 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace import (
     SCALAR_READS,
     Guesses,
+    Replayed,
     Trace,
     UnitPatches,
     holds_noted,
+    is_tensor_read,
     reentrant_checkpoint_replaced,
 )
 
@@ -202,7 +204,7 @@ class Walk(Replay):
     def _note(self, func: Any, args: Any, kwargs: Any, run: Callable[[Any, Any, Any], Any]) -> Any:
         self._is_guess = False
         self.called = hash((self.called, func))
-        if self._reads.collects and holds_noted((args, kwargs)):
+        if self._reads.collects and (is_tensor_read(func) or holds_noted((args, kwargs))):
             self._reads.by_form = False
         result = run(func, args, kwargs)
         self._guesses.note_function(func, result)
@@ -444,6 +446,7 @@ class Mixing:
         mixes = step.seeds.one_host = whole is not None and mends(trace, sizes)
         find_ways(step, sizes)
         if whole is None or len(sizes) == 1:
+            step.ways.unlooked.clear()
             return
         self.look(step, trace, whole, sizes)
         if not mixes and mends(trace, sizes):
@@ -464,35 +467,49 @@ class Mixing:
             whole: Its arguments as one.
             sizes: Samples of each micro-batch.
         """
-        new, step.ways.unlooked = step.ways.unlooked, []
-        first = step.name not in self._looks
-        numbers = [0, *(one for one in new if one)] if first else new
-        looks = self._looks[step.name] = self._looks.get(step.name, 0) + len(numbers)
-        if not numbers or looks > _MOST_LOOKS or not is_cut_by_rows(whole, step.microbatches, sizes):
+        numbers, step.ways.unlooked = step.ways.unlooked, []
+        if first := step.name not in self._looks:
+            numbers = [0, *filter(None, numbers)]
+        if not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
             return
+        left = _MOST_LOOKS - self._looks.get(step.name, 0)
+        numbers = numbers[: max(left, 0)]
+        self._looks[step.name] = _MOST_LOOKS - left + len(numbers)
+        if any(isinstance(effect.place.get(), Replayed) for effect in trace.effects):
+            return  # each run would take from the iterator
         for number in numbers:
-            if number or not first:
-                trace.may_do(self._finder.traced(step, number))
+            if (number or not first) and not self._is_seen(step, trace, number):
+                continue
             for line, found in self._mixed(step, whole, number, sizes).items():
                 trace.mixed.setdefault(line, found)
+
+    def _is_seen(self, step: Step, trace: Trace, number: int) -> bool:
+        """Add what a micro-batch that calls other functions does to the trace, if it can be traced alone."""
+        try:
+            trace.may_do(self._finder.traced(step, number))
+        except SplitError:  # it raises what is wrong with it; of a batch that runs as one it may be no part
+            return False
+        return True
 
     def _mixed(
         self, step: Step, whole: Microbatch, number: int, sizes: Sequence[int]
     ) -> dict[str, tuple[str, int]]:
         batch, samples, route = step.microbatches[number], sizes[number], step.routes[number]
-        if samples < 2:
-            batch, samples = whole, sum(sizes)
-            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-        try:
+
+        def run(arguments: Microbatch) -> Reached:
             with self._apart(step.name):
-                first = self._run(step, batch, number, route, Reached(self._root))
-                others = []
-                for row, made in exchanges(samples):
-                    other = with_another(batch, samples, made)
-                    others.append((row, self._run(step, other, number, route, Reached(self._root))))
+                return self._run(
+                    step, arguments, number, route, Reached(self._root, self._finder.on_some_stages())
+                )
+
+        try:
+            if samples < 2:
+                batch, samples = whole, sum(sizes)
+                (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
+            others = [(row, run(with_another(batch, samples, made))) for row, made in exchanges(samples)]
+            return mixed_between(run(batch), run(batch), others, samples)
         except (CannotRepeatError, SplitError):
             return {}  # of what cannot be run again, or not at this size, the trace alone tells
-        return mixed_between(first, others, samples)
 
     def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.

@@ -375,6 +375,12 @@ class RouteFinder:
             for route, (args, kwargs) in zip(routes, microbatches, strict=True)
         ]
 
+    def on_some_stages(self) -> list[Tensor]:
+        """Parameters and buffers that not every stage has."""
+        every = set(range(self._cut.num_stages))
+        named = (*self._root.named_parameters(), *self._root.named_buffers())
+        return [tensor for name, tensor in named if set(self._needed.get(name, ())) != every]
+
     def outputs(
         self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
     ) -> dict[tuple[int, int], TracedOutput]:

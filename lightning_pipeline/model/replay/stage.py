@@ -192,7 +192,8 @@ class StageProgram(Stage):
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None
             return
         if isinstance(loss, int | float) and step.follower is not None and step.follower.tries():
-            loss = torch.tensor(float(loss))  # of no sample, unlike the batch's
+            device = next((p.device for p in self.view.root.parameters()), None)
+            loss = torch.tensor(float(loss), device=device)  # of no sample, unlike the batch's
         without = isinstance(result, dict) and loss is None and self.is_last
         if without or not isinstance(loss, Tensor | None):
             what = "a dict without a loss" if without else type(loss).__name__

@@ -7,26 +7,43 @@ values of one micro-batch are that number times the gradients of this micro-batc
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, Route, TracedOutput
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.replay.view import Step
 from lightning_pipeline.model.state import MadeUp, dimension_of, joined_values, made_up
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches
 
 _log = logging.getLogger(__name__)
 Outputs = Mapping[tuple[int, int], TracedOutput]
 """By unit and number of the call."""
 _LARGEST = 1 << 28  # bytes of made-up values for a batch
-_PRECISE = {torch.float64: 1e-8, torch.float32: 1e-3}  # how far apart two results that are alike may be
+_PRECISE = {torch.float64: 1e-8, torch.float32: 1e-4}  # how far apart two results that are alike may be
+_SCALES = ((0.0, 0.0), (0.0, 0.0), (0.0, 6.0), (-2.0, 4.0), (2.0, 4.0), (-3.0, 0.0), (1.5, 0.0))
+"""Powers of ten of made-up values: their middle, and how far samples are apart. A bound on what samples
+together give, such as `clamp`, would lie between those of the micro-batches in one of these."""
+_FEWEST = 4  # of these that have to give numbers
+
+
+# What goes by where a value lies. Of single samples it may; of what is made of several, made-up values say
+# nothing about where those of a trained model lie.
+_BENDS = frozenset({
+    "relu", "relu6", "clamp", "clip", "clamp_min", "clamp_max", "abs", "absolute", "max", "min", "amax",
+    "amin",
+    "maximum", "minimum", "fmax", "fmin", "where", "threshold", "hardtanh", "masked_fill", "nan_to_num", "gt",
+    "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "sign", "heaviside",
+    "round",
+    "floor", "ceil", "bool", "isnan", "isinf", "isfinite",
+})  # fmt: skip
 
 
 class _NotASumError(Exception):
@@ -40,12 +57,40 @@ class _Found:
     Attributes:
         loss: That it returned.
         values: Its gradients with respect to each made-up value.
-        weights: Its gradients with respect to parameters that code between the units uses.
+        weights: Its gradients with respect to parameters that code between the units uses; None of others.
     """
 
     loss: Tensor
     values: list[Tensor]
-    weights: list[Tensor]
+    weights: list[Tensor | None]
+
+
+class _Bends(TorchFunctionMode):
+    """Sees whether code goes by where values lie that are made of several samples' made-up ones.
+
+    Args:
+        values: The made-up ones.
+        sizes: Of the dimensions that hold samples.
+    """
+
+    def __init__(self, values: Sequence[Tensor], sizes: set[int]) -> None:
+        super().__init__()
+        self._made = {storage_key(tensor): tensor for tensor in values}  # held: no identity comes twice
+        self._sizes = sizes
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = [one for one in tensors_in((args, kwargs)) if storage_key(one) in self._made]
+        name = getattr(func, "__name__", "").strip("_")
+        if name in _BENDS and any(self._is_of_several(one) for one in made):
+            raise _NotASumError(f"{name} goes by where a value of several samples lies")
+        result = func(*args, **kwargs)
+        if made:
+            self._made.update({storage_key(one): one for one in tensors_in(result)})
+        return result
+
+    def _is_of_several(self, tensor: Tensor) -> bool:
+        return not any(size % samples == 0 for size in tensor.shape for samples in self._sizes)
 
 
 class Worth:
@@ -93,40 +138,49 @@ class Worth:
         if _bytes_of(outputs[-1]) > _LARGEST:
             raise _NotASumError("the batch's values are too large")
         tried = []
-        for seed in (0, 1):
-            values, dimensions = _values(outputs, sizes, seed)
-            run = partial(self._run, step, route.trace, whole)
+        for seed, scale in enumerate(_SCALES):
+            values, dimensions = _values(outputs, sizes, seed, scale)
+            floats = [t for tensors, _ in values[-1].values() for t in tensors if t.is_floating_point()]
+            pairs = zip(floats, dimensions, strict=True)
+            samples = {one.shape[dim] for one, dim in pairs if dim is not None}
+            run = partial(self._run, step, route.trace, whole, samples)
             found = [run(batch, given) for batch, given in zip(batches, values, strict=True)]
-            tried.append(_weights(found[:-1], found[-1], dimensions, sizes))
-        precise = max(_tolerance(found.loss) for found in found)
-        first, second = (torch.tensor(one, dtype=torch.float64) for one in tried)
-        if not torch.allclose(first, second, rtol=precise, atol=precise):
+            if bool(found[-1].loss.isfinite()):
+                tried.append(_weights(found[:-1], found[-1], dimensions, sizes))
+        precise = _tolerance(found[-1].loss)
+        all_tried = torch.tensor(tried, dtype=torch.float64)
+        if len(tried) < _FEWEST or not torch.allclose(all_tried, all_tried[0], rtol=precise, atol=precise):
             raise _NotASumError("what they are worth depends on what units return")
+        if not any(tried[0]):
+            raise _NotASumError("nothing counts, which values may have decided")
         return tried[0]
 
     def _run(
-        self, step: Step, trace: Trace, whole: Microbatch, batch: Microbatch, values: Mapping[Any, Any]
+        self, step: Step, trace: Trace, whole: Microbatch, samples: set[int], batch: Microbatch,
+        values: Mapping[Any, Any],
     ) -> _Found:  # fmt: skip
         made = MadeUp(values, trace, frozenset(), self._patches.originals)
         args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
         before, self._patches.runner = self._patches.runner, made
         try:
             torch.manual_seed(0)
-            with step.context(), torch.enable_grad():
+            made_up_ones = [tensor for tensors, _ in values.values() for tensor in tensors]
+            sees = _Bends(made_up_ones, samples) if batch is whole else nullcontext()
+            with step.context(), torch.enable_grad(), sees:
                 result = step.function(*args, **kwargs)
         finally:
             self._patches.runner = before
         loss = result["loss"] if isinstance(result, dict) else result
+        given = [t for tensors, _ in values.values() for t in tensors if t.is_floating_point()]
         if isinstance(loss, int | float) and batch is not whole:  # where no sample of it counts
-            loss = torch.tensor(float(loss))
+            loss = given[0].new_tensor(float(loss))
         if not isinstance(loss, Tensor) or is_placeholder(loss) or loss.numel() != 1:
             raise _NotASumError("there is no loss")
-        given = [t for tensors, _ in values.values() for t in tensors if t.is_floating_point()]
         own = [p for p in self._root.parameters() if p.requires_grad and not is_placeholder(p)]
         return _Found(loss.detach().reshape(()), *_gradients(loss, given, own))
 
 
-def _gradients(loss: Tensor, given: list[Tensor], own: list[Any]) -> tuple[list[Tensor], list[Tensor]]:
+def _gradients(loss: Tensor, given: list[Tensor], own: list[Any]) -> tuple[list[Tensor], list[Tensor | None]]:
     asked = [tensor for tensor in (*given, *own) if tensor.requires_grad]
     found: Sequence[Tensor | None] = (
         torch.autograd.grad(loss.sum(), asked, allow_unused=True)
@@ -134,13 +188,13 @@ def _gradients(loss: Tensor, given: list[Tensor], own: list[Any]) -> tuple[list[
         else [None] * len(asked)
     )
     by_id = {id(tensor): gradient for tensor, gradient in zip(asked, found, strict=True)}
-    each = [by_id.get(id(t)) for t in (*given, *own)]
-    full = [torch.zeros_like(t) if g is None else g for t, g in zip((*given, *own), each, strict=True)]
-    return full[: len(given)], full[len(given) :]
+    of_values = [by_id.get(id(tensor)) for tensor in given]
+    full = [torch.zeros_like(t) if g is None else g for t, g in zip(given, of_values, strict=True)]
+    return full, [by_id.get(id(parameter)) for parameter in own]
 
 
 def _values(
-    outputs: Sequence[Outputs], sizes: Sequence[float], seed: int
+    outputs: Sequence[Outputs], sizes: Sequence[float], seed: int, scale: tuple[float, float]
 ) -> tuple[list[dict[Any, Any]], list[int | None]]:
     """What units return for each micro-batch and, last, for the batch; where the floating ones are joined."""
     generator = torch.Generator().manual_seed(seed)
@@ -150,7 +204,7 @@ def _values(
         structures, specs = zip(*(one[call] for one in outputs), strict=True)
         columns = []
         for *parts, whole in zip(*specs, strict=True):
-            tensors = [made_up(spec, generator) for spec in parts]
+            tensors = [_scaled(made_up(spec, generator), generator, *scale) for spec in parts]
             joined = joined_values(tensors, whole, sizes)
             columns.append([t.requires_grad_(whole.requires_grad) for t in (*tensors, joined)])
             if joined.is_floating_point():
@@ -158,6 +212,15 @@ def _values(
         for number, (table, structure) in enumerate(zip(found, structures, strict=True)):
             table[call] = ([column[number] for column in columns], structure)
     return found, dimensions
+
+
+def _scaled(values: Tensor, generator: torch.Generator, middle: float, apart: float) -> Tensor:
+    """Each row times a power of ten of its own."""
+    if not values.is_floating_point() or (middle, apart) == (0.0, 0.0):
+        return values
+    rows = values.shape[:1] + (1,) * (values.dim() - 1)
+    powers = middle + apart * (torch.rand(rows, generator=generator, dtype=torch.float64) - 0.5)
+    return values * (10**powers).to(values)
 
 
 def _weights(
@@ -176,29 +239,41 @@ def _weights(
                 length = own.shape[dimension]
                 theirs.append(of_whole.narrow(dimension, starts[place], length).flatten())
                 starts[place] += length
-        found.append(_ratio(torch.cat([own.flatten() for own in part.values]), torch.cat(theirs), precise))
+        own_rows = [own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1) for own in part.values]
+        found.append(
+            _ratio(own_rows, [t.reshape(o.shape) for t, o in zip(theirs, own_rows, strict=True)], precise)
+        )
     kept = [(weight, part) for weight, part in zip(found, parts, strict=True) if weight]
     total = sum((part.loss * weight for weight, part in kept), torch.zeros_like(whole.loss))
-    _check_alike(total, whole.loss, precise)
+    _check_alike(total.reshape(1, 1), whole.loss.reshape(1, 1), precise)
     for place, of_batch in enumerate(whole.weights):
-        added = sum((part.weights[place] * weight for weight, part in kept), torch.zeros_like(of_batch))
-        _check_alike(added, of_batch, precise)
+        each = [(weight, part.weights[place]) for weight, part in kept]
+        some = [gradient * weight for weight, gradient in each if gradient is not None]
+        if of_batch is not None or some:
+            like = some[0] if of_batch is None else of_batch
+            added = sum(some, torch.zeros_like(like))
+            wanted = torch.zeros_like(like) if of_batch is None else of_batch
+            _check_alike(added.reshape(1, -1), wanted.reshape(1, -1), precise)
     return found
 
 
-def _ratio(own: Tensor, of_whole: Tensor, precise: float) -> float:
+def _ratio(own: Sequence[Tensor], of_whole: Sequence[Tensor], precise: float) -> float:
     """The number that makes gradients of a micro-batch's loss those of the batch's; 0 where it has none."""
-    if not bool(of_whole.any()):
+    if not any(bool(one.any()) for one in of_whole):
         return 0.0
-    length = own.double().square().sum()
-    ratio = (own.double() * of_whole.double()).sum() / length
-    _check_alike(own * ratio.to(own.dtype), of_whole, precise)
+    largest = max(own, key=lambda one: float(one.abs().max()) if one.numel() else 0.0)
+    place = int(largest.abs().argmax())
+    number = next(n for n, one in enumerate(own) if one is largest)
+    ratio = of_whole[number].flatten()[place].double() / largest.flatten()[place].double()
+    for one, other in zip(own, of_whole, strict=True):
+        _check_alike(one * ratio.to(one.dtype), other, precise)
     return float(ratio)
 
 
 def _check_alike(one: Tensor, other: Tensor, precise: float) -> None:
-    scale = float(other.detach().abs().max()) if other.numel() else 0.0
-    if not torch.allclose(one, other, rtol=precise, atol=precise * scale):
+    """Each number, up to what rounding leaves of the largest in its row."""
+    scale = other.detach().abs().amax(1, keepdim=True) if other.numel() else other
+    if not bool(((one - other).abs() <= precise * (other.abs() + 1e-2 * scale)).all()):
         raise _NotASumError("the whole is no sum of the parts")
 
 

@@ -5,7 +5,7 @@ import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
@@ -128,14 +128,12 @@ class Apart:
             self._outside[step] = Outside(self._root, step, self._others)
         outside, before, writes = self._outside[step], ModuleState(self._root), WritesUndone()
         outside.keep()
-        try:
+        with ExitStack() as stack:
+            for undo in (outside.restore, writes.restore, before.restore):
+                stack.callback(undo)
             with writes:
                 yield outside
             outside.check()
-        finally:
-            before.restore()
-            writes.restore()
-            outside.restore()
 
 
 def _is_iterator(value: Any) -> bool:

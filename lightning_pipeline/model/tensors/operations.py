@@ -13,6 +13,7 @@ from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
 Operation = Any
 _aten = torch.ops.aten
 _READ = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+_READING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 _WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
 _NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
 _MASKS = (torch.bool, torch.uint8)
@@ -95,26 +96,38 @@ def data_set_without_values(func: Any, args: tuple[Any, ...], *, writes: bool = 
 
 
 class WritesUndone(TorchDispatchMode):
-    """Inside, keeps the memory that operations write; `restore` puts its values back."""
+    """Inside, keeps the memory that operations write and have not made; `restore` puts its values back."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        for written in written_tensors(func, args, kwargs):
-            is_real = written.layout is torch.strided and not (is_placeholder(written) or written.is_meta)
-            if is_real and storage_key(written) not in self._before:
-                memory = written.untyped_storage()
-                self._before[storage_key(written)] = memory, memory.clone()
-        return func(*args, **kwargs)
+        known = {storage_key(one) for one in operands_of(args, kwargs) if _has_memory(one)}
+        for written in filter(_has_memory, written_tensors(func, args, kwargs)):
+            key = storage_key(written)
+            if key not in self._before and key not in self._made:
+                length = written.untyped_storage().nbytes() // written.element_size()
+                memory = written.detach().as_strided((length,), (1,), 0)
+                self._before[key] = memory, memory.clone()
+        result = func(*args, **kwargs)
+        self._made.update({storage_key(one) for one in operands_of((result,)) if _has_memory(one)} - known)
+        return result
 
     def restore(self) -> None:
         """Put the values back."""
         for memory, before in self._before.values():
+            if memory.untyped_storage().nbytes() != before.nbytes:
+                memory.untyped_storage().resize_(before.nbytes)
             memory.copy_(before)
         self._before.clear()
+        self._made.clear()
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_meta)
 
 
 class WritesSeen(TorchDispatchMode):
@@ -182,7 +195,7 @@ class FormSeen(TorchDispatchMode):
             self.holds = False  # of other operations and tensors we know too little
             return
         known = all(map(self._is_known, operands))
-        if func in _READ or torch.Tag.dynamic_output_shape in func.tags:
+        if func in _READ or not _READING.isdisjoint(func.tags):
             deciding = operands if func is not _aten.index.Tensor else _real_masks(args[1])
             self.holds = all(map(self._is_known, deciding))
         written = [tensor for tensor in written_tensors(func, args, kwargs) if not is_placeholder(tensor)]

@@ -199,15 +199,21 @@ def _objects(*numbers: int) -> list[dict[str, Tensor]]:
         ),
         ((tuple(_images(4)), (0, 1, 2, 3)), (((3, 8, 8), (3, 8, 8)), (2, 3))),
         ((torch.zeros(4, 3), [torch.zeros(n, 4) for n in (1, 2, 3, 4)]), ((2, 3), [(3, 4), (4, 4)])),
-        ([{"image": torch.zeros(3, 8, 8), "label": n} for n in range(4)], [{"image": (3, 8, 8), "label": 2},
-                                                                           {"image": (3, 8, 8), "label": 3}]),
-        ([(torch.zeros(6), n) for n in range(4)], [((6,), 2), ((6,), 3)]),
+        ([{"image": torch.zeros(3, 8, n + 1), "mask": torch.zeros(8), "label": n} for n in range(4)],
+         [{"image": (3, 8, 3), "mask": (8,), "label": 2}, {"image": (3, 8, 4), "mask": (8,), "label": 3}]),
+        ([(torch.zeros(6, 2), torch.zeros(5), n) for n in range(4)], [((6, 2), (5,), 2), ((6, 2), (5,), 3)]),
+        ((torch.zeros(8), torch.zeros(8), [torch.zeros(n) for n in (64, 32, 16)]), ((4,), (4,), [(64,), (32,), (16,)])),
+        ({"one": [{"x": torch.zeros(4)}] * 2, "two": [{"x": torch.zeros(4)}] * 2},
+         {"one": [{"x": (2,)}] * 2, "two": [{"x": (2,)}] * 2}),
+        ((torch.zeros(4, 3), [torch.zeros(1, 4), torch.zeros(0), torch.zeros(3, 4), torch.zeros(4, 4)]),
+         ((2, 3), [(3, 4), (4, 4)])),
         (([torch.zeros(8, 3), torch.zeros(8, 3)], torch.zeros(8)), ([(4, 3), (4, 3)], (4,))),
         ({"views": [torch.zeros(8, 3) for _ in range(4)]}, {"views": [(4, 3)] * 4}),
         ([{"x": torch.zeros(8, 2)}, {"x": torch.zeros(8, 2)}], [{"x": (4, 2)}] * 2),
     ],
     ids=["images and two objects each", "lists", "as many objects as channels", "as many objects as samples",
-         "tuples", "tuples and numbers", "boxes alone", "dictionaries as they are", "pairs as they are", "views",
+         "tuples", "tuples and numbers", "boxes alone", "dictionaries as they are", "pairs as they are",
+         "shared levels", "views of dictionaries", "an image without boxes", "views",
          "views alone", "several loaders"],
 )  # fmt: skip
 def test_lists_hold_samples_where_collating_has_left_them_so(batch: Any, expected: Any) -> None:
@@ -220,6 +226,11 @@ def test_per_sample_outputs_are_joined_whatever_their_lengths() -> None:
     parts = [_objects(2, 5), _objects(1, 2)]
     assert [len(one["labels"]) for one in merge_outputs(parts, [2, 2])] == [2, 5, 1, 2]
     assert [len(one["labels"]) for one in merge_outputs([*map(tuple, parts)], [2, 2])] == [2, 5, 1, 2]
+
+
+def test_lists_of_columns_stay_columns() -> None:
+    merged = merge_outputs([[torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.zeros(3)]], [2, 2])
+    assert [tensor.shape[0] for tensor in merged] == [4, 3]
 
 
 def test_the_most_common_length_is_the_batch_size() -> None:
@@ -239,6 +250,8 @@ def test_a_batch_with_nothing_to_split_is_one_micro_batch(batch: object) -> None
         ([torch.zeros(3), torch.zeros(5), torch.zeros(7)], r"lengths \[3, 5, 7\], none of them"),
         ((torch.zeros(2), [torch.zeros(2), torch.zeros(2)]), "can be one tensor per sample or 2 batched"),
         ((torch.zeros(2, 3), _objects(2, 2)), "a list of 2 dictionaries"),
+        ([(torch.zeros(6), n) for n in range(4)], "a list of 4 with numbers and tensors of length 6"),
+        ([(torch.zeros(3, 8, 8), torch.zeros(1, 8, 8))] * 4, "none of them more common"),
         ((torch.zeros(2), torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])), "PackedSequence"),
         (torch.zeros(4, 4).to_sparse(), "layout torch.sparse_coo cannot be split"),
     ],

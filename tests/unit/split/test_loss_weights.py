@@ -180,14 +180,38 @@ def test_a_loss_that_micro_batches_compute_by_other_functions_is_that_of_the_bat
     assert_whole(Silent(loss), batch(empty=None), 3, 2)
 
 
-def test_a_root_of_a_loop_over_samples_is_taken_for_a_mean_with_a_warning() -> None:
+def _squares(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    rows = zip(logits, batch["x"], strict=True)
+    return sum(F.mse_loss(y, x.sum(-1, keepdim=True).expand_as(y)) for y, x in rows) / len(logits)
+
+
+@pytest.mark.parametrize(
+    "bend",
+    [torch.sqrt, lambda loss: F.relu(loss - 1), lambda loss: loss.clamp(min=0.14), lambda loss: loss * (loss > 2)],
+    ids=["root", "hinge", "free bits", "threshold"],
+)  # fmt: skip
+def test_a_loop_over_samples_whose_sum_is_bent_is_taken_for_a_mean_with_a_warning(bend: Any) -> None:
     def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        return sum(F.mse_loss(y, x.sum(-1, keepdim=True).expand_as(y)) for y, x in zip(logits, batch["x"], strict=True)).sqrt() / len(
-            logits
-        )  # fmt: skip
+        return bend(_squares(logits, batch))
 
     with pytest.warns(UserWarning, match="taken for a mean over samples"):
         piped(Step(loss), batch(), 2, 3, follow=True)
+
+
+def test_a_divisor_that_the_models_values_count_is_refused() -> None:
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        sure = (logits.softmax(-1).amax(-1) > 0.95).double()
+        return (logits.square().sum(-1) * sure).sum() / sure.sum().clamp(min=1)
+
+    with pytest.raises(SplitError, match=r"loss_over_batch=True"):
+        piped(Step(loss), batch(), 2, 3, follow=True)
+
+
+def test_memory_that_a_run_without_units_resizes_is_put_back() -> None:
+    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        return logits.square().mean() + torch.add(batch["mask"], 1.0, out=torch.empty(0)).sum() * 0
+
+    assert_whole(Silent(loss), batch(), 2, 3)
 
 
 @pytest.mark.parametrize("later", [2, None])

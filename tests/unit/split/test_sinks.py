@@ -4,13 +4,15 @@ import io
 import sys
 from contextlib import redirect_stdout
 
+from torch import nn
+
 from lightning_pipeline.model.trace.sinks import printed_once
 
 
 def test_an_output_that_drops_what_is_written_is_a_file_as_the_real_one() -> None:
     raw = io.BytesIO()
     real = io.TextIOWrapper(raw, encoding="latin-1", errors="replace")
-    with redirect_stdout(real), printed_once():
+    with redirect_stdout(real), printed_once(nn.Module()):
         print("dropped")
         assert (sys.stdout.encoding, sys.stdout.errors) == ("latin-1", "replace")
         assert sys.stdout.buffer is real.buffer
