@@ -470,13 +470,12 @@ class Mixing:
         numbers, step.ways.unlooked = step.ways.unlooked, []
         if first := step.name not in self._looks:
             numbers = [0, *filter(None, numbers)]
-        if not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
+        takes = any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)  # from an iterator
+        if takes or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
             return
         left = _MOST_LOOKS - self._looks.get(step.name, 0)
         numbers = numbers[: max(left, 0)]
         self._looks[step.name] = _MOST_LOOKS - left + len(numbers)
-        if any(isinstance(effect.place.get(), Replayed) for effect in trace.effects):
-            return  # each run would take from the iterator
         for number in numbers:
             if (number or not first) and not self._is_seen(step, trace, number):
                 continue
