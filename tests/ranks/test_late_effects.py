@@ -372,3 +372,33 @@ def test_a_buffer_that_gets_its_data_from_units_is_that_of_one_device(ranks: Ran
     for found in ranks(2)(moved, {"stages": 2, "num_microbatches": 1}):
         assert found[0] == pytest.approx(center)
         assert_same((found[1], {}), (expected, {}))
+
+
+class Queued(Regression):
+    """Compares with a queue of earlier outputs, and appends its own after that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("queue", torch.ones(3, 24, dtype=torch.float64))
+        self.register_buffer("place", torch.zeros(1, dtype=torch.long))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = F.mse_loss(out, batch[1]) + (out @ self.queue.clone()).square().mean()
+        place = int(self.place)
+        self.queue[:, place : place + len(out)] = out.detach().T
+        self.place[0] = (place + len(out)) % 24
+        return loss
+
+
+def queue_is_warned_of() -> bool:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer({"stages": 2, "num_microbatches": 4}, max_epochs=1, limit_val_batches=0).fit(
+            Queued(), loader(24)
+        )
+    return any("works out 'queue' from the value before" in str(one.message) for one in told)
+
+
+def test_a_queue_that_each_micro_batch_reads_with_what_others_appended_is_warned_of(ranks: Ranks) -> None:
+    assert ranks(2)(queue_is_warned_of)[0]

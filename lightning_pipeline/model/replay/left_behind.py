@@ -103,6 +103,7 @@ class LeftBehind:
         self._earlier: dict[str, tuple[dict[str, Rule | None], list[str]]] = {}
         self._rings: dict[str, set[str]] = {}
         self.doubtful: dict[str, list[str]] = {}
+        self._early: dict[str, frozenset[str]] = {}
         self.decided_by: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
@@ -127,7 +128,7 @@ class LeftBehind:
             states = {effect.place.label for effect in trace.effects if effect.deep}
             wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
             self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-            self.doubtful[step] = sorted({*wrong, *doubted})
+            self.doubtful[step] = sorted({*wrong, *doubted, *self._early.pop(step, ())})
             if len(self._stages) > 1:
                 self._refuse_chains(trace)
         if several:
@@ -140,6 +141,10 @@ class LeftBehind:
             trace.effects, self._rules.setdefault(step, {}), sizes,
             is_last=self._has_last_stage, step=step, beside=beside,
         )  # fmt: skip
+
+    def doubts(self, step: str) -> list[str]:
+        """States of which no rule is known, in a batch too in which the step was found to do something new."""
+        return self.doubtful.get(step) or self._earlier.get(step, ({}, []))[1]
 
     def _look_at_counts(self, step: str, decided: Collection[Expression]) -> None:
         """Sums over samples by which the step decides once it has added its own: each micro-batch its part.
@@ -355,6 +360,7 @@ class LeftBehind:
         self._know_units(trace, in_units, asked, merge, start, keep=keep)
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
+        self._early[trace.step] = found.early
         return found.by_place
 
     def _question(

@@ -313,7 +313,7 @@ class SplitModel(OutsideSteps):
 
     def doubtful(self, step: str) -> list[str]:
         """States that a step works out from their last value once for each micro-batch: no rule is known."""
-        return self._left_behind.doubtful.get(step, [])
+        return self._left_behind.doubts(step)
 
     def decides_apart(self, step: str) -> bool:
         """Whether micro-batches of one batch have decided differently by what is in them."""

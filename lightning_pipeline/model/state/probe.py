@@ -90,10 +90,13 @@ class Rules:
     Attributes:
         by_place: The rule for each place, by label; `CHAINED` where micro-batches have to follow each other.
         readers: Of chained places those that change what the next micro-batch computes: units that see it.
+        early: Of chained places those that the next micro-batch reads, where the batch as one reads what the
+            batch before has left, such as a queue that is read and then appended to.
     """
 
     by_place: dict[str, Rule | None]
     readers: dict[str, set[int]]
+    early: frozenset[str] = frozenset()
 
 
 def rules_of(
@@ -153,7 +156,10 @@ def rules_of(
     one, other, whole = observed
     if not _is_whole(one, other, whole, question.sizes):
         readers = _readers(run, question, trials[0][0][0], other, found)
-    return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+        return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+    chained = {label: rule for label, rule in found.items() if rule == CHAINED}
+    early = _readers(run, question, trials[0][0][0], other, chained) if chained else {}
+    return Rules(found, {}, frozenset(early))
 
 
 def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str) -> Trial:
