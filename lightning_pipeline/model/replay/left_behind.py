@@ -143,7 +143,7 @@ class LeftBehind:
         )  # fmt: skip
 
     def doubts(self, step: str) -> list[str]:
-        """States of which no rule is known, in a batch too in which the step was found to do something new."""
+        """States of which no rule is known, in a batch too in which the step did more."""
         return self.doubtful.get(step) or self._earlier.get(step, ({}, []))[1]
 
     def _look_at_counts(self, step: str, decided: Collection[Expression]) -> None:
