@@ -168,7 +168,7 @@ def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str
 
 
 def _readers(
-    run: "_Runs", question: Question, left: dict[str, Any], alone: Observed, rules: dict[str, Rule | None]
+    run: "_Runs", question: Question, left: dict[str, Any], alone: Observed, rules: Mapping[str, Rule | None]
 ) -> dict[str, set[int]]:
     """Places in which what the first micro-batch left would change what the second computes.
 
