@@ -29,8 +29,8 @@ Outputs = Mapping[tuple[int, int], TracedOutput]
 _LARGEST = 1 << 28  # bytes of made-up values for a batch
 _PRECISE = {torch.float64: 1e-8, torch.float32: 1e-4}  # how far apart two results that are alike may be
 _SCALES = ((0.0, 0.0), (0.0, 0.0), (0.0, 6.0), (-2.0, 4.0), (2.0, 4.0), (-3.0, 0.0), (1.5, 0.0))
-"""Powers of ten of made-up values: their middle, and how far samples are apart. A bound on what samples
-together give, such as `clamp`, would lie between those of the micro-batches in one of these."""
+"""Powers of ten of made-up values: their middle, and how far samples are apart, so that what counts by values
+counts otherwise in one of these. That proves nothing of bounds near the targets: see `_BENDS`."""
 _FEWEST = 4  # of these that have to give numbers
 
 
@@ -38,11 +38,9 @@ _FEWEST = 4  # of these that have to give numbers
 # nothing about where those of a trained model lie.
 _BENDS = frozenset({
     "relu", "relu6", "clamp", "clip", "clamp_min", "clamp_max", "abs", "absolute", "max", "min", "amax",
-    "amin",
-    "maximum", "minimum", "fmax", "fmin", "where", "threshold", "hardtanh", "masked_fill", "nan_to_num", "gt",
-    "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal", "sign", "heaviside",
-    "round",
-    "floor", "ceil", "bool", "isnan", "isinf", "isfinite",
+    "amin", "maximum", "minimum", "fmax", "fmin", "where", "threshold", "hardtanh", "masked_fill",
+    "nan_to_num", "gt", "lt", "ge", "le", "eq", "ne", "greater", "less", "greater_equal", "less_equal",
+    "sign", "heaviside", "round", "floor", "ceil", "bool", "isnan", "isinf", "isfinite",
 })  # fmt: skip
 
 
