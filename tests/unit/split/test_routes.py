@@ -146,10 +146,12 @@ READ = {
     "positions that are written": lambda batch, index: torch.arange(4).copy_(batch["x"][0, :4] > 0)[:1],
     "positions that are drawn": lambda batch, index: torch.arange(4).random_(2)[:1],
     "the batch": lambda batch, index: (batch["x"][:1] > 0).long(),
-    "whether values are close": lambda batch, index: torch.tensor(
-        [int(torch.allclose(batch["x"][0, :1], batch["x"][0, :1].abs()))]
-    ),
-    "a truth value as a list": lambda batch, index: torch.tensor([int((batch["x"][0, 0] > 0).tolist())]),
+    "whether values are close": lambda batch, index: torch.arange(2)[
+        int(torch.allclose(batch["x"][0, :1], batch["x"][0, :1].abs())) :
+    ][:1],
+    "a truth value as a list": lambda batch, index: torch.arange(2)[int((batch["x"][0, 0] > 0).tolist()) :][
+        :1
+    ],
 }
 
 
