@@ -1,19 +1,21 @@
 """What a rank holds: its own parameters, their optimizer state, and a bounded number of micro-batches."""
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import Tensor
+from lightning.pytorch import Callback
+from torch import Tensor, nn
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.wire.stage import Values
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -120,3 +122,86 @@ def test_gradients_of_the_step_before_are_freed_unless_someone_looks(
     for found, trained in ranks(2)(gradients_of_the_step_before, looks, accumulate):
         assert found[-3:] == held
         torch.testing.assert_close(trained, weights(module), rtol=1e-10, atol=0)
+
+
+class OutsideUnits(Regression):
+    """A weight between units, whose graph holds what it is multiplied by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.full((FEATURES,), 0.3, dtype=torch.float64))
+
+    def given(self, x: Tensor) -> Tensor:
+        return x * self.gate
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.net(self.given(batch[0])) * self.gate[:TARGETS], batch[1])
+
+
+class Centers(OutsideUnits):
+    def given(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) * self.gate
+
+
+class SampleBySample(OutsideUnits):
+    def loss(self, batch: Any) -> Tensor:
+        y = self.net(self.given(batch[0])) * self.gate[:TARGETS]
+        return sum((a - b).square().mean() for a, b in zip(y, batch[1], strict=True)) / len(y)
+
+
+class WritesInPlace(OutsideUnits):
+    def given(self, x: Tensor) -> Tensor:
+        found = torch.zeros_like(x) * self.gate
+        found[:, 1:] = super().given(x)[:, 1:]
+        return found
+
+
+class CountsGraphs(Callback):
+    """Counts the tensors whose graph holds a parameter, after each batch."""
+
+    def __init__(self) -> None:
+        self.counted: list[int] = []
+
+    def count(self, module: pl.LightningModule) -> None:
+        own = {id(p) for p in module.parameters()}
+        made = [one for one in gc.get_objects() if isinstance(one, Tensor) and one.grad_fn is not None]
+        self.counted.append(sum(any(id(leaf) in own for leaf in leaves_of(one)) for one in made))
+
+    def on_train_batch_end(self, run: Any, module: pl.LightningModule, *args: Any) -> None:
+        self.count(module)
+
+    def on_validation_batch_end(self, run: Any, module: pl.LightningModule, *args: Any) -> None:
+        self.count(module)
+
+
+def leaves_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that the graph of one ends in."""
+    found, seen, nodes = [], set(), [tensor.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        nodes.extend(before for before, _ in node.next_functions)
+    return found
+
+
+def graphs_alive(make: type[Regression]) -> list[int]:
+    counts = CountsGraphs()
+    run = trainer({"stages": 2, "num_microbatches": 2}, max_epochs=1, callbacks=[counts])
+    gc.disable()
+    try:
+        run.fit(make(), loader(), loader(seed=4))
+    finally:
+        gc.enable()
+    return counts.counted
+
+
+@pytest.mark.parametrize("make", [OutsideUnits, Centers, SampleBySample, WritesInPlace])
+def test_no_graph_outlives_its_batch(ranks: Ranks, make: type[Regression]) -> None:
+    """A graph in a circle would hold activations until Python collects it, and a weight that is to move."""
+    for counted in ranks(2)(graphs_alive, make):
+        assert len(counted) > 3
+        assert not any(counted)

@@ -12,6 +12,7 @@ from lightning_pipeline.model.loss.follower import check_no_class_weights as che
 from lightning_pipeline.model.loss.follower import seeds_of as seeds_of
 from lightning_pipeline.model.loss.metric_calls import MetricCalls as MetricCalls
 from lightning_pipeline.model.loss.observer import Observer as Observer
+from lightning_pipeline.model.loss.observer import rehearsed as rehearsed
 from lightning_pipeline.model.loss.observer import told_apart as told_apart
 from lightning_pipeline.model.loss.shares import Shares as Shares
 from lightning_pipeline.model.loss.weighting import Weights as Weights

@@ -20,7 +20,8 @@ from lightning_pipeline.model.loss.functions import (
 from lightning_pipeline.model.loss.masks import as_indices, has_mask
 from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
 from lightning_pipeline.model.loss.rules import RULED, operand_of, shape_of
-from lightning_pipeline.model.tensors import is_placeholder, storage_key
+from lightning_pipeline.model.random import Draws, JoinedDraws, Kinds
+from lightning_pipeline.model.tensors import is_placeholder, storage_key, tensors_in
 
 
 class Observer:
@@ -124,3 +125,40 @@ def _same(one: Any, other: Any) -> bool:
     if one is None or other is None:
         return one is other
     return bool(torch.equal(torch.as_tensor(one), torch.as_tensor(other)))
+
+
+Run = Callable[[Any, int, Observer, Draws], None]
+
+
+def rehearsed(
+    whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]
+) -> list[Whole]:
+    """What a step divides by in the whole batch, for each micro-batch.
+
+    Args:
+        whole: Its arguments.
+        microbatches: Arguments for each.
+        run: Rehearses the step with some of these arguments, the seeds of a micro-batch, somebody who sees
+            the functions and somebody who sees the draws.
+        observer: Makes the former.
+    """
+    seen, draws = observer(), Draws()
+    run(whole, 0, seen, draws)
+    if not draws.any:
+        return [seen.whole] * len(microbatches)
+    parts = [Draws() for _ in microbatches]
+    for number, microbatch in enumerate(microbatches):
+        run(microbatch, number, observer(), parts[number])
+    firsts = [
+        [tensor.shape[0] for tensor in tensors_in(one) if tensor.dim()] for one in (whole, *microbatches)
+    ]
+    kinds: Kinds = frozenset(zip(*firsts, strict=False))
+    wholes: list[Whole] = []
+    for number in range(len(microbatches)):
+        seen, joined = observer(), JoinedDraws(parts, number, kinds)
+        run(whole, number, seen, joined)
+        seen.whole.unclear = joined.unclear()
+        wholes.append(seen.whole)
+        if not joined.once:
+            return wholes * len(microbatches)
+    return wholes

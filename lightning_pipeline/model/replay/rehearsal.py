@@ -13,7 +13,7 @@ from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
-from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, told_apart
+from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, rehearsed, told_apart
 from lightning_pipeline.model.mixing import (
     Followed,
     Functions,
@@ -26,7 +26,7 @@ from lightning_pipeline.model.mixing import (
     mixed_between,
     with_another,
 )
-from lightning_pipeline.model.random import Draws, Generators, JoinedDraws, Kinds, MicrobatchSeeds, host_draws
+from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
 from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
@@ -104,6 +104,11 @@ class Rehearsal(Replay):
             return
         finally:
             self._draws.host_at(self._host, self._seeds.host_place())
+
+    def close(self) -> None:
+        """Let go of all values, those that its observers hold too: they may hold the graphs of weights."""
+        super().close()
+        self.mixing = self.follow = None
 
     def _answer(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call of a unit."""
@@ -561,40 +566,3 @@ class Mixing:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
         self._runs.rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
         return mixing
-
-
-Run = Callable[[Any, int, Observer, Draws], None]
-
-
-def rehearsed(
-    whole: Any, microbatches: Sequence[Any], run: Run, observer: Callable[[], Observer]
-) -> list[Whole]:
-    """What a step divides by in the whole batch, for each micro-batch.
-
-    Args:
-        whole: Its arguments.
-        microbatches: Arguments for each.
-        run: Rehearses the step with some of these arguments, the seeds of a micro-batch, somebody who sees
-            the functions and somebody who sees the draws.
-        observer: Makes the former.
-    """
-    seen, draws = observer(), Draws()
-    run(whole, 0, seen, draws)
-    if not draws.any:
-        return [seen.whole] * len(microbatches)
-    parts = [Draws() for _ in microbatches]
-    for number, microbatch in enumerate(microbatches):
-        run(microbatch, number, observer(), parts[number])
-    firsts = [
-        [tensor.shape[0] for tensor in tensors_in(one) if tensor.dim()] for one in (whole, *microbatches)
-    ]
-    kinds: Kinds = frozenset(zip(*firsts, strict=False))
-    wholes: list[Whole] = []
-    for number in range(len(microbatches)):
-        seen, joined = observer(), JoinedDraws(parts, number, kinds)
-        run(whole, number, seen, joined)
-        seen.whole.unclear = joined.unclear()
-        wholes.append(seen.whole)
-        if not joined.once:
-            return wholes * len(microbatches)
-    return wholes

@@ -105,6 +105,7 @@ class Replay(GlueRun):
         """Let go of all values. This object is part of a circle, which is collected some time later."""
         self._received, self._raw = {}, {}
         self.replayed = Replayed(None, None, [])
+        self._taint.close()
 
     def _explain(self, error: Exception) -> None:
         if self._error is not None and error is not self._error:

@@ -50,6 +50,10 @@ class Taint:
         self._guard.__enter__()  # type: ignore[no-untyped-call]
         return True
 
+    def close(self) -> None:
+        """Let go of the marked tensors, when nothing of the replay is read any more."""
+        self._tensors = {}
+
     def __enter__(self) -> None:
         """Begin a step."""
         self._outer = current_dispatch_mode()
