@@ -21,7 +21,8 @@ def whole_groups(
     """The groups of the whole module's optimizer from those of the stages.
 
     A stage sees its own part of each group. Parts of one position belong together where all ranks have as
-    many groups, with the same options. Elsewhere the groups were made per layer, and follow each other. A
+    many groups, with the same options, or as many as are asked for. Elsewhere the groups were made per layer,
+    and follow each other. A
     group in which several stages have a part is in the order of the module, in its reverse, or in that of
     the names, whichever the parts are in; the module's where nothing speaks against it.
 
@@ -74,7 +75,8 @@ def _arrangements(
     alike = len({len(groups) for groups in ranks}) == 1
     if sizes is None and alike:
         alike = all(len({repr(g["options"]) for g in same}) == 1 for same in zip(*ranks, strict=True))
-    if sizes is not None or not alike:
+    by_position = alike if sizes is None else alike and len(ranks[0]) == len(sizes)
+    if not by_position:
         yield from _per_layer(ranks, order)
     if alike:
         yield from _together(ranks, order)

@@ -95,6 +95,12 @@ def test_a_group_of_several_stages_is_in_the_order_that_all_parts_are_in() -> No
             assert backwards[0]["names"] == whole
 
 
+def test_groups_that_every_stage_has_are_those_of_a_file_by_position() -> None:
+    late_first = [part() + part("0.weight", "0.bias"), part("1.weight", "1.bias") + part()]
+    found = whole_groups(late_first, ORDER, [2, 2])
+    assert [group["names"] for group in found] == [ORDER[2:], ORDER[:2]]
+
+
 def test_replicas_and_shared_parameters_count_once_in_the_order() -> None:
     first, last = part("0.weight", "0.bias"), part("1.weight", "1.bias", "0.weight")  # tied: its second place
     assert whole_groups([first, last, first, last], ORDER)[0]["names"] == ORDER
