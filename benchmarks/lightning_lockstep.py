@@ -61,11 +61,15 @@ class _InStep:
         if self.rank == 0:
             self._store = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
             self._tell("port", str(self._store.port))
-        os.environ.update(MASTER_ADDR=HOST, MASTER_PORT=self._asked("port", 0))
+        os.environ.update(self.reached_at())
         torch.set_default_dtype(torch.float32)  # whatever a test that failed has left
         torch.set_grad_enabled(True)
         random.seed(self._number)
         torch.manual_seed(self._number)
+
+    def reached_at(self) -> dict[str, str]:
+        """The variables that say where the store of this test is."""
+        return {"MASTER_ADDR": HOST, "MASTER_PORT": self._asked("port", 0)}
 
     def end(self) -> None:
         """Wait for the other, which may still need the store."""
@@ -88,6 +92,11 @@ class _InStep:
 
 
 _in_step: list[_InStep] = []
+
+
+def store_of_now() -> dict[str, str]:
+    """The variables that say where the store is, which a test that sets the environment anew has lost."""
+    return _in_step[0].reached_at() if _in_step else {}
 
 
 def pytest_configure(config: Any) -> None:

@@ -25,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from lightning_excluded import excluded
-from lightning_lockstep import LAYERS, RESULTS, TIMEOUT, run_pairs
+from lightning_lockstep import LAYERS, RESULTS, TIMEOUT, run_pairs, store_of_now
 
 PARTS = (
     "loops", "core", "callbacks", "tuner", "checkpointing", "trainer", "models", "loggers", "profilers",
+    "utilities", "accelerators", "overrides",
 )  # fmt: skip
 NOT_HERE = (
     "not spawn and not fork and not ddp and not fsdp and not deepspeed and not spike_detection_integration"
@@ -73,6 +74,7 @@ def _watch(stages: int) -> None:
         if plain and stages == 1:
             kwargs["strategy"] = PipelineStrategy(stages=1)
         elif plain and stages:
+            os.environ.update({**store_of_now(), **os.environ})
             wait = int(os.environ[TIMEOUT]) / 3
             waits = dict.fromkeys(
                 ("init_timeout", "step_timeout", "hook_timeout", "checkpoint_timeout"), wait
@@ -181,6 +183,15 @@ def _failed(given: list[Path]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
+def _apart(ranks: list[dict[str, dict[str, Any]]]) -> tuple[dict[str, str], dict[str, str]]:
+    """Why tests failed: those that are left out, and the others."""
+    failed = [{t: e["reason"] for t, e in rank.items() if e["outcome"] == "failed"} for rank in ranks]
+    why = {test: reason for found in reversed(failed) for test, reason in found.items()}
+    kinds = {t: excluded(t, reason, rank_0_passes=t not in failed[0]) for t, reason in why.items()}
+    left_out = {test: f"{kind}: {why[test]}" for test, kind in kinds.items() if kind}
+    return left_out, {test: reason for test, reason in why.items() if test not in left_out}
+
+
 def measured(options: argparse.Namespace, part: str) -> list[tuple[int, dict[str, str]]]:
     """Run one folder as asked, and count for each rank."""
     tests, out, stages = options.tests.resolve(), options.out.resolve(), options.stages
@@ -193,10 +204,10 @@ def measured(options: argparse.Namespace, part: str) -> list[tuple[int, dict[str
         run(tests, part, given, stages, _failed(given), options.timeout)
     elif not (options.failed or options.list):
         run(tests, part, given, stages, None, options.timeout)
-    failed = _failed(given)
-    if failed and not options.list:
+    asked = _failed(given) if stages == 1 else list(_apart([read(file) for file in given])[1])
+    if asked and not options.list:
         plain.unlink(missing_ok=True)
-        run(tests, part, [plain], 0, failed, options.timeout, layers=stages)
+        run(tests, part, [plain], 0, asked, options.timeout, layers=stages)
     return [counted(read(file), read(plain)) for file in given]
 
 
