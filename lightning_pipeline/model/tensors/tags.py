@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline.model.tensors.operations import storage_key
@@ -13,7 +13,8 @@ class Tag(NamedTuple):
     """One origin of a value.
 
     `kind` is "value" (output `leaf` of call `call`), "state" (the parameter or buffer called `name`),
-    "effect" (something that call `call` changed beside its output) or "saved" (keeps memory number `call`).
+    "effect" (something that call `call` changed beside its output), "saved" (keeps memory number `call`) or
+    "changed" (shares memory with an output of call `call` that was changed at the line `name`).
     """
 
     kind: str
@@ -48,12 +49,16 @@ class TagStore:
     def add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Add tags to the memory behind `tensor`."""
         if tags:
-            key = storage_key(tensor)
-            known = self._tags.get(key)
-            if known is None:
-                self._tags[key] = (StorageWeakRef(tensor.untyped_storage()), tags)
-            elif not tags <= known[1]:
-                self._tags[key] = (known[0], known[1] | tags)
+            self.add_to(tensor.untyped_storage(), tags)
+
+    def add_to(self, memory: UntypedStorage, tags: frozenset[Tag]) -> None:
+        """Add tags to a piece of memory."""
+        key = int(memory._cdata)
+        known = self._tags.get(key)
+        if known is None:
+            self._tags[key] = (StorageWeakRef(memory), tags)
+        elif not tags <= known[1]:
+            self._tags[key] = (known[0], known[1] | tags)
 
     def replace(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Set the tags of the memory behind `tensor` to just these."""

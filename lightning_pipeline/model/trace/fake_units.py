@@ -248,10 +248,16 @@ class FakeRun:
             self._observed.trace.losses_inside.add((self._observed.patches.units[call.unit].name, left_out))
         self._keeping.operation_in_unit(call, func, args, result)
 
-    def hand_out(self, tensor: Tensor) -> tuple[Tensor, TensorSpec]:
-        """An output cut off from the unit's graph, as the next stage would get it, and its description."""
-        spec = TensorSpec.of(tensor)
-        leaf = tensor.detach() if is_placeholder(tensor) else self._observed.mode.like(tensor.detach())
+    def hand_out(self, tensor: Tensor, apart: bool) -> tuple[Tensor, TensorSpec]:
+        """An output cut off from the unit's graph, as the next stage would get it, and its description.
+
+        Args:
+            tensor: The output.
+            apart: Whether it gets memory of its own.
+        """
+        spec, leaf = TensorSpec.of(tensor), tensor.detach()
+        if apart or not is_placeholder(tensor):
+            leaf = self._observed.mode.like(leaf)
         if not spec.requires_grad:
             return leaf, spec
         with torch.enable_grad():

@@ -161,13 +161,7 @@ class Glue:
 
     def _note_write(self, tensor: Tensor, tags: frozenset[Tag], empty: bool) -> None:
         observed = self._observed
-        for tag in observed.shared.of(tensor):
-            unit = observed.patches.units[observed.trace.calls[tag.call].unit].name
-            raise refuse(
-                f"the memory of an output of unit {unit!r}, which it shares with another of its outputs or "
-                "with its input, is changed in place between units: return a copy",
-                observed.root,
-            )
+        observed.shared.written(tensor, lambda: user_line(observed.root))
         self._observed.trace.mutated |= {(tag.call, tag.leaf) for tag in self._observed.handed.of(tensor)}
         self._observed.note_batch(tensor)
         self._observed.tags.add(tensor, tags)

@@ -31,6 +31,7 @@ from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
+from lightning_pipeline.model.trace.shared_memory import SharedMemory, is_changed
 from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 
@@ -290,7 +291,7 @@ class Observation:
         trace: What was seen.
         tags: What each tensor comes from.
         handed: Of that only the units' own outputs, not what glue makes of them.
-        shared: Memory that outputs of a unit share, with each other or with its input.
+        shared: Who shares memory with an output of a unit.
         batch: The memory of the batch.
         inside: The call of a unit that runs.
         runs_really: Whether that unit runs on made-up input.
@@ -316,7 +317,8 @@ class Observation:
         self.stand_ins, self.device = stand_ins, look.device
         self.trace, self.seen, self.seeds = Trace(root, step, patches.units), look.seen, look.seeds
         self.trace.constants, self.trace.holds, self.expected = look.constants, look.holds, look.opposite
-        self.tags, self.handed, self.shared, self.batch = TagStore(), TagStore(), TagStore(), TagStore()
+        self.tags, self.handed, self.batch = TagStore(), TagStore(), TagStore()
+        self.shared = SharedMemory(self.tags, self.origin)
         self.inside: Call | None = None
         self.runs_really = self.ended_early = False
         self.made: list[weakref.ref[Tensor]] = []
@@ -373,6 +375,20 @@ class Observation:
         """Note a write into the memory of the batch."""
         if self.batch.of(written):
             self.trace.writes_batch = True
+
+    def check_changed(self) -> None:
+        """Refuse a step that reads what it has changed through another output of the same unit."""
+        read = next(
+            filter(is_changed, self.trace.tail.union(*(call.reads for call in self.trace.calls))), None
+        )
+        if read is None:
+            return
+        unit = self.patches.units[self.trace.calls[read.call].unit].name
+        raise SplitError(
+            f"the memory of an output of unit {unit!r}, which it shares with another of its outputs or with "
+            "its input, is changed in place between units and read afterwards through the other one: return "
+            f"a copy [at {read.name}]"
+        )
 
     def is_poisoned(self, tensor: Tensor) -> bool:
         """Whether a placeholder was written into this real tensor."""

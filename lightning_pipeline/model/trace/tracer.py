@@ -61,6 +61,7 @@ from lightning_pipeline.model.trace.record import (
     step_function,
 )
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
+from lightning_pipeline.model.trace.shared_memory import is_changed
 from lightning_pipeline.model.trace.sinks import metrics_of, printed_once, silence, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 
@@ -157,6 +158,7 @@ class Tracer:
         self._check_written_states()
         self._close_regions()
         self.glue.check_hooks()
+        self.observed.check_changed()
         return self.trace
 
     def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -196,7 +198,10 @@ class Tracer:
         values = self.observed.values
         alive = (tensor for made in self.observed.made if (tensor := made()) is not None)
         self.trace.tail.update(tag for tag, value in values.items() if value() is not None)
-        self.trace.tail.update(tag for tag in self.tags.union(alive) if tag in values)  # what is made of them
+        kept = self.tags.union(alive)
+        self.trace.tail.update(tag for tag in kept if tag in values)  # what is made of them
+        if self.trace.ended_early:  # whatever stands somewhere may be read yet
+            self.trace.tail.update(filter(is_changed, kept))
         self.trace.result |= self.trace.tail
 
     # ---- calls of units
@@ -234,8 +239,9 @@ class Tracer:
             self.trace.ports[unit, call.nth] = self.observed.watch.narrow()
             self._filled = self.observed.watch.held_before() | self._filled
             tensors, call.structure = self.observed.watch.take_apart(output)
-        values = [self._value(call, leaf, tensor) for leaf, tensor in enumerate(tensors)]
-        self._note_shared(call, inputs, tensors, values)
+        apart = self.observed.shared.apart(inputs, tensors)
+        values = [self._value(call, *one) for one in zip(range(len(tensors)), tensors, apart, strict=True)]
+        self.observed.shared.called(call.index, inputs, tensors, values)
         if self.observed.watch is None:
             return given.put_together(values, call.structure)
         return self._through_ports(call, self.observed.watch, values)
@@ -284,8 +290,8 @@ class Tracer:
                 "and keep that whole with PipelineStrategy(units=['<its name>'])"
             )
 
-    def _value(self, call: Call, leaf: int, tensor: Tensor) -> Tensor:
-        handed, spec = self._fake.hand_out(tensor)
+    def _value(self, call: Call, leaf: int, tensor: Tensor, apart: bool) -> Tensor:
+        handed, spec = self._fake.hand_out(tensor, apart)
         call.specs.append(spec)
         tag = Tag("value", call.index, leaf)
         outer = frozenset(t for t in self.tags.of(handed) if t != Tag("effect", call.index))
@@ -295,13 +301,6 @@ class Tracer:
         self.trace.handed[call.index, leaf] = self.keeping.number_of(handed)
         self.observed.made.append(weakref.ref(handed))
         return handed
-
-    def _note_shared(self, call: Call, inputs: list[Tensor], raw: list[Tensor], values: list[Tensor]) -> None:
-        keys = [storage_key(tensor) for tensor in (*inputs, *raw)]
-        tag = frozenset({Tag("value", call.index)})
-        for tensor, key in zip((*inputs, *values), keys, strict=True):
-            if keys.count(key) > 1 and key in keys[len(inputs) :]:
-                self.observed.shared.add(tensor, tag)
 
     def _name(self, unit: int) -> str:
         return repr(self.patches.units[unit].name)

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.unit.split.nets import MORE_CUTS, WIDTH, Net, assert_works, same_or_refused
+from tests.unit.split.nets import MORE_CUTS, WIDTH, Net, assert_refused, assert_works, same_or_refused
 
 
 class AddedPosition(Net):
@@ -309,6 +309,117 @@ class SharedMemory(Net):
             h, same = layer(h)
             same.mul_(2.0)
         return h
+
+
+class LastState(Net):
+    """Each layer returns all states and the last of them, which nobody reads."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            out = self.m(x)
+            return out, out[-1:]
+
+    def __init__(self) -> None:
+        super().__init__(LastState.Layer)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            residual = h
+            h, _ = layer(h)
+            h += residual
+        return h
+
+
+class LastStateBefore(LastState):
+    """It is read, and only then what it is a part of is changed."""
+
+    def body(self, h: Tensor) -> Tensor:
+        total = 0.0
+        for layer in self.layers:
+            h, last = layer(h)
+            total = total + last.sum()
+            h.add_(0.5)
+        return h + total
+
+
+class LastStateAfter(LastState):
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h, last = layer(h)
+            h += 0.5
+        return h + last
+
+
+class LastStateUnseen(LastState):
+    """The trace cannot follow the end of the step, which reads it."""
+
+    def training_step(self, batch, batch_idx):
+        h, last = self.layers[0](self.emb(batch["x"]))
+        h += 0.5
+        for layer in self.layers[1:]:
+            h, _ = layer(h)
+        out = self.head(h)
+        assert len(out.detach().untyped_storage().tolist())
+        return F.mse_loss(out, batch["y"]) + last.sum()
+
+
+class Interleaved(Net):
+    """Outputs in one memory, where none has an entry of another."""
+
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            both = self.m(x).unflatten(-1, (2, WIDTH))
+            return both[:, 0], both[:, 1]
+
+    def __init__(self) -> None:
+        super().__init__(Interleaved.Two)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            one, other = layer(h)
+            one *= 0.5
+            h = torch.tanh(one + other)
+        return h
+
+
+class GivesItsInput(Net):
+    """A layer that changes what it is given and returns that; code between changes it further."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.m = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x += self.m.bias
+            return x
+
+    def __init__(self) -> None:
+        super().__init__(GivesItsInput.Adds)
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h += 0.5
+        return h
+
+
+@pytest.mark.parametrize("kind", [LastState, LastStateBefore, Interleaved, GivesItsInput])
+def test_one_of_several_outputs_in_one_memory_may_be_changed(kind):
+    assert_works(kind, num_microbatches=3)
+
+
+@pytest.mark.parametrize("kind", [LastStateAfter, LastStateUnseen, SharedMemory])
+def test_reading_what_was_changed_through_another_output_is_refused(kind):
+    assert_refused(kind, r"memory of an output of unit 'layers.\d'.* read afterwards .*test_rules_inplace")
 
 
 @pytest.mark.parametrize("kind", [ReturnsInput, TwoViews, SharedMemory])
