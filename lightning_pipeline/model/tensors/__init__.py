@@ -58,7 +58,7 @@ from lightning_pipeline.model.tensors.structure import (
     tensors_in,
     unflatten,
 )
-from lightning_pipeline.model.tensors.tags import Tag, TagStore
+from lightning_pipeline.model.tensors.tags import SharedMemory, Tag, TagStore, is_changed
 from lightning_pipeline.model.tensors.taint import Taint
 from lightning_pipeline.model.tensors.user_code import user_line
 
@@ -75,6 +75,7 @@ __all__ = [
     "PlaceholderCache",
     "PlaceholderMode",
     "SavedCount",
+    "SharedMemory",
     "StandIns",
     "Structure",
     "Tag",
@@ -96,6 +97,7 @@ __all__ = [
     "filled_by",
     "flatten",
     "forget_placeholders",
+    "is_changed",
     "is_placeholder",
     "items_of",
     "leaves_in",

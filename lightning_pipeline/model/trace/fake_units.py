@@ -72,7 +72,7 @@ class FakeRun:
         observed = self._observed
         args, kwargs = self._glue.without_poison((args, kwargs))
         copies = Given(args, kwargs)
-        self._is_absent = _is_absent(observed.patches.units[call.unit].module, observed.weightless)
+        self._is_absent = self._has_no_weights(observed.patches.units[call.unit].module)
         draws = host_draws(self._generators)
         observed.inside = call
         try:
@@ -83,6 +83,22 @@ class FakeRun:
             observed.inside = None
         observed.trace.host_random |= draws != host_draws(self._generators)
         return given.carry_over(copies, output, lambda tensor: tensor)
+
+    def _has_no_weights(self, module: nn.Module) -> bool:
+        """Whether placeholders stand for those of a unit, because another stage holds it.
+
+        What an earlier call has left in it, which is a placeholder too while the step is traced, is none.
+        """
+        for part in module.modules():
+            held = [value for value in vars(part).values() if not self._comes_from_units(value)]
+            if not self._observed.weightless:  # else they may be on no device yet
+                held += [*part._parameters.values(), *part._buffers.values()]
+            if any(map(is_placeholder, held)):
+                return True
+        return False
+
+    def _comes_from_units(self, value: Any) -> bool:
+        return is_placeholder(value) and any(t.kind == "value" for t in self._observed.tags.of(value))
 
     def _check_grad_mode(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """In a region of reentrant checkpointing: refuse a unit whose values depend on the grad mode.
@@ -282,20 +298,6 @@ def _fitted(known: Call, call: Call) -> list[TensorSpec] | None:
     if any(spec.shape.count(size) > 1 for spec in known.specs for size in changed):
         return None
     return [spec.resized(tuple(changed.get(size, size) for size in spec.shape)) for spec in known.specs]
-
-
-def _is_absent(module: nn.Module, weightless: bool) -> bool:
-    """Whether placeholders stand for its weights, because another stage holds it.
-
-    Args:
-        module: A unit.
-        weightless: Whether they may stand for weights that are on no device yet.
-    """
-    for part in module.modules():
-        listed = [] if weightless else [*part._parameters.values(), *part._buffers.values()]
-        if any(map(is_placeholder, (*listed, *vars(part).values()))):
-            return True
-    return False
 
 
 @contextmanager

@@ -17,11 +17,13 @@ from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
     NOTHING,
     PlaceholderMode,
+    SharedMemory,
     StandIns,
     Structure,
     Tag,
     TagStore,
     TensorSpec,
+    is_changed,
     storage_key,
     tensors_in,
     user_line,
@@ -31,7 +33,6 @@ from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
-from lightning_pipeline.model.trace.shared_memory import SharedMemory, is_changed
 from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 

@@ -22,6 +22,7 @@ from lightning_pipeline.model.tensors import (
     Tag,
     describe,
     forget_placeholders,
+    is_changed,
     is_placeholder,
     map_tensors,
     operands_of,
@@ -61,7 +62,6 @@ from lightning_pipeline.model.trace.record import (
     step_function,
 )
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
-from lightning_pipeline.model.trace.shared_memory import is_changed
 from lightning_pipeline.model.trace.sinks import metrics_of, printed_once, silence, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 

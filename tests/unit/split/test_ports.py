@@ -116,7 +116,27 @@ class HooksAndAttributes(Attributes):
         assert output.detach().abs().max().item() < 1e9
 
 
-KINDS = [Attributes, Lists, Deques, Shared, Hooks]
+class Sampled(Net):
+    """Layers that look at numbers and keep a divergence, in two passes that both read all of it."""
+
+    class Layer(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            assert self.m.weight.abs().max().item() < 1e9
+            self.divergence = self.m.weight.pow(2).sum() * x.mean()
+            return super().forward(x)
+
+    def __init__(self) -> None:
+        super().__init__(Sampled.Layer)
+
+    def training_step(self, batch, batch_idx):
+        total = 0.0
+        for _ in range(2):
+            total = total + super().training_step(batch, batch_idx)
+            total = total + sum(layer.divergence for layer in self.layers)
+        return total
+
+
+KINDS = [Attributes, Lists, Deques, Shared, Hooks, Sampled]
 
 
 @pytest.mark.parametrize("kind", KINDS)
