@@ -139,7 +139,7 @@ class SharedMemory:
         if real.layout is not torch.strided:
             return _Place(real.untyped_storage(), 0, (), (), 0)
         shape, stride = tuple(real.shape), real.stride()
-        return _Place(real.untyped_storage(), real.element_size(), shape, stride, real.storage_offset())
+        return _Place(real.untyped_storage(), real.element_size(), shape, stride, int(real.storage_offset()))
 
 
 def is_changed(tag: Tag) -> bool:
