@@ -47,3 +47,8 @@ except RuntimeError:
     import torchvision
 
     _give()
+
+
+def installed() -> bool:
+    """Whether there is a torchvision."""
+    return "torchvision" in sys.modules

@@ -248,6 +248,22 @@ def compared(
     return found
 
 
+def cut_alone(module: nn.Module, batch: Arguments) -> dict[str, Any]:
+    """What becomes of a module without weights: it is traced, and cut into 2 and 3 stages."""
+    try:
+        start = time.process_time()
+        trace = _traced(module, [batch], 3)
+        record: dict[str, Any] = {"trace_s": round(time.process_time() - start, 2)}
+        for stages in (2, 3):
+            shares = partition(trace, stages).table().rows
+            record[f"largest_share_{stages}"] = round(max(row.cost_share for row in shares), 3)
+    except PipelineError as error:
+        return {"outcome": "refused", "why": short(error)}
+    except Exception as error:
+        return {"outcome": "crash", "why": short(error)}
+    return record | {"outcome": "cut", "units": len(trace.units)}
+
+
 def _compared(
     module: nn.Module,
     batches: list[Arguments],

@@ -5,8 +5,8 @@
     python -m benchmarks.zoo_libraries --records libraries.jsonl --run false --page docs/models.md
 
 Nothing of these is a dependency: a library that is not installed is left out and said so. A case is a
-function in `zoo_images.py` or `zoo_words.py` that gives a model, a loss of (model, batch), and what makes a
-batch; `@case("library/name")` adds one.
+function in `zoo_images.py`, `zoo_words.py` and their like that gives a model, a loss of (model, batch), and
+what makes a batch; `@case("library/name")` adds one.
 """
 
 import json
@@ -27,11 +27,12 @@ from benchmarks import (  # noqa: F401  # which fill CASES
     zoo_diffusion,
     zoo_images,
     zoo_modules,
+    zoo_torchvision,
     zoo_words,
 )
 from benchmarks.zoo import limited
 from benchmarks.zoo_cases import CASES, Loss
-from benchmarks.zoo_compare import Arguments, alone, compared, has_drawn, short
+from benchmarks.zoo_compare import Arguments, alone, compared, cut_alone, has_drawn, short
 from benchmarks.zoo_page import told, write_page
 from lightning_pipeline.model.tensors.structure import map_tensors
 
@@ -55,6 +56,7 @@ PACKAGES = {
 }
 
 
+_LARGE = 200_000_000  # parameters, from which on numbers of four bytes are compared
 _TWO_UNITS = "3 stages were asked for, but the model has 2 units to share out: use"  # that it can be cut into
 
 
@@ -79,6 +81,10 @@ class Step(nn.Module):
 def run_case(name: str) -> dict[str, Any]:
     """What becomes of one model on 2 and 3 stages."""
     record: dict[str, Any] = {"name": name}
+    if name in zoo_torchvision.WITHOUT_WEIGHTS:
+        with torch.device("meta"):
+            model, loss, make = CASES[name]()
+        return record | cut_alone(Step(model, loss).train(), ((make(), 0), {}))
     try:
         torch.manual_seed(0)
         model, loss, make = CASES[name]()
@@ -97,7 +103,8 @@ def trains_case(model: nn.Module, loss: Loss, make: Callable[[], Any]) -> Any:
     """The step, the micro-batches, what one process gives, and whether it draws."""
     failed: Exception = ValueError("no batch")
     made = [make(), make()]
-    for dtype in (torch.float64, torch.float32):
+    large = sum(parameter.numel() for parameter in model.parameters()) > _LARGE
+    for dtype in (torch.float32,) if large else (torch.float64, torch.float32):
         module = Step(model.to(dtype), loss).train()
         batches: list[Arguments] = [((_cast(batch, dtype), 0), {}) for batch in made]
         try:
@@ -120,8 +127,10 @@ def text(known: dict[str, dict[str, Any]]) -> str:
         own = {n.partition("/")[2]: r for n, r in known.items() if n.startswith(f"{library}/")}
         counts = Counter(record["outcome"] for record in own.values())
         names = [[n for n, r in own.items() if r["outcome"] == "equal"]]
-        names.append([n for n, r in own.items() if r["outcome"] not in ("equal", "not run")])
+        names.append([n for n, r in own.items() if r["outcome"] not in ("equal", "not run", "cut")])
         names.append([n for n, r in own.items() if r["outcome"] == "not run"])
+        cut = [n for n, r in own.items() if r["outcome"] == "cut"]
+        names[0] += [f"traced and cut {len(cut)}: {', '.join(cut)}"] if cut else []
         try:
             title = f"{library} {version(PACKAGES[library])}"
         except PackageNotFoundError:
@@ -130,7 +139,9 @@ def text(known: dict[str, dict[str, Any]]) -> str:
             f"| {title} | {len(own)} | {counts['equal']}: {', '.join(names[0])} | {', '.join(names[1])} | "
             f"{', '.join(names[2])} |"
         )
-    rest = [f"* {n}, {r['outcome']}: {told(r)}" for n, r in known.items() if r["outcome"] != "equal"]
+    rest = [
+        f"* {n}, {r['outcome']}: {told(r)}" for n, r in known.items() if r["outcome"] not in ("equal", "cut")
+    ]
     return "\n".join([*lines, *(["", *rest] if rest else [])])
 
 
