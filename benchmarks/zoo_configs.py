@@ -116,6 +116,7 @@ _GIVEN: dict[str, dict[str, Any]] = {
     "step3p7_text": {"sliding_window": 8},
     "swin2sr": {"embed_dim": 24, "num_heads": [2, 2], "depths": [2, 2]},
     "table-transformer": {"backbone_config": _LAST},
+    "textnet": {"stem_out_channels": 16},
     "time_series_transformer": _SERIES,
     "wav2vec2-bert": {"vocab_size": 40},
     "wav2vec2-conformer": {"vocab_size": 40},
