@@ -8,6 +8,7 @@ from lightning_pipeline.model.trace import finer_names
 _HALF = 0.5
 _WAYS = (
     ("segment of activation checkpointing", "checkpoint each of them by itself"),
+    ("calls units in its forward", "call them outside of it, and checkpoint each of them"),
     ("changes something that the end", "return that from its forward"),
     ("changes beside its output", "return that from its forward"),
     ("between units", "write it in a hook such as on_train_batch_end, or inside a unit"),

@@ -48,6 +48,8 @@ class Uneven(Module):
         match self.kind:
             case "segment":
                 h = checkpoint(self._all, h, use_reentrant=False)
+            case "function":
+                h = Reversible.apply(self, h)
             case "circle":
                 h = self._all(self._all(h))
             case _:
@@ -55,9 +57,25 @@ class Uneven(Module):
         return F.mse_loss(self.head(h), batch["y"])
 
 
+class Reversible(torch.autograd.Function):
+    """As reversible nets are written: layers are called where no graph is kept, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx, net, h):
+        return net._all(net._all(net._all(h)))
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, gradient
+
+
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
+        (
+            "function",
+            r"units layers.0 .. head \(5\) hold .*: autograd function Reversible calls .*checkpoint each of them",
+        ),
         ("one", r"unit wide holds \d\d% .* at most 1\.\d times as fast as one: it has no parts"),
         ("parts", r"unit wide holds .*: it is kept whole; units=\['wide\.\*'\] splits it"),
         ("segment", r"units layers.0 .. layers.3 \(4\) hold \d\d% .*segment of activation.*checkpoint each"),
