@@ -11,10 +11,16 @@ from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import callbacks as given
+from lightning.pytorch.callbacks.spike import SpikeDetection
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
-from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO, TorchSyncBatchNorm
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
+from lightning.pytorch.profilers import (
+    AdvancedProfiler,
+    PassThroughProfiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "lightning.md"
 BEGIN, END = "<!-- matrix: python -m tests.matrix -->", "<!-- end of the matrix -->"
@@ -32,7 +38,8 @@ class Row:
         refused: What the refusal says; empty where the run is that of one device.
         note: More on the page.
         tolerance: Of weights and logged values against one device.
-        skipped: What is not compared: logged values that are times.
+        timed: Whether logged values are times, which are not compared.
+        evaluated: Whether the run tests and predicts, too.
     """
 
     section: str
@@ -42,6 +49,7 @@ class Row:
     note: str = ""
     tolerance: float = 1e-10
     timed: bool = False
+    evaluated: bool = False
 
     @property
     def says(self) -> str:
@@ -72,7 +80,7 @@ def _with_logger(row: Row) -> Row:
     """The same with a logger, which the callback needs."""
     return Row(
         row.section, row.name, lambda folder: {**row.options(folder), "logger": CSVLogger(folder)},
-        row.refused, row.note, row.tolerance, row.timed,
+        row.refused, row.note, row.tolerance, row.timed, row.evaluated,
     )  # fmt: skip
 
 
@@ -88,6 +96,12 @@ ROWS: list[Row] = [
         inference_mode=True, use_distributed_sampler=False, detect_anomaly=True, fast_dev_run=True,
         reload_dataloaders_every_n_epochs=1, sync_batchnorm=True,
     ),
+    *(
+        Row(_ARGUMENT, f"`{name}=1`", lambda folder, name=name: {name: 1}, evaluated=True)
+        for name in ("limit_test_batches", "limit_predict_batches")
+    ),
+    Row(_ARGUMENT, "`enable_autolog_hparams=False`", lambda folder: {
+        "enable_autolog_hparams": False, "logger": CSVLogger(folder)}),
     Row(_ARGUMENT, "`barebones=True`", lambda folder: {"barebones": True, "log_every_n_steps": None}),
     Row(_ARGUMENT, "`max_time=timedelta(hours=1)`", lambda folder: {"max_time": timedelta(hours=1)}),
     Row(
@@ -101,8 +115,10 @@ ROWS: list[Row] = [
         lambda folder: {"val_check_interval": timedelta(0)},
         note="by the clock of global rank 0",
     ),
-    *_plain(_PRECISION, precision="64-true"),
+    Row(_PRECISION, "`precision='64-true'`, `DoublePrecision`", lambda folder: {"precision": "64-true"}),
     Row(_PRECISION, "`precision='bf16-mixed'`", lambda folder: {"precision": "bf16-mixed"}, tolerance=0.02),
+    Row(_PRECISION, "`precision='bf16-true'`, `HalfPrecision`", lambda folder: {"precision": "bf16-true"}, tolerance=0.05),
+    Row(_PRECISION, "`precision='16-true'`", lambda folder: {"precision": "16-true"}, tolerance=0.02),
     Row(_PRECISION, "`MixedPrecision('16-mixed', 'cpu')`",
         lambda folder: {"plugins": [MixedPrecision("16-mixed", "cpu")]}, tolerance=0.02,
         note="one scale, and the same steps skipped on all stages"),
@@ -118,7 +134,10 @@ ROWS: list[Row] = [
     Row(_PROFILERS, "`AdvancedProfiler`", lambda folder: {"profiler": AdvancedProfiler(folder, "advanced")}),
     Row(_PROFILERS, "`PyTorchProfiler`",
         lambda folder: {"profiler": PyTorchProfiler(folder, "torch", export_to_chrome=False)}),
-    Row(_PLUGINS, "a `CheckpointIO` of your own", lambda folder: {
+    Row(_PROFILERS, "`PassThroughProfiler`", lambda folder: {"profiler": PassThroughProfiler()}),
+    Row(_PLUGINS, "`TorchSyncBatchNorm`",
+        lambda folder: {"plugins": [TorchSyncBatchNorm()], "sync_batchnorm": True}),
+    Row(_PLUGINS, "`TorchCheckpointIO`, or one of your own", lambda folder: {
         "plugins": [_OwnFiles()], "default_root_dir": folder, "enable_checkpointing": True},
         note="it writes and reads one file; refused with `PipelineStrategy(save_distributed_checkpoint=True)`"),
     Row(_PLUGINS, "`AsyncCheckpointIO`", lambda folder: {
@@ -151,6 +170,9 @@ ROWS: list[Row] = [
     _with_logger(_callback(
         "ThroughputMonitor", lambda folder: given.ThroughputMonitor(lambda batch: len(batch[0]), window_size=2),
         timed=True, note="a batch counts once, not once for each stage")),
+    _callback("SpikeDetection", lambda folder: SpikeDetection(exclude_batches_path=folder)),
+    _callback("BasePredictionWriter", lambda folder: _Writer(), evaluated=True,
+              note="on global rank 0, which has what `predict` returns"),
     _callback("LearningRateFinder", lambda folder: given.LearningRateFinder(num_training_steps=5)),
     _callback("BatchSizeFinder", lambda folder: given.BatchSizeFinder(),
               refused="tries sizes until one rank is out of memory, and the others wait for it; Lightning refuses it "
@@ -159,6 +181,31 @@ ROWS: list[Row] = [
     _callback("ModelPruning", lambda folder: given.ModelPruning("l1_unstructured", amount=0.5),
               refused="gives parameters other names in mid-run, and ranks and checkpoints know them by name"),
 ]  # fmt: skip
+
+
+ELSEWHERE = {
+    "`accelerator`, `devices`, `num_nodes`, `strategy`": "the pipeline's layout itself: quickstart.md, gpu.md",
+    "`model_registry`": "names the place of Lightning's `LitModelCheckpoint`, whose package is not installed here",
+    "`LitLogger`, `CometLogger`, `MLFlowLogger`, `WandbLogger`": "run by Lightning's own tests on two stages, with "
+    "mocks of their services (benchmarks.md); `log_model` warns where a checkpoint is a folder",
+    "`BitsandbytesPrecision`, `TransformerEnginePrecision`": "replace layers by those of packages that need a GPU",
+    "`DeepSpeedPrecision`, `FSDPPrecision`": "of other strategies",
+    "`XLAPrecision`, `XLACheckpointIO`, `XLAProfiler`": "of TPUs, which the strategy does not run on",
+}  # fmt: skip
+"""What no row is about, and why."""
+
+
+class _Writer(given.BasePredictionWriter):
+    """Adds up what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__("batch_and_epoch")
+
+    def write_on_batch_end(self, trainer: Any, pl_module: Any, prediction: Any, *rest: Any) -> None:
+        trainer.written = [*getattr(trainer, "written", []), prediction]
+
+    def write_on_epoch_end(self, trainer: Any, pl_module: Any, predictions: Any, batch_indices: Any) -> None:
+        trainer.written = [trainer.written, predictions, batch_indices]
 
 
 class _OwnFiles(TorchCheckpointIO):
@@ -180,6 +227,8 @@ def table() -> str:
     for section in dict.fromkeys(row.section for row in ROWS):
         lines += ["", f"## {section}", "", "| given | over stages |", "|---|---|"]
         lines += [f"| {row.name} | {row.says} |" for row in ROWS if row.section == section]
+    lines += ["", "## Not in these tables", ""]
+    lines += [f"* {names}: {why}." for names, why in ELSEWHERE.items()]
     return "\n".join([BEGIN, *lines, "", END])
 
 

@@ -1,5 +1,6 @@
 """docs/lightning.md: each row is tried out."""
 
+import inspect
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -9,9 +10,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch import callbacks, loggers, plugins, profilers
+from torch import Tensor
 
 from lightning_pipeline.errors import PipelineError
-from tests.matrix import ROWS, Row, on_the_page, table
+from tests.matrix import ELSEWHERE, ROWS, Row, on_the_page, table
 from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
 
@@ -27,14 +30,24 @@ def ran(pipeline: dict[str, Any] | None, names: list[str], folder: str) -> list[
 
 def _ran(pipeline: dict[str, Any] | None, row: Row, folder: str) -> Any:
     pl.seed_everything(3, verbose=False)
-    module = Regression()
+    module = WithTests()
     try:
         run = trainer(pipeline, **{"max_epochs": 2, **row.options(folder)})
         run.fit(module, loader(), loader(seed=4))
+        if row.evaluated:
+            run.test(module, loader(seed=5), verbose=False)
+            predictions = run.predict(module, loader(seed=6))
     except PipelineError as error:
         return str(error)
     logged = {} if row.timed else {name: float(value) for name, value in run.callback_metrics.items()}
-    return weights(module), logged
+    if not row.evaluated:
+        return weights(module), logged
+    return weights(module), logged, [predictions, getattr(run, "written", None)]
+
+
+class WithTests(Regression):
+    def test_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self.loss(batch))
 
 
 def _rows(names: list[str]) -> list[Row]:
@@ -54,13 +67,15 @@ def test_what_a_trainer_is_given_does_what_the_page_says(ranks: Ranks, tmp_path:
     names = PARTS[part]
     served = [row.name for row in _rows(names) if not row.refused]
     expected = dict(zip(served, ran(None, served, str(tmp_path / "one")), strict=True))
-    for found in ranks(2)(ran, TWO, names, str(tmp_path / "two")):
+    for rank, found in enumerate(ranks(2)(ran, TWO, names, str(tmp_path / "two"))):
         for row, result in zip(_rows(names), found, strict=True):
             if row.refused:
                 assert row.refused in result, row.name
             else:
                 assert not isinstance(result, str), (row.name, result)
-                assert_same(result, expected[row.name], row.tolerance)
+                assert_same(result[:2], expected[row.name][:2], row.tolerance)
+                if row.evaluated and rank == 0:
+                    torch.testing.assert_close(result[2], expected[row.name][2], rtol=1e-10, atol=1e-10)
 
 
 def graphed(folder: str) -> None:
@@ -98,6 +113,22 @@ def test_the_clock_of_global_rank_0_says_when_to_validate(ranks: Ranks) -> None:
     assert expected[0] == 6  # two epochs of three batches
     for found in ranks(2)(validated, TWO):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_every_name_of_lightnings_has_a_row_or_a_reason() -> None:
+    known = " ".join([row.name for row in ROWS] + list(ELSEWHERE))
+    given = set(inspect.signature(pl.Trainer.__init__).parameters) - {
+        "self",
+        "callbacks",
+        "plugins",
+        "profiler",
+    }
+    names = [f"`{name}" for name in given]
+    for module in (callbacks, loggers, profilers, plugins):
+        names += [name for name in module.__all__ if isinstance(getattr(module, name), type)]
+    bases = {"BaseFinetuning", "Callback", "Checkpoint", "Logger", "Profiler", "ProgressBar", "CheckpointIO",
+             "LayerSync", "Precision"}  # fmt: skip
+    assert [name for name in names if name not in known and name not in bases] == []
 
 
 def test_the_page_shows_the_table() -> None:
