@@ -40,6 +40,7 @@ class Target:
         extra: Names of the extra state of modules that this rank has.
         load_extra: Gives modules their extra state, by name.
         weights: Whether tensors and extra state are to be filled, too.
+        later: Optimizers that are filled once hooks have run: told of where weights do not fit.
     """
 
     tensors: Mapping[str, Tensor]
@@ -51,6 +52,7 @@ class Target:
     extra: Collection[str] = ()
     load_extra: Callable[[Mapping[str, Any]], None] = lambda _: None
     weights: bool = True
+    later: Sequence[Optimizer] = ()
 
     def of_optimizers(self, optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> "Target":
         """To fill these, and nothing else."""
@@ -169,6 +171,7 @@ def open_folder(path: Path, target: Target, ranks: Ranks, *, editable: bool = Fa
             if target.weights:
                 misfits.stored.update(extra if edited is None else edited)
                 misfits.expected.update(target.extra)
+                misfits.later = compare(entries, None, target.later, target.names)
             return misfits
 
         ranks.collect(what, compare_here, lambda found: Misfits.refuse(found, path, strict=target.strict))

@@ -332,6 +332,7 @@ class Checkpoints:
         target = Target(
             held.tensors, (), held.names, strict=strict, trust=self._options.trust,
             checksums=self._options.integrity != "off", extra=held.extra, load_extra=held.load_extra,
+            later=[bare(optimizer) for optimizer in held.optimizers] if training else (),
         )  # fmt: skip
         folder = self._ranks.leader(f"loading {path}", lambda: held.get is None and is_folder(path))
         if folder:

@@ -96,6 +96,28 @@ def test_a_save_after_fit_knows_the_schedulers(ranks: Ranks, tmp_path: Path) -> 
     assert save_per_layer(None, str(tmp_path / "back"), str(tmp_path / "unused")) == {**first, **second}
 
 
+class Slower(PerLayer):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["lr_schedulers"][0]["gamma"] = 0.25
+
+
+def rates_after_an_edit(pipeline: list[dict[str, Any]] | list[None], path: str) -> dict[str, float]:
+    trainer(pipeline[0], max_epochs=1).fit(before := PerLayer(), loader())
+    before.trainer.save_checkpoint(path)
+    module, run = Slower(), trainer(pipeline[1], max_epochs=3)
+    run.fit(module, loader(), ckpt_path=path)
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    groups = run.optimizers[0].param_groups
+    return {names[id(p)]: float(group["lr"]) for group in groups for p in group["params"]}
+
+
+def test_an_edited_scheduler_goes_on_as_edited_on_every_cut(ranks: Ranks, tmp_path: Path) -> None:
+    expected = rates_after_an_edit([None, None], str(tmp_path / "one"))
+    cuts = [{**TWO, "partition": [unit]} for unit in ("net.6", "net.2")]
+    first, second = ranks(2)(rates_after_an_edit, cuts, str(tmp_path / "two"))
+    assert {**first, **second} == expected
+
+
 class Frozen(Ordered):
     """The first stage has nothing to train."""
 

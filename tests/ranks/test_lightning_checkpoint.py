@@ -82,7 +82,8 @@ class Wider(Regression):
 
 
 def fit_other(path: str) -> str:
-    with pytest.raises(CheckpointError, match=r"missing: more\.bias, more\.weight"):
+    told = r"missing: more\.bias, more\.weight; missing in the optimizers: optimizer_0\.more\.bias, optimizer_0\.more"
+    with pytest.raises(CheckpointError, match=told):
         trainer({"stages": 2}).fit(Wider(), loader(), ckpt_path=path)
     return "refused"
 

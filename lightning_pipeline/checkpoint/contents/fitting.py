@@ -59,6 +59,8 @@ class Misfits:
         optimizers: Parameters of an optimizer without stored state.
         kept: Parameters that an optimizer had when it was stored, `optimizer_0.` or the like first.
         optimized: Parameters of this rank's optimizers, named alike.
+        later: Of optimizers that are filled once hooks have run, which may add groups to them: told of only
+            where something else does not fit.
     """
 
     stored: set[str]
@@ -68,6 +70,7 @@ class Misfits:
     optimizers: list[str] = field(default_factory=list)
     kept: set[str] = field(default_factory=set)
     optimized: set[str] = field(default_factory=set)
+    later: "Misfits | None" = None
 
     def look_at(self, name: str, entry: Any, tensor: Tensor) -> None:
         """Compare one stored tensor with what it is for.
@@ -108,6 +111,13 @@ class Misfits:
                 "missing in the optimizers": _joined(rank.optimizers for rank in found),
                 "in no optimizer here": sorted(kept - optimized),
             }
+        if any(problems.values()):
+            later = [rank.later for rank in found if rank.later is not None]
+            for kind, lists in (
+                ("wrong shape", (rank.shapes for rank in later)),
+                ("missing in the optimizers", (rank.optimizers for rank in later if strict)),
+            ):
+                problems[kind] = sorted({*problems.get(kind, ()), *_joined(lists)})
         told = [f"{kind}: {_some(names)}" for kind, names in problems.items() if names]
         if told:
             raise CheckpointError(
