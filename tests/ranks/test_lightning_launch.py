@@ -1,13 +1,22 @@
 """The same script runs under Lightning's own launcher and under torchrun, on one node or two."""
 
+import contextlib
+import io
+import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 
+from tests.pool import Pool
+from tests.ranks import launched
 from tests.ranks.lightning_cases import Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
 
 TORCHRUN = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run"]
 SCRIPT = ["-m", "tests.ranks.launched"]
@@ -38,18 +47,46 @@ def test_two_trainers_in_one_script(launcher: str) -> None:
     ]
     ended = [process.communicate(timeout=110) for process in started]
     assert [process.returncode for process in started] == [0] * len(started), ended
-    found = re.findall(r"run (\d) rank (\d) stage (\d) total ([\d.]+)", "".join(out for out, _ in ended))
+    check("".join(out for out, _ in ended))
+
+
+def check(printed: str) -> None:
+    found = re.findall(r"run (\d) rank (\d) stage (\d) total ([\d.]+)", printed)
     assert sorted(line[:3] for line in found) == [
         (r, k, s) for r in "01" for k, s in (("0", "1"), ("1", "0"))
     ]
     assert len({line[3] for line in found}) == 1
 
 
+def a_node_of_two() -> str:
+    """The script in this rank, told by torchrun's variables that it is alone on its node."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        launched.main(1, 2, 2)
+    return printed.getvalue()
+
+
+def test_two_nodes_of_a_rank_each_train_two_stages(ranks: Ranks) -> None:
+    check("".join(ranks(2)(a_node_of_two, group=False)))
+
+
+def cells() -> str:
+    """Run a notebook in this process, which is no rank."""
+    for name in list(os.environ):
+        if name.startswith(("TORCHELASTIC", "MASTER")) or name.endswith(("RANK", "WORLD_SIZE")):
+            del os.environ[name]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_module("tests.ranks.forked", run_name="__main__")
+    return printed.getvalue()
+
+
 def test_a_notebook_forks_its_ranks() -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.ranks.forked"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
-    assert found.returncode == 0, found.stderr
+    alone = Pool(1)  # a new process: one that has run a backward cannot be forked for another
+    try:
+        (found,) = alone(cells, group=False, timeout=110)
+    finally:
+        alone.close()
     module, run = Regression(), trainer(None, max_epochs=1)
     run.fit(module, loader(), loader(seed=4))
     total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
-    assert f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}" in found.stdout
+    assert f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}" in found

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +24,14 @@ from lightning_pipeline.commands.progress import Progress
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Workload, forecast, sweep
 from lightning_pipeline.forecast.machine import Assumptions
+from lightning_pipeline.forecast.machine import link as machine_link
 from lightning_pipeline.forecast.workload import unit_times
 from tests.checkpoint_parts import anonymous
+from tests.pool import Pool
 from tests.unit.planning.command import CLASSES, CONFIG, GPT, in_examples, refusal, run
 from tests.unit.planning.test_forecast import WIDTH, Chain
 
+Ranks = Callable[[int], Pool]
 __all__ = ["in_examples"]  # a fixture of every test here
 
 
@@ -81,6 +85,23 @@ def test_a_model_and_a_shape_are_enough(capsys: pytest.CaptureFixture[str], tmp_
     assert "\n(the beginning; --svg FILE writes all of it, .svg has it in Python)\n" in text
 
 
+@pytest.fixture(params=["new processes", "ranks"])
+def ends(request: pytest.FixtureRequest, ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two ends of the link that is measured: ranks that are there, as new ones take 5 s of CPU each for torch."""
+    if request.param == "ranks":
+        monkeypatch.setattr(
+            machine_link,
+            "_run_both",
+            lambda folder, device: ranks(2)(an_end, str(folder), device, group=False),
+        )
+
+
+def an_end(folder: str, device: str) -> None:
+    with mock.patch.multiple(machine_link, RUNS=3, _WARM_UP=1):
+        machine_link._main(folder, os.environ["RANK"], device)
+
+
+@pytest.mark.usefixtures("ends")
 def test_stages_are_measured_with_weights(capsys: pytest.CaptureFixture[str]) -> None:
     with mock.patch.multiple(unit_times, WARM_UP=1, PASSES=1, ROUNDS=2):
         text = run(
