@@ -17,8 +17,6 @@ from tests.faults.cases import whole
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 
 
@@ -49,7 +47,7 @@ def differ(what: str, folder: str) -> int:
     rank = int(__import__("os").environ["RANK"])
     odd = rank == 1
     options: dict[str, Any] = {"max_epochs": 1, "default_root_dir": f"{folder}/{rank}"}
-    strategy: dict[str, Any] = {"num_microbatches": 2, "init_timeout": 20, "step_timeout": 4}
+    strategy: dict[str, Any] = {"num_microbatches": 2, "init_timeout": 60, "step_timeout": 40}
     callbacks: list[Any] = []
     if odd and what == "version":
         lightning.__version__ = "2.0.0"  # in a process that is thrown away
@@ -106,11 +104,11 @@ def differ(what: str, folder: str) -> int:
 def test_a_difference_is_named_with_both_values(
     ranks: Ranks, tmp_path: Path, what: str, message: str
 ) -> None:
-    for outcome in ranks(2).outcomes(differ, what, str(tmp_path), timeout=20, group=False):
+    for outcome in ranks(2).outcomes(differ, what, str(tmp_path), timeout=60, group=False):
         text = f"{type(outcome.error).__name__}: {outcome.error}"
         assert "ConfigMismatchError: the ranks of this run do not agree" in text, outcome
         assert re.search(message, text), text
-        assert outcome.seconds < 4
+        assert outcome.seconds < 30  # no time-out
 
 
 def test_paths_loggers_and_callbacks_that_wait_for_nobody_may_differ(ranks: Ranks, tmp_path: Path) -> None:

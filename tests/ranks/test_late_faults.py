@@ -19,8 +19,6 @@ from tests.pool import Pool
 from tests.ranks import serial_backend
 from tests.ranks.toy import Toy
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 STEP_TIMEOUT = 2.0
 

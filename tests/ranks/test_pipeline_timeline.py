@@ -20,8 +20,6 @@ from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer
 from tests.trace_reader import look
 
-pytestmark = pytest.mark.quiet  # times are compared with a clock
-
 Ranks = Callable[[int], Pool]
 PIPELINE = {"stages": 2, "num_microbatches": 4}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -38,7 +36,7 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = trainer(pipeline, callbacks=[callback, *others], **options)
-        run.fit(Regression(), loader(), loader(seed=4))
+        run.fit(Regression(), loader(), loader(8, seed=4))
     said = [str(warning.message) for warning in caught if "PipelineTimeline" in str(warning.message)]
     return [str(path) for path in callback.files], said, callback.seconds_recording, callback.seconds_writing
 
@@ -57,11 +55,16 @@ def actions(schedule: str, ranks: int, microbatches: int) -> Counter[str]:
     return Counter(str(action) for actions in plan for action in actions)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-def test_a_trace_and_a_picture_show_every_action_of_every_rank(
-    ranks: Ranks, tmp_path: Path, schedule: str
-) -> None:
-    first, second = ranks(2)(fit, {**PIPELINE, "schedule": schedule}, {"default_root_dir": tmp_path})
+@pytest.fixture(scope="module", params=["1F1B", "ZBV"])
+def recorded(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A schedule, the folder of a run with it, and what its ranks returned."""
+    folder = tmp_path_factory.mktemp("recorded")
+    found = ranks(2)(fit, {**PIPELINE, "schedule": request.param}, {"default_root_dir": folder})
+    return request.param, folder, found
+
+
+def test_a_trace_and_a_picture_show_every_action_of_every_rank(recorded: Any) -> None:
+    schedule, tmp_path, (first, second) = recorded
     # Two epochs of three batches: the last of this short fit is recorded, and rank 0 alone writes.
     assert [Path(path).name for path in first[0]] == ["timeline-5.json", "timeline-5.svg"]
     assert second[0] == []
@@ -75,9 +78,8 @@ def test_a_trace_and_a_picture_show_every_action_of_every_rank(
     assert "optimizer" in {hint.split(":")[0] for hint in hints}
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBV"])
-def test_a_viewer_finds_every_action_of_a_run_once(ranks: Ranks, tmp_path: Path, schedule: str) -> None:
-    ranks(2)(fit, {**PIPELINE, "schedule": schedule}, {"default_root_dir": tmp_path})
+def test_a_viewer_finds_every_action_of_a_run_once(recorded: Any) -> None:
+    schedule, tmp_path, _ = recorded
     seen = look(tmp_path / "timeline-5.json")
     assert Counter(row.name for row in seen.slices if row.track == "compute") == actions(schedule, 2, 4)
     assert set(seen.arrows.values()) == {1}
@@ -86,6 +88,7 @@ def test_a_viewer_finds_every_action_of_a_run_once(ranks: Ranks, tmp_path: Path,
     assert sorted(pair[1] for pair in messages) == sorted(r.name for r in seen.slices if r.track == "receive")
 
 
+@pytest.mark.quiet  # times of both ranks are compared
 def test_messages_have_bytes_and_arrows(ranks: Ranks, tmp_path: Path) -> None:
     ranks(2)(fit, PIPELINE, {"default_root_dir": tmp_path}, {"steps": [4]})
     events = json.loads((tmp_path / "timeline-4.json").read_text())["traceEvents"]
