@@ -77,7 +77,8 @@ def chain(stages: int, folder: str, stops: list[int], accumulate: int, workers: 
     [
         whole(2, [4, 6, 10], 1, 0),
         whole(2, [4, 8, 12], 1, 0),
-        (2, [3, 4, 5, 8, 9, 12], 1, 0),
+        whole(2, [3, 4, 5, 8, 9, 12], 1, 0),
+        (2, [3, 4, 5], 1, 0),
         whole(1, [4, 5, 6, 10], 1, 2),
         whole(2, [2, 3, 5], 2, 0),
     ],

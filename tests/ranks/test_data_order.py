@@ -155,8 +155,8 @@ class Notes(Regression):
 def fit(pipeline: dict[str, Any] | None, kind: str, resume: str | None = None, **options: Any) -> Any:
     pl.seed_everything(4 if resume is None else 5, verbose=False)
     module, data, held_out = Notes(), MAKE[kind](), MAKE[kind]()
-    limit = {"limit_train_batches": 5, "limit_val_batches": 2} if kind in ONCE else {}
-    given = {"val_check_interval": 3, **limit, **options}
+    limit = {"limit_train_batches": 5} if kind in ONCE else {}
+    given = {"val_check_interval": 3, "limit_val_batches": 2, **limit, **options}
     trainer(pipeline, **given).fit(module, data, held_out, ckpt_path=resume)
     return module.history, torch.rand(2), weights(module)
 

@@ -141,7 +141,7 @@ class Branches(nn.Module):
 KINDS = [
     Appended, TwoAppended, InFront, NewHead, FrozenThenTold, Shorter, WithBuffer, WithParameter, InsideAUnit,
 ]  # fmt: skip
-
+SEVERAL = [TwoAppended, InFront, Shorter, WithParameter]
 
 ONE: dict[str, Any] = {}
 
@@ -160,7 +160,7 @@ def grown(pipeline: dict[str, Any] | None, kinds: list[type[Growing]], folder: s
             **options,
         }
         run = trainer(pipeline, **given)
-        run.fit(module, loader(), loader(seed=4))
+        run.fit(module, loader(), loader(8, seed=4))
         metrics = run.callback_metrics.items()
         logged = {name: float(value) for name, value in metrics if not name.startswith("pipeline/")}
         every = [p for group in run.optimizers[0].param_groups for p in group["params"]]
@@ -168,31 +168,35 @@ def grown(pipeline: dict[str, Any] | None, kinds: list[type[Growing]], folder: s
             map(id, module.parameters())
         )  # of a layer that was taken away one stage alone has the values
         listed = [tuple(p.shape) if id(p) in there else None for p in every]
-        (predicted, *_) = run.predict(module, loader(seed=5))  # as it is now
+        (predicted, *_) = run.predict(module, loader(8, seed=5))  # as it is now
         found[kind.__name__] = (weights(module), logged), listed, predicted
     return found
 
 
 @pytest.mark.parametrize(
-    "pipeline",
-    [
-        {"stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
-        {"stages": 2, "num_microbatches": 1, "schedule": "ZBH1"},
-        {"stages": 2, "num_microbatches": 2, "stages_per_rank": 2, "schedule": "Interleaved1F1B"},
-        {"stages": 2, "num_microbatches": 2, "schedule": "GPipe", "loss_over_batch": True},
+    ("pipeline", "kinds"),
+    [  # in `make test` each kind under one of the schedules
+        (
+            {"stages": 2, "num_microbatches": 4, "schedule": "1F1B"},
+            chosen(KINDS, *map(KINDS.index, [NewHead, FrozenThenTold, WithBuffer, InsideAUnit])),
+        ),
+        ({"stages": 2, "num_microbatches": 1, "schedule": "ZBH1"}, SEVERAL),
+        (
+            {"stages": 2, "num_microbatches": 2, "stages_per_rank": 2, "schedule": "Interleaved1F1B"},
+            chosen(SEVERAL, 1, 2),
+        ),
+        (
+            {"stages": 2, "num_microbatches": 2, "schedule": "GPipe", "loss_over_batch": True},
+            chosen(SEVERAL, 0, 3),
+        ),
     ],
     ids=["1F1B", "ZBH1", "Interleaved1F1B", "over the batch"],
 )
 def test_a_module_that_changes_in_a_run_is_what_it_is_on_one_device(
-    ranks: Ranks, tmp_path: Path, pipeline: dict[str, Any]
+    ranks: Ranks, tmp_path: Path, pipeline: dict[str, Any], kinds: list[type[Growing]]
 ) -> None:
     if not ONE:
         ONE.update(ranks(1)(grown, None, KINDS, str(tmp_path))[0])
-    kinds = (
-        chosen(KINDS, *range(1, len(KINDS)))
-        if pipeline["schedule"] == "1F1B"
-        else [TwoAppended, InFront, Shorter, WithParameter]
-    )
     both = ranks(2)(grown, pipeline, kinds, str(tmp_path), timeout=180)
     assert any(found[kind.__name__][2] is not None for found in both for kind in kinds)
     for found in both:

@@ -258,18 +258,18 @@ class Counted(pl.Callback):
             self.counts.append(count)
 
 
-def fit_counting(every: int | None) -> int:
+def fit_counting(every: int | None, epochs: int) -> int:
     counted = Counted()
     callbacks = [StageMemoryMonitor(every), counted]
-    trainer({"stages": 2, "num_microbatches": 2}, callbacks=callbacks, max_epochs=19).fit(
+    trainer({"stages": 2, "num_microbatches": 2}, callbacks=callbacks, max_epochs=epochs).fit(
         Regression(), loader()
     )
     return len(counted.counts)
 
 
-@pytest.mark.parametrize(("every", "steps"), [(None, 2), (19, 4)])
-def test_only_chosen_steps_are_counted(ranks: Ranks, every: int | None, steps: int) -> None:
-    assert ranks(2)(fit_counting, every) == [steps] * 2  # of 57; the first is always counted
+@pytest.mark.parametrize(("every", "epochs", "steps"), [(None, 19, 2), (5, 5, 4)])
+def test_only_chosen_steps_are_counted(ranks: Ranks, every: int | None, epochs: int, steps: int) -> None:
+    assert ranks(2)(fit_counting, every, epochs) == [steps] * 2  # of 57 and 15; the first is always counted
 
 
 def fit_briefly(options: dict[str, Any]) -> str:

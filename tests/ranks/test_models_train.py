@@ -1,4 +1,4 @@
-"""Ten optimizer steps of real models over stages: weights and optimizer state are those of one process."""
+"""Four optimizer steps of real models over stages: weights and optimizer state are those of one process."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from tests.pool import Pool
 from tests.unit.split.models import module_and_batch
 
 Ranks = Callable[[int], Pool]
-STEPS = 10
+STEPS = 4
 
 
 class Wrapped(pl.LightningModule):
@@ -97,7 +97,7 @@ def alone(name: str, microbatches: int) -> dict[str, Any]:
         ("bert", 4, "1F1B", 7), ("t5", 2, "1F1B", 4), ("t5", 4, "GPipe", 7), ("perceptron", 4, "1F1B", 7),
     ],
 )  # fmt: skip
-def test_weights_and_optimizer_state_after_ten_steps(
+def test_weights_and_optimizer_state_after_four_steps(
     ranks: Ranks, name: str, stages: int, schedule: str, microbatches: int
 ) -> None:
     expected = alone(name, microbatches)

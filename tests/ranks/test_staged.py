@@ -355,6 +355,7 @@ def test_no_phase_takes_more_than_a_share_and_a_tensor(ranks: Ranks, tmp_path: P
         )
 
 
+@pytest.mark.whole  # 10 s of CPU; the test before it bounds what each phase takes
 def test_a_run_goes_where_the_whole_module_does_not(ranks: Ranks, tmp_path: Path) -> None:
     layers, width = 8, 2896
     found = ranks(4)(under_a_limit, str(tmp_path), 4, layers, width, 240 * 2**20, group=False)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from tests.unit.split.nets import WIDTH, Net, assert_refused, assert_works, batch_of, same_or_refused, seeded
 from tests.unit.split.pipe import assert_same, piped
+from tests.whole import chosen
 
 Region = Callable[..., Any]
 
@@ -182,7 +183,7 @@ def test_gradients_are_those_without_checkpoints(kind, region, split_backward):
     torch.manual_seed(0)
     module, without = seeded(partial(kind, REGIONS[region])), seeded(partial(kind, plain))
     expected = piped(without, batch_of(), stages=1, steps=2)
-    for stages in (1, 2, 3):
+    for stages in chosen((1, 2, 3), 0, 2):
         assert_same(
             piped(module, batch_of(), stages=stages, steps=2, split_backward=split_backward), expected
         )
