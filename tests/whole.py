@@ -33,7 +33,6 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_checkpoint_resume.py::test_resume_at_an_epochs_end_and_in_its_middle_is_exact": (
         "{'stages': 2, 'num_microbatches': 2}", "{'stages': 4, 'num_microbatches': 2}",
     ),
-    "tests/ranks/test_checkpoint_resume.py::test_hops_between_layouts_keep_every_bit": ("stages per rank",),
     "tests/ranks/test_checkpoint_settings.py::test_checksums_are_those_that_were_asked_for": ("off",),
     "tests/ranks/test_compiled_module.py::test_a_compiled_module_trains_as_an_uncompiled_one": ("1-*",),
     "tests/ranks/test_configure_optimizers.py::test_groups_are_those_of_one_device_on_every_stage": (
