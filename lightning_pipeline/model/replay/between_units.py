@@ -6,6 +6,7 @@ The second is that of a backward, in regions of activation checkpointing, with u
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -52,6 +53,30 @@ _DRAWS_BY_VALUE = frozenset(
 )
 
 
+class _Unwritten:
+    """Tensors with what belongs to them, for as long as they live and nothing is written into them."""
+
+    def __init__(self) -> None:
+        self._all: dict[int, tuple[ref[Tensor], int, Any]] = {}
+
+    def add(self, tensor: Tensor, belongs: Any) -> None:
+        """Know one."""
+        self._all[id(tensor)] = ref(tensor), tensor._version, belongs
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether this very tensor is known, and not one at the same place in memory."""
+        found = self._all.get(id(tensor))
+        return found is not None and found[0]() is tensor and found[1] == tensor._version
+
+    def of(self, tensor: Tensor) -> Any:
+        """What belongs to one that is known."""
+        return self._all[id(tensor)][2]
+
+    def clear(self) -> None:
+        """Let go of what belongs to them."""
+        self._all.clear()
+
+
 class GlueRun:
     """One micro-batch on one stage: the forward, or what its backward runs again.
 
@@ -77,8 +102,8 @@ class GlueRun:
         self.is_last = view.is_last
         self._drawing = self._in_operation = False
         self._error: SplitError | None = None
-        self._handed_ids: set[int] = set()
-        self._partial_ids: set[int] = set()
+        self._handed, self._partial = _Unwritten(), _Unwritten()
+        self._copies = _Unwritten()  # of what own units return
         self._taint = Taint(view.mode, self._poisoned_read)
         self._outer_hooks = top_hooks()
         self.remembered = view.remembered
@@ -193,9 +218,9 @@ class GlueRun:
             tensor = self._view.placeholder(key, spec)
         elif key in self._view.mutated:
             tensor = tensor.clone()
-        self._handed_ids.add(id(tensor))
+        self._handed.add(tensor, None)
         if key in self._view.read_before:
-            self._partial_ids.add(id(tensor))
+            self._partial.add(tensor, None)
         return tensor
 
     def _check_not_lost(self) -> None:
@@ -275,13 +300,18 @@ class GlueRun:
 
     # ---- functions between units
 
-    def is_handed(self, tensor: Tensor) -> bool:
-        """Whether glue got this very tensor as the output of a unit of an earlier stage."""
-        return id(tensor) in self._handed_ids
+    def hooked(self, tensor: Tensor) -> Tensor | None:
+        """Where a hook on a gradient goes: None where the tensor is the output of a unit of an earlier stage.
+
+        What goes out of an own unit's stage is not the copy that the step writes into.
+        """
+        if tensor in self._handed:
+            return None
+        return self._copies.of(tensor) if tensor in self._copies else tensor
 
     def has_part_of_gradient(self, tensor: Tensor) -> bool:
         """Whether an earlier stage reads this tensor too, so that its gradient is whole only there."""
-        return id(tensor) in self._partial_ids
+        return tensor in self._partial
 
     def at_mark(self) -> bool:
         """Whether the next random number is one of code between units."""
@@ -350,8 +380,10 @@ class _GlueFunctions(TorchFunctionMode):
         if data_set_without_values(func, args):
             run.guard()
             return None
-        if func is Tensor.register_hook and run.is_handed(args[0]):
-            return _NoHandle()
+        if func is Tensor.register_hook:
+            if (target := run.hooked(args[0])) is None:
+                return _NoHandle()
+            args = (target, *args[1:])
         if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):
             return None
         kept = run.keeping(args, kwargs)

@@ -104,6 +104,7 @@ class Replay(GlueRun):
     def close(self) -> None:
         """Let go of all values. This object is part of a circle, which is collected some time later."""
         self._received, self._raw = {}, {}
+        self._copies.clear()
         self.replayed = Replayed(None, None, [])
         self._taint.close()
 
@@ -199,6 +200,7 @@ class Replay(GlueRun):
             specs.append(view.spec_of(key, tensor))
             if key in view.mutated:
                 tensors[leaf], copied = tensor.clone(), True
+                self._copies.add(tensors[leaf], tensor)
         self._entries.append((unit, nth, structure, tuple(specs), states))
         if copied:
             output = self._put_together(tensors, structure, around)

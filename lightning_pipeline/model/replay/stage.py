@@ -145,7 +145,7 @@ class StageProgram(Stage):
                 self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient
             )
             try:
-                with reentrant_checkpoint_replaced(lambda: replay.inside) as regions:
+                with reentrant_checkpoint_replaced(lambda: replay.inside, self.view.modules) as regions:
                     yield replay
                 again = replay.replayed.again = replay.again() if step.weights is not None else None
                 if again is not None:
@@ -200,6 +200,11 @@ class StageProgram(Stage):
             raise SplitError(
                 f"{step.name} returned {what}; it must return a tensor, a dict with 'loss', or None"
             )
+        if loss is not None and loss.numel() != 1:
+            raise SplitError(
+                f"{step.name} returned a loss of shape {tuple(loss.shape)}; a backward begins at one number: "
+                "return its mean or sum, or `(loss * weights).sum()`"
+            )
         step.results[microbatch] = map_tensors(Tensor.detach, result)
         step.losses[microbatch] = None if loss is None else loss.detach()
         roots = [] if loss is None else self._roots(microbatch, step, loss)
@@ -252,7 +257,7 @@ class StageProgram(Stage):
             with (
                 again.running(),
                 self._deferring(queue, roots),
-                reentrant_checkpoint_replaced(lambda: again.inside),
+                reentrant_checkpoint_replaced(lambda: again.inside, self.view.modules),
             ):
                 torch.autograd.backward(roots, gradients)
         except CheckpointError as error:

@@ -1,12 +1,13 @@
 """Activation checkpointing and replay."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Call
@@ -140,14 +141,16 @@ class ReentrantRegions:
 
     Args:
         inside: Whether a unit runs.
+        modes: Of all modules. That kind computes by those of the recomputation, this one by the forward's
+            with what is saved in the recomputation, so that they have to be the same.
 
     Attributes:
         open: How many regions run now.
         replaced: Whether there was one.
     """
 
-    def __init__(self, inside: Callable[[], Any]) -> None:
-        self._inside, self.open, self.replaced = inside, 0, False
+    def __init__(self, inside: Callable[[], Any], modes: Callable[[], list[bool]]) -> None:
+        self._inside, self._modes, self.open, self.replaced = inside, modes, 0, False
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Checkpoint `function(*args)`, between units the non-reentrant way."""
@@ -157,22 +160,32 @@ class ReentrantRegions:
             with torch.no_grad():  # as there: torch warns that such a region is not trained
                 return function(*args)
         self.open, self.replaced = self.open + 1, True
+        before = self._modes()
+
+        def in_the_same_modes(*given: Any) -> Any:
+            if self._modes() != before:
+                raise CheckpointError("modes of modules have changed since the forward")
+            return function(*given)
+
         try:
             return torch.utils.checkpoint.checkpoint(
-                function, *args, use_reentrant=False, preserve_rng_state=preserve
+                in_the_same_modes, *args, use_reentrant=False, preserve_rng_state=preserve
             )
         finally:
             self.open -= 1
 
 
 @contextmanager
-def reentrant_checkpoint_replaced(inside: Callable[[], Any]) -> Iterator[ReentrantRegions]:
+def reentrant_checkpoint_replaced(
+    inside: Callable[[], Any], modules: Iterable[nn.Module] = ()
+) -> Iterator[ReentrantRegions]:
     """Run reentrant checkpoints between units as non-reentrant ones.
 
     Args:
         inside: Whether a unit runs.
+        modules: All that a backward may run again.
     """
-    regions = ReentrantRegions(inside)
+    regions = ReentrantRegions(inside, lambda: [module.training for module in modules])
     with patched(torch.utils.checkpoint, {"CheckpointFunction": regions}):
         yield regions
 

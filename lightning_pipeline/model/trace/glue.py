@@ -260,10 +260,10 @@ class Glue:
 
     def hook_registered(self, tensor: Tensor) -> None:
         """A gradient hook was put on a tensor between units."""
-        derived = self._observed.tags.of(tensor)
-        if any(t.kind == "value" for t in derived) and not any(
-            r() is tensor for r in self._observed.values.values()
-        ):
+        observed = self._observed
+        returned = any(known() is tensor for known in observed.values.values())
+        written = any((tag.call, tag.leaf) in observed.trace.mutated for tag in observed.handed.of(tensor))
+        if any(t.kind == "value" for t in observed.tags.of(tensor)) and (written or not returned):
             self._hooks.append((len(self._observed.trace.calls), user_line(self._observed.root)))
 
     def check_hooks(self) -> None:

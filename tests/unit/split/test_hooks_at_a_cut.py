@@ -243,3 +243,70 @@ def test_retained_gradients_are_those_of_one_device_on_every_rank(kind, split_ba
         for mine, h in zip(split.root.kept, one.kept, strict=True):
             torch.testing.assert_close(mine, h.detach())
             torch.testing.assert_close(mine.grad, h.grad)
+
+
+class Grows(nn.Module):
+    """What it returns was written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(x).mul_(0.5).add_(x)
+
+
+class HookedThenWritten(Net):
+    """A hook on what a layer returned, which is written in place then."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            before = h
+            h = layer(h)
+            h.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+            h.mul_(0.9)
+            h = h + before
+        return h
+
+
+@pytest.mark.parametrize("cut", [["layers.1"], ["layers.0", "layers.2"]])
+def test_a_hook_on_what_is_written_in_place_later_is_called_with_all_of_its_gradient(cut) -> None:
+    module = seeded(lambda: HookedThenWritten(Grows))
+    expected = alone(module, batch_of(8), num_microbatches=4)
+    assert_same(piped(module, batch_of(8), len(cut) + 1, 4, how=cut), expected)
+
+
+class WrittenThenHooked(Net):
+    """What a layer returned is written in place and dropped, so that its identity may come again."""
+
+    def body(self, h: Tensor) -> Tensor:
+        first = h
+        h = self.layers[0](h)
+        h.mul_(0.9)
+        h = h + first
+        for layer in self.layers[1:]:
+            h = layer(h)
+            h.register_hook(lambda gradient: gradient * 1.5)
+        return h
+
+
+def test_a_hook_is_called_whatever_tensor_had_its_identity_before() -> None:
+    module = seeded(lambda: WrittenThenHooked(Grows))
+    expected = alone(module, batch_of(8), num_microbatches=8)
+    assert_same(piped(module, batch_of(8), 2, 8, how=["layers.1"]), expected)
+
+
+class HookedAfterWrite(Net):
+    """A hook on what a layer returned, after it was written in place."""
+
+    def body(self, h: Tensor) -> Tensor:
+        for layer in self.layers:
+            h = layer(h)
+            h.mul_(0.9)
+            h.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return h
+
+
+def test_a_hook_on_what_was_written_in_place_is_refused() -> None:
+    with pytest.raises(PipelineError, match="is on a value computed between units"):
+        piped(seeded(HookedAfterWrite), batch_of(), how=["layers.1"])

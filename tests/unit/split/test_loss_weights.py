@@ -339,3 +339,21 @@ def test_weights_of_classes_and_smoothing_in_the_step_are_those_of_the_whole_bat
     module = OwnLoss(inner, causal=name in ("gpt2", "llama"))
     stages, number = {"gpt2": (2, 4), "llama": (3, 7), "t5": (3, 4), "bert": (2, 7)}[name]
     assert_whole(module, data, stages, number, how="auto")
+
+
+class OfEachSample(Module):
+    """Its loss has a value for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for layer in self.layers:
+            batch = layer(batch)
+        return batch.pow(2).mean(1)
+
+
+def test_a_loss_of_several_values_is_refused_as_by_torch() -> None:
+    with pytest.raises(SplitError, match=r"returned a loss of shape \(2,\); a backward begins at one number"):
+        piped(OfEachSample(), torch.randn(4, 4))

@@ -25,7 +25,8 @@ def test_most_of_them_run() -> None:
 def test_a_unit_that_computes_otherwise_without_gradients_is_refused_in_a_reentrant_region() -> None:
     for seed in (93, 97):
         assert "computes other values without gradients than with them" in outcome_of(random_program(seed))
-    assert "such as after self.eval() at the end" in outcome_of(random_program(243))
+    for seed in (243, 7213):  # 7213: a layer keeps in training what looks like what was kept in evaluation
+        assert "such as after self.eval() at the end" in outcome_of(random_program(seed))
     assert [outcome_of(random_program(seed)) for seed in (53, 70, 371)] == ["equal"] * 3
 
 
