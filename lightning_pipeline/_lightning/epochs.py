@@ -13,10 +13,10 @@ from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.loops.progress import _BaseProgress
 
 # How many batches of a loader a loop takes. Since 2.0.
-from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches
+from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches, _resolve_overfit_batches
 from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
-from lightning.pytorch.utilities.data import sized_len
+from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 
 from lightning_pipeline.patching import Undo, all_undone, patch
 
@@ -174,6 +174,28 @@ def progress_of(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
         pending += [(f"{label}.{name}", one) for name, one in vars(held).items() if isinstance(one, kinds)]
 
 
+@contextmanager
+def in_sanity_check(trainer: Trainer) -> Iterator[None]:
+    """Inside, `trainer.sanity_checking` says so. Since 1.5."""
+    before, trainer.state.stage = trainer.state.stage, RunningStage.SANITY_CHECKING
+    try:
+        yield
+    finally:
+        trainer.state.stage = before
+
+
+def _in_order(trainer: Trainer, combined: CombinedLoader, stage: RunningStage) -> CombinedLoader:
+    """With `overfit_batches` loops do not shuffle: they take other loaders, and warn of it. Since 1.5."""
+    shuffles = trainer.overfit_batches and not any(map(has_iterable_dataset, combined.flattened))  # type: ignore[attr-defined]
+    if not shuffles:
+        return combined
+    found = CombinedLoader(combined.iterables, combined._mode)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _resolve_overfit_batches(found, stage)
+    return found
+
+
 def show_loaders(trainer: Trainer, loop: Any, combined: CombinedLoader, limit: int | float) -> Undo:
     """Let a loop that has no loaders yet have these, and count their batches; gives the undoing. Since 2.0.
 
@@ -191,6 +213,7 @@ def show_loaders(trainer: Trainer, loop: Any, combined: CombinedLoader, limit: i
         id(trainer.predict_loop): RunningStage.PREDICTING,
     }  # fmt: skip
     stage = stages.get(id(loop), RunningStage.VALIDATING)
+    combined = _in_order(trainer, combined, stage)
     lengths = [_length(one) for one in combined.flattened]
     limits = [_parse_num_batches(stage, length, limit) for length in lengths]
     values: dict[str, Any] = {"_combined_loader": combined}

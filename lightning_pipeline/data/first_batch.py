@@ -1,7 +1,7 @@
 """The batch that a module is traced with: looked at before the run, which sees the same data as ever."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +60,8 @@ class EarlyLoaders:
             if not self._is_limited_to_none(one):
                 loaders = asked[one] if one in asked else self._request(one)
                 step = _lightning.STEPS[one]
+                if one == TrainerFn.FITTING and self._is_refused(loaders):
+                    continue
                 found = self._first(loaders, step)
                 if found is not None:
                     return step, self._step_arguments(step, loaders, found[0])
@@ -95,6 +97,10 @@ class EarlyLoaders:
         finally:
             all_undone(undo)()
 
+    def _is_refused(self, loaders: Any) -> bool:
+        """Training takes its loaders side by side only: the loop says so when it comes to them."""
+        return _lightning.is_sequential(_lightning.as_combined(loaders, sequential=False))
+
     def _is_limited_to_none(self, function: TrainerFn) -> bool:
         return _lightning.batch_limit(self._trainer, function) == 0
 
@@ -114,7 +120,9 @@ class EarlyLoaders:
         if not source.is_defined():
             return None
         before = random_states()
-        loaders = _lightning.request_loaders(source)
+        checks = function == TrainerFn.VALIDATING and self._trainer.state.fn == TrainerFn.FITTING
+        with _lightning.in_sanity_check(self._trainer) if checks else nullcontext():
+            loaders = _lightning.request_loaders(source)
         _lightning.explain_loaders(source, loaders, function)
         after = random_states()
         set_random_states(before)

@@ -9,12 +9,14 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     TensorDataset,
     default_collate,
     random_split,
@@ -47,7 +49,7 @@ class DrawsData(Regression):
         return DataLoader(self.train_part, batch_size=8, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        self.calls.append("val_dataloader")
+        self.calls.append(f"val_dataloader, check: {self.trainer.sanity_checking}")
         return DataLoader(
             TensorDataset(
                 torch.randn(8, FEATURES, dtype=torch.float64), torch.randn(8, TARGETS, dtype=torch.float64)
@@ -98,6 +100,43 @@ def test_data_that_hooks_draw_are_those_of_one_device(ranks: Ranks, options: dic
         )  # training's loader is asked for before the sanity check's batches
         loads = [[call for call in some if "loader" in call] for some in (made, calls)]
         assert loads[0] == loads[1]
+
+
+class Overfits(Regression):
+    """Looks at how its loader goes through the data."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert isinstance(self.trainer.train_dataloader.sampler, SequentialSampler)
+        return self.loss(batch)
+
+
+def overfitted(pipeline: dict[str, Any] | None) -> Any:
+    module = Overfits()
+    trainer(pipeline, overfit_batches=1, max_epochs=1).fit(module, loader(shuffle=True))
+    return weights(module), {}
+
+
+def one_after_the_other(pipeline: dict[str, Any] | None, val: bool) -> str:
+    both = CombinedLoader([loader(), loader(seed=4)], "sequential")
+    try:
+        trainer(pipeline).fit(Regression(), both, loader(seed=4) if val else None)
+    except ValueError as error:
+        return str(error)
+    return "it trained"
+
+
+def test_loaders_are_in_a_step_what_overfitting_makes_of_them(ranks: Ranks) -> None:
+    expected = overfitted(None)
+    for found in ranks(2)(overfitted, TWO):
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("val", [True, False])
+def test_loaders_one_after_the_other_are_refused_in_lightnings_words(ranks: Ranks, val: bool) -> None:
+    told = one_after_the_other(None, val)
+    assert "does not support" in told
+    for found in ranks(2)(one_after_the_other, TWO, val):
+        assert found.startswith(told)
 
 
 class Stream(IterableDataset[Any]):

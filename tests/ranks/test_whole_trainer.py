@@ -213,8 +213,14 @@ def test_throughput_of_a_validation_counts_a_batch_once(ranks: Ranks, tmp_path: 
     assert found == one  # with several replicas there would be rates of all, beside a device's
 
 
-def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
-    first, second = ranks(2).outcomes(says, {"stages": 2})
+class Uploads(CSVLogger):
+    """As loggers of services have it."""
+
+    _log_model = "all"
+
+
+def test_a_run_says_once_what_it_does(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).outcomes(says, {"stages": 2}, str(tmp_path))
     assert (
         first.output.count("1F1B: 8 micro-batches (num_microbatches='auto') of a batch of 8, 2 stages") == 1
     )
@@ -222,6 +228,8 @@ def test_a_run_says_once_what_it_does(ranks: Ranks) -> None:
     assert first.output.count("a pipeline does not pay") == 1
     assert first.output.count("of the estimated cost and stays on one stage") == 1
     assert "num_microbatches" not in second.output
+    assert first.output.count("Uploads(log_model=...) uploads checkpoints that are one file") == 1
+    assert "LeafSpec" not in first.output + second.output  # Lightning's, on every rank
 
 
 class Uneven(Regression):
@@ -230,8 +238,8 @@ class Uneven(Regression):
         self.net = nn.Sequential(nn.Linear(6, 64), nn.Linear(64, 64), nn.Linear(64, 3)).double()
 
 
-def says(pipeline: dict[str, Any]) -> None:
-    module, run = Uneven(), trainer(pipeline)
+def says(pipeline: dict[str, Any], folder: str) -> None:
+    module, run = Uneven(), trainer(pipeline, logger=Uploads(folder))
     run.fit(module, loader(24), loader(seed=4))
     run.validate(module, loader(seed=4), verbose=False)
     run.predict(module, loader(seed=4))
