@@ -91,7 +91,7 @@ def _trainer(trainer: Trainer) -> Iterator[str]:
         yield "sync_batchnorm=True does not work across replicas of a pipeline yet: leave it out"
     folders = trainer.strategy._settings.save_distributed_checkpoint is not False  # type: ignore[attr-defined]
     for logger in trainer.loggers:
-        if folders and uploads_checkpoints(logger):
+        if folders and trainer.state.fn == TrainerFn.FITTING and uploads_checkpoints(logger):
             rank_zero_warn(
                 f"{type(logger).__name__}(log_model=...) uploads checkpoints that are one file, and those of "
                 "a pipeline are folders: nothing will be uploaded. save_distributed_checkpoint=False writes "
