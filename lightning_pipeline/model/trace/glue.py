@@ -50,6 +50,8 @@ _SUMMING = frozenset(
     )
 )  # fmt: skip
 _PRODUCTS = frozenset({"aten::mm", "aten::mv", "aten::bmm"})
+_FOLLOWED = frozenset({"sum", "nansum", "mm", "mv", "bmm"})
+"""Over samples, where values of units meet what is made of them in a loss."""
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 
@@ -385,6 +387,16 @@ class MixingSeen:
             name, _, line = found.partition(" ")
             self._observed.trace.mixed.setdefault(line, (name, position))
 
+    def _meets_values(self, own: Iterable[Tensor]) -> None:
+        """Values of units are combined with these, such as advantages or targets standardized over the batch.
+
+        What is divided by a sum is left to the loss, whose sums are followed.
+        """
+        for _, position, _, found in self._summed.union(one for one in own if self._has_rows([one])):
+            name, _, line = found.partition(" ")
+            if name not in _FOLLOWED:
+                self._observed.trace.mixed.setdefault(line, (name, position))
+
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation has run.
 
@@ -398,7 +410,10 @@ class MixingSeen:
         trace = self._observed.trace
         if not trace.calls and any(tag.kind == "state" for tag in self._observed.tags.union(operands)):
             trace.states_first = True
-        if self._samples < 2 or any(map(is_placeholder, (*operands, *results))):
+        if self._samples < 2:
+            return
+        if any(map(is_placeholder, (*operands, *results))):
+            self._meets_values([one for one in operands if not is_placeholder(one)])
             return
         if torch.Tag.nondeterministic_seeded in func.tags or any(map(self._drawn.of, operands)):
             for tensor in results:

@@ -131,6 +131,21 @@ def weighted_after(self, x, y):
     return loss + (rows * share.roll(1)).sum() / total + (rows * (y[:, 1] > 0)).sum() / (y[:, 1] > 0).sum()
 
 
+def advantages(self, x, y):
+    """What the loss alone has is the batch's, as of policy gradients with normalised advantages."""
+    gain, counted = y[:, 0], (y[:, 1] > 0).sum()
+    gain = (gain - gain.mean()) / (gain.std() + 1e-8)
+    ratio = (self.net(x).log_softmax(-1)[:, 0] + 1).exp()
+    self.log("gain", gain.pow(2).mean())
+    least = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
+    return -least.mean() + (ratio.square() * (y[:, 1] > 0)).sum() / counted
+
+
+def standardized_targets(self, x, y):
+    out = self.net(x)
+    return nn.functional.smooth_l1_loss(out, (y - y.mean(0)) / y.std(0)) + (out * (y / y.amax(0))).mean()
+
+
 def decorrelated(self, x, y):
     x = x @ torch.linalg.inv(x.T @ x / len(x) + torch.eye(6, dtype=torch.float64))
     return nn.functional.mse_loss(self.net(x), y)
@@ -212,7 +227,10 @@ class Mixed(Regression):
 
 
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
-BY_ORDER = (flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views)
+BY_LOSS = (advantages, standardized_targets)
+BY_ORDER = (
+    flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
+)  # fmt: skip
 UNSEEN = (from_the_first, by_numbers, by_a_distribution)  # by a trace, or not all of it
 BY_CHANCE = (mixup, mixup_by_torch, cutmix, weighted_by_chance)
 
