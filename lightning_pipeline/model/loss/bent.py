@@ -86,6 +86,8 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) ->
         kwargs: Likewise.
         seen: The call of the whole batch; None where it is not known.
     """
+    if func in LOSSES and _is_weighted_otherwise(known, args, kwargs, seen):
+        return Bent(_unknown, (), always=True)
     if not (_has_number(known, args) or _has_number(known, tuple(kwargs.values()))):
         return None
     notes = _Notes(known)
@@ -104,6 +106,31 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) ->
     if func is Tensor.__setitem__:
         return Bent(_with_item, *made, always=True)
     return Bent(func, *made, always=always, by_unit=func in ARITHMETIC and always and not notes.other)
+
+
+def _is_weighted_otherwise(known: _Known, args: Any, kwargs: Any, seen: Seen | None) -> bool:
+    """Whether a loss is given something beside its samples that the whole batch has otherwise: a `pos_weight`."""
+    named = {name: value for name, value in kwargs.items() if name not in ("input", "target")}
+    beside = (*args[2:], *named.values())
+    if any(isinstance(one, Tensor | float) and _is_of_batch(known, one) for one in beside):
+        return True
+    if seen is None:
+        return False
+    theirs = (*seen.args[2:], *(seen.kwargs.get(name) for name in named))
+    return any(map(_differs, beside, theirs))
+
+
+def _is_of_batch(known: _Known, value: Tensor | float) -> bool:
+    share = known.of(value)
+    return known.bent(value) is not None or (share is not None and (share.single or bool(share.lost)))
+
+
+def _differs(mine: Any, theirs: Any) -> bool:
+    """Whether both are known, of one form, and not the same."""
+    if isinstance(mine, Tensor):
+        form = theirs if isinstance(theirs, Form) and theirs.shape == tuple(mine.shape) else Form(())
+        return form.value is not None and not is_placeholder(mine) and not torch.equal(mine, form.value)
+    return isinstance(mine, float) and isinstance(theirs, float) and mine != theirs
 
 
 def _has_number(known: _Known, values: Any) -> bool:

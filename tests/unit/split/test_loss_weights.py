@@ -198,6 +198,50 @@ def test_a_loop_over_samples_whose_sum_is_bent_is_taken_for_a_mean_with_a_warnin
         piped(Step(loss), batch(), 2, 3, follow=True)
 
 
+def _by_balance(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    there = batch["mask"]
+    weight = (there == 0).sum() / (there == 1).sum()
+    return F.binary_cross_entropy_with_logits(logits[..., 0], there, pos_weight=weight)
+
+
+def _by_numbers(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    there = batch["mask"]
+    weight = torch.tensor((there == 0).sum().item() / (there == 1).sum().item(), dtype=there.dtype)
+    return F.binary_cross_entropy_with_logits(logits[..., 0], there, pos_weight=weight)
+
+
+def _by_array(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    there = batch["mask"].numpy()
+    weight = torch.as_tensor((there == 0).mean() / there.mean())
+    return F.binary_cross_entropy_with_logits(logits[..., 0], batch["mask"], None, None, None, "mean", weight)
+
+
+def _by_classes(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    target = batch["target"].clamp(min=0)
+    weights = torch.stack([len(target) / (1 + (target == one).sum()) for one in range(CLASSES)])
+    return F.cross_entropy(logits.transpose(1, 2), target, weights.to(logits.dtype))
+
+
+def _by_deviation(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    return F.huber_loss(logits[..., 0], batch["mask"], delta=batch["mask"].std().item())
+
+
+@pytest.mark.parametrize("loss", [_by_balance, _by_numbers, _by_array, _by_classes, _by_deviation])
+def test_a_loss_weighted_by_what_the_whole_batch_has_is_warned_of(loss: Any) -> None:
+    """`pos_weight` and the like are a micro-batch's own, and no divisor."""
+    with pytest.warns(UserWarning, match="in another way than by adding up"):
+        piped(Silent(lambda module, *given: loss(*given)), batch(), 2, 3, follow=True)
+
+
+def _by_a_constant(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    weight = torch.tensor(2.5, dtype=logits.dtype)
+    return F.binary_cross_entropy_with_logits(logits[..., 0], batch["mask"], pos_weight=weight)
+
+
+def test_a_loss_with_a_constant_weight_is_a_mean() -> None:
+    assert_whole(Silent(_by_a_constant), batch(), 2, 3)
+
+
 def test_a_divisor_that_the_models_values_count_is_refused() -> None:
     def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
         sure = (logits.softmax(-1).amax(-1) > 0.95).double()
