@@ -7,6 +7,8 @@ is Python text over a batch of `N` samples:
   `w` (N) weights above 0;
 * `h` (N, 8) hidden values, `o` (N, 3) outputs, `loss` what the step returns;
 * `s` the module, `q` (3) weights of classes.
+
+From seed `WEIGHTED_FROM` on losses are weighted by numbers of the batch alone, too.
 """
 
 import math
@@ -117,6 +119,30 @@ _PLAIN = (
     "math.log(abs(P) + 1)", "(N * P).item()", "(N / (abs(P) + 1)).item()", "(R.sum() / (abs(P) + 1))", "(N + P)", "float(f'{P:.4f}')", "N.tolist()", "s.global_step", "(P - P) / 2", "100 * P",
     "sum(math.sqrt(abs(p)) for p in R.tolist()) / len(x)", "complex(P, 0).real", "P // 0.01 * 0.01",
 )  # fmt: skip
+_OF_BATCH = (
+    "m.double().mean()", "((~m).sum() / m.sum().clamp(min=1))", "w.mean()", "y.std()", "float(m.sum())", "y.abs().max()",
+    "x.norm()", "(v == 1).double().mean()", "v.bincount(minlength=3).double().max()", "(m.sum().item() / len(x))",
+    "x[0, 0].abs().item()", "abs(x.mean().item())", "y[:, 0].median()", "torch.as_tensor(m.numpy().mean())",
+    "F.one_hot(v, 3).sum(0)[1]", "x.softmax(0)[0].sum()", "0.7", "s.beta", "(w * m).sum() / w.sum()", "len(v.unique())",
+)  # fmt: skip
+"""Numbers of the batch alone."""
+_WEIGHTED = (
+    "F.binary_cross_entropy_with_logits(o[:, 1], m.double(), pos_weight=torch.as_tensor(B))", "R.mean() * B",
+    "F.huber_loss(o, y, delta=float(B) + 0.1)", "F.smooth_l1_loss(o, y, beta=float(B) + 0.1)", "(R - B).pow(2).mean()",
+    "F.cross_entropy(o, v, torch.stack([1 / (1 + (v == k).sum()) for k in range(3)]).double())", "(R * B).mean()",
+    "F.mse_loss(o, y / (1 + B))", "R.mean() / (1 + B)", "F.margin_ranking_loss(o[:, 0], o[:, 1], y[:, 0].sign(), float(B))",
+    "(R * w / w.mean()).mean()", "(R - (w - w.mean()) / w.std()).pow(2).mean()", "(torch.where(m, B, 1.0) * R).mean()",
+    "R.clamp(max=float(B)).mean()", "F.cross_entropy(o * B, v)", "F.cross_entropy(o + (1 + F.one_hot(v, 3).sum(0)).log(), v)",
+    "(R * (1 / (1 + v.bincount(minlength=3)))[v]).mean()", "(R * (B if B > 0.4 else 1.0)).mean()", "(R * m).sum() / B",
+    "F.mse_loss(o, (y - y.mean(0)) / y.std(0))", "F.cross_entropy(o, v, label_smoothing=min(0.5, float(B) / 10))",
+    "(R * y[:, 0].argsort().argsort()).mean()", "R[w > w.median()].sum() / len(x)", "(R * (w > B)).mean()",
+    "F.binary_cross_entropy_with_logits(o, (y > 0).double(), pos_weight=1 + (y > 0).sum(0))", "torch.lerp(R, w, 0.2).mean() * B",
+    "F.binary_cross_entropy_with_logits(o, (y > 0).double(), weight=(y > 0).double().mean(0))", "R.mean() ** float(B)",
+    "F.triplet_margin_loss(o, y, -y, margin=float(B))", "F.cosine_similarity(o, y * B).mean()", "(R.mean() - B).abs()",
+    "F.poisson_nll_loss(o, y.abs() * B)", "F.kl_div(o.log_softmax(1), (y * B).softmax(1), reduction='batchmean')",
+)  # fmt: skip
+"""What a loss makes of such a number; drawn for seeds from `WEIGHTED_FROM` on."""
+WEIGHTED_FROM = 100_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -175,12 +201,14 @@ class _Drawer:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
+        self.weighted = seed >= WEIGHTED_FROM
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
         """A pattern with its rows `R`, numbers `N`, Python numbers `P` and thresholds `T` drawn."""
         makes = {
             "R": lambda: self.rows(depth, measured), "N": lambda: self.number(depth, measured),
             "P": lambda: self.plain(depth), "T": lambda: str(self.draw.choice((-0.2, 0.1, 0.3, 0.8))),
+            **({"B": lambda: self.draw.choice(_OF_BATCH)} if self.weighted else {}),
         }  # fmt: skip
         same = {key: make() for key, make in makes.items()} if self.draw.random() < 0.5 and depth < 3 else {}
         out = ""
@@ -210,6 +238,8 @@ class _Drawer:
         if not measured:  # of a loss, little that can be no sum
             kinds = (*(_NUMBERS, _LINEAR) * 10, _BENT, _PICKED, _MIXING)
         kind = self.draw.choice(kinds)
+        if self.weighted and self.draw.random() < 0.5:
+            kind = _WEIGHTED
         return "(" + self.filled(self.draw.choice(kind), depth + 1, measured) + ")"
 
     def plain(self, depth: int) -> str:

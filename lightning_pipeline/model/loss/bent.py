@@ -109,7 +109,7 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) ->
 
 
 def _is_weighted_otherwise(known: _Known, args: Any, kwargs: Any, seen: Seen | None) -> bool:
-    """Whether a loss is given something beside its samples that the whole batch has otherwise: a `pos_weight`."""
+    """Whether a loss has something beside its samples that the whole batch has otherwise: a `pos_weight`."""
     named = {name: value for name, value in kwargs.items() if name not in ("input", "target")}
     beside = (*args[2:], *named.values())
     if any(isinstance(one, Tensor | float) and _is_of_batch(known, one) for one in beside):
