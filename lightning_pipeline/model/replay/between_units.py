@@ -42,7 +42,7 @@ from lightning_pipeline.model.tensors import (
     user_line,
     written_tensors,
 )
-from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_hooks
+from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_hooks, makes_guard
 
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
@@ -248,11 +248,14 @@ class GlueRun:
             self.remembered.writes(tensor)
             if not is_placeholder(tensor):
                 self._taint.add(tensor)
+        if makes_guard(func):
+            self.remembered.goes_by_run()
         if self._in_operation:
             return run()
         if self._view.constants and (known := by_shape_alone(func, args)) is not args:
             return func(*known, **kwargs)
         if not self._drawing and torch.Tag.nondeterministic_seeded in func.tags:
+            self.remembered.goes_by_run()
             self._draw_alike(func, args, kwargs)
         self._in_operation = True
         try:

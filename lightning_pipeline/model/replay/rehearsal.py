@@ -135,6 +135,7 @@ class Rehearsal(Replay):
     ) -> Any:
         """Answer where a number is read, so that the run goes on, as the trace does."""
         if func._schema.name in SCALAR_READS:
+            self.remembered.goes_by_run()
             self._observer.guess.made = True
             if self._guesses.are_endless:
                 raise _EndlessError
@@ -144,6 +145,7 @@ class Rehearsal(Replay):
         try:
             result = super().placeholder_operation(func, args, kwargs, run)
         except DynamicOutputShapeException:
+            self.remembered.goes_by_run()
             self._observer.guess.made = True
             result = of_most(func, args, kwargs, self._of_some_size)
             if result is None and func._schema.name == "aten::bincount":
@@ -222,11 +224,13 @@ class Walk(Replay):
     ) -> Any:
         """Answer where a number is read, as the trace does: what is left behind after it counts, too."""
         if func._schema.name in SCALAR_READS:
+            self.remembered.goes_by_run()
             self._is_guess = True
             return self._guesses.answer(func, next(operands_of(args, kwargs)))
         try:
             result = super().placeholder_operation(func, args, kwargs, run)
         except DynamicOutputShapeException:
+            self.remembered.goes_by_run()
             self._is_guess = True
             result = of_most(func, args, kwargs, self._view.mode.make)
             if result is None:

@@ -18,15 +18,15 @@ class PlaceholderCache:
     """Placeholders that stay the same from one micro-batch to the next, and what glue makes of them.
 
     A function of such placeholders and of constants alone gives a placeholder that has no values either, so
-    that the one of the micro-batch before serves again. Where glue changes one of them in place, nothing is
-    remembered on this stage from then on.
+    that the one of the micro-batch before serves again, in a run of the step without units too. Where glue
+    changes one of them in place, nothing is remembered on this stage from then on.
     """
 
     def __init__(self) -> None:
         self._kept: dict[int, Tensor] = {}  # held, so that no identity is used twice
         self._results: dict[Hashable, Tensor] = {}
         self._off = False
-        self._wrote = False
+        self._lasts = True  # what the function that runs gives
 
     def keep(self, placeholder: Tensor) -> None:
         """This one stands for the same value of every micro-batch of its shape."""
@@ -37,10 +37,17 @@ class PlaceholderCache:
 
     def writes(self, tensor: Tensor) -> None:
         """An operation changes this tensor in place."""
-        self._wrote = True
+        self._lasts = False
         if id(tensor) in self._kept or id(tensor._base) in self._kept:
             self._off = True
             self._results.clear()
+
+    def goes_by_run(self) -> None:
+        """What the function that runs gives is for this run of the step alone, which has a part in it.
+
+        It answers in the place of values, or notes what its later answers go by: another run has others.
+        """
+        self._lasts = False
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function between units, or answer with what it gave before.
@@ -55,9 +62,9 @@ class PlaceholderCache:
             return func(*args, **kwargs)
         found = self._results.get(key)
         if found is None:
-            self._wrote = False
+            self._lasts = True
             found = func(*args, **kwargs)
-            if is_placeholder(found) and not self._wrote and id(found) not in self._kept:
+            if is_placeholder(found) and self._lasts and id(found) not in self._kept:
                 self.keep(found)
                 self._results[key] = found
         return found

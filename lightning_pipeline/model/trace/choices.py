@@ -482,6 +482,11 @@ _NEGATIONS = _all_of(_aten.logical_not, _aten.bitwise_not)
 _COMBINED = _all_of(_aten.bitwise_and, _aten.bitwise_or, _aten.logical_and, _aten.logical_or)
 
 
+def makes_guard(func: Any) -> bool:
+    """Whether an operation may make what `Guesses` notes, which each run has its own of."""
+    return func in _GUARDS or func in _NEGATIONS or func in _COMBINED
+
+
 class Guesses:
     """The answers of one run.
 
@@ -520,7 +525,7 @@ class Guesses:
             results: Tensors it has made.
         """
         guard = _GUARDS.get(func)
-        if guard is not None or func in _NEGATIONS or func in _COMBINED:
+        if makes_guard(func):
             kinds = {self._guards.of(operand) for operand in operands}
             known = kinds.pop() if len(kinds) == 1 else frozenset()
             if guard is None:

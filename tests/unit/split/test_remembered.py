@@ -8,11 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import FakeTensorMode
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import TensorSpec
 from lightning_pipeline.model.tensors.cache import PlaceholderCache
 from lightning_pipeline.model.tensors.operations import is_placeholder
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode
-from tests.unit.split.nets import Net, assert_works, batch_of
+from tests.unit.split.nets import Net, assert_works, batch_of, seeded
+from tests.unit.split.pipe import assert_whole
 
 
 @pytest.fixture
@@ -92,6 +94,34 @@ class InPlaceOnGlue(Net):
 
 def test_gradients_stay_right_where_glue_writes_into_its_results() -> None:
     assert_works(InPlaceOnGlue, batch_of(6), num_microbatches=3, steps=2)
+
+
+class WeightedAfterACheck(Net):
+    """Each run of the step is to be told that the check holds."""
+
+    def loss(self, h: Tensor, batch: dict[str, Any]) -> Tensor:
+        out, weight = self.head(h), batch["y"][:, 0].abs()
+        if not (out.abs() < 100).all().item():
+            raise ValueError("too large")
+        return ((out - batch["y"]).pow(2).mean(1) * weight).sum() / weight.sum()
+
+
+def test_each_run_without_units_is_told_that_what_code_checks_holds() -> None:
+    assert_whole(seeded(WeightedAfterACheck), batch_of(6), 2, 3)
+
+
+class MeanOfTheLarge(Net):
+    """How many there are is made up anew in each run without units."""
+
+    def loss(self, h: Tensor, batch: dict[str, Any]) -> Tensor:
+        out = self.head(h)
+        chosen = out.pow(2).masked_select(out.abs() > 0.3)
+        return chosen.sum() / chosen.numel()
+
+
+def test_a_size_that_one_run_without_units_makes_up_is_not_anothers() -> None:
+    with pytest.raises(SplitError, match="is divided by what differs between micro-batches"):
+        assert_whole(seeded(MeanOfTheLarge), batch_of(6), 2, 3)
 
 
 def test_what_an_operation_on_a_weight_gives_is_known_from_the_last_time(placeholder: Tensor) -> None:
