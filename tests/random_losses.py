@@ -138,7 +138,7 @@ _WEIGHTED = (
     "(R * y[:, 0].argsort().argsort()).mean()", "R[w > w.median()].sum() / len(x)", "(R * (w > B)).mean()",
     "F.binary_cross_entropy_with_logits(o, (y > 0).double(), pos_weight=1 + (y > 0).sum(0))", "torch.lerp(R, w, 0.2).mean() * B",
     "F.binary_cross_entropy_with_logits(o, (y > 0).double(), weight=(y > 0).double().mean(0))", "R.mean() ** float(B)",
-    "F.triplet_margin_loss(o, y, -y, margin=float(B))", "F.cosine_similarity(o, y * B).mean()", "(R.mean() - B).abs()",
+    "F.triplet_margin_loss(o, y, -y, margin=float(B) + 0.1)", "F.cosine_similarity(o, y * B).mean()", "(R.mean() - B).abs()",
     "F.poisson_nll_loss(o, y.abs() * B)", "F.kl_div(o.log_softmax(1), (y * B).softmax(1), reduction='batchmean')",
 )  # fmt: skip
 """What a loss makes of such a number; drawn for seeds from `WEIGHTED_FROM` on."""
@@ -288,6 +288,8 @@ def loss_program(seed: int) -> LossProgram:
         ({}, {}, {"schedule": "ZBH1"}, {"schedule": "Interleaved1F1B", "stages_per_rank": 2})
     )
     weighting = draw.choice(("auto",) * 8 + ("samples", "sum"))
+    if drawer.weighted:  # each micro-batch by itself would have its own number of the batch
+        weighting = "auto"
     options = {"num_microbatches": draw.choice((1, 2, 2, 3, 4, 4)), "loss_weighting": weighting, **schedule}
     calls = tuple(drawer.call() for _ in range(draw.choice((1, 2, 3, 3))))
     if weighting != "auto":  # the reference is made of parts, which would log each
