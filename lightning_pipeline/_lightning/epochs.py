@@ -14,7 +14,7 @@ from lightning.pytorch.loops.progress import _BaseProgress
 
 # How many batches of a loader a loop takes. Since 2.0.
 from lightning.pytorch.trainer.connectors.data_connector import _parse_num_batches, _resolve_overfit_batches
-from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 
@@ -185,8 +185,9 @@ def in_sanity_check(trainer: Trainer) -> Iterator[None]:
 
 
 def _in_order(trainer: Trainer, combined: CombinedLoader, stage: RunningStage) -> CombinedLoader:
-    """With `overfit_batches` loops do not shuffle: they take other loaders, and warn of it. Since 1.5."""
-    shuffles = trainer.overfit_batches and not any(map(has_iterable_dataset, combined.flattened))  # type: ignore[attr-defined]
+    """With `overfit_batches` loops of fit do not shuffle: they take other loaders, and warn. Since 1.5."""
+    overfits = trainer.state.fn == TrainerFn.FITTING and trainer.overfit_batches  # type: ignore[attr-defined]
+    shuffles = overfits and not any(map(has_iterable_dataset, combined.flattened))
     if not shuffles:
         return combined
     found = CombinedLoader(combined.iterables, combined._mode)

@@ -120,7 +120,8 @@ class EarlyLoaders:
         if not source.is_defined():
             return None
         before = random_states()
-        checks = function == TrainerFn.VALIDATING and self._trainer.state.fn == TrainerFn.FITTING
+        fits = self._trainer.state.fn == TrainerFn.FITTING and _lightning.will_sanity_check(self._trainer)
+        checks = fits and function == TrainerFn.VALIDATING
         with _lightning.in_sanity_check(self._trainer) if checks else nullcontext():
             loaders = _lightning.request_loaders(source)
         _lightning.explain_loaders(source, loaders, function)

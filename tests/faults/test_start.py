@@ -13,6 +13,8 @@ from tests.faults.cases import FAULTS, SOON, Ranks, after_fault, say_when, whole
 from tests.pool import Outcome
 from tests.ranks.lightning_cases import Regression, loader
 
+pytestmark = pytest.mark.quiet  # bounds of 3 to 5 seconds
+
 OWN_GROUPS, MESH = 3, 4
 INIT, SILENT = 3.0, 2.0  # init_timeout and step_timeout
 

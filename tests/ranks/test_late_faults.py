@@ -19,6 +19,8 @@ from tests.pool import Pool
 from tests.ranks import serial_backend
 from tests.ranks.toy import Toy
 
+pytestmark = pytest.mark.quiet  # bounds of 4 seconds
+
 Ranks = Callable[[int], Pool]
 STEP_TIMEOUT = 2.0
 

@@ -109,10 +109,15 @@ class Overfits(Regression):
         assert isinstance(self.trainer.train_dataloader.sampler, SequentialSampler)
         return self.loss(batch)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        assert isinstance(self.trainer.test_dataloaders.sampler, RandomSampler)  # which fit alone changes
+
 
 def overfitted(pipeline: dict[str, Any] | None) -> Any:
     module = Overfits()
-    trainer(pipeline, overfit_batches=1, max_epochs=1).fit(module, loader(shuffle=True))
+    run = trainer(pipeline, overfit_batches=1, max_epochs=1)
+    run.fit(module, loader(shuffle=True))
+    run.test(module, loader(shuffle=True), verbose=False)
     return weights(module), {}
 
 
