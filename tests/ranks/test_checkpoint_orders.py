@@ -98,7 +98,7 @@ def test_a_save_after_fit_knows_the_schedulers(ranks: Ranks, tmp_path: Path) -> 
 
 class Slower(PerLayer):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        checkpoint["lr_schedulers"][0]["gamma"] = 0.25
+        checkpoint["lr_schedulers"] = [{**one, "gamma": 0.25} for one in checkpoint["lr_schedulers"]]
 
 
 def rates_after_an_edit(pipeline: list[dict[str, Any]] | list[None], path: str) -> dict[str, float]:

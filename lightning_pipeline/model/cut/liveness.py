@@ -120,7 +120,7 @@ def states_by_stage(trace: Trace, stage_of: Sequence[int], num_stages: int) -> d
 
 
 def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
-    """Whether a stage has to run the step to its end, for effects that come after its last call.
+    """Whether a stage has to run the step to its end, for effects or hooks that come after its last call.
 
     Args:
         trace: Of the step.
@@ -130,9 +130,6 @@ def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
     stages = [stage_of[call.unit] for call in trace.calls]
     last = max((index for index, found in enumerate(stages) if found == stage), default=-1)
     leaves = next((i for i, found in enumerate(stages) if i > last and found > stage), len(stages))
-    return any(
-        position > leaves
-        for effect in trace.effects
-        if not effect.from_units
-        for position in effect.positions
-    )
+    positions = {place for one in trace.effects if not one.from_units for place in one.positions}
+    positions |= {place for call, place in trace.hooked if stages[call] == stage}
+    return any(position > leaves for position in positions)

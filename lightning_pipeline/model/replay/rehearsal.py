@@ -528,7 +528,8 @@ class Mixing:
         """
         leaves = trace.effects or trace.states_first or trace.checkpointed
         known = not (leaves or trace.draws_unseen)
-        return bool(trace.mixed) and known and (trace.step, tuple(sizes)) not in self._given_up
+        mixes = bool(trace.mixed) or trace.has_means
+        return mixes and known and (trace.step, tuple(sizes)) not in self._given_up
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
         """A batch of such a step begins.

@@ -145,7 +145,7 @@ class StageProgram(Stage):
                 self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient
             )
             try:
-                with reentrant_checkpoint_replaced(lambda: replay.inside, self.view.modules) as regions:
+                with reentrant_checkpoint_replaced(lambda: replay.inside, self.view.root) as regions:
                     yield replay
                 again = replay.replayed.again = replay.again() if step.weights is not None else None
                 if again is not None:
@@ -257,7 +257,7 @@ class StageProgram(Stage):
             with (
                 again.running(),
                 self._deferring(queue, roots),
-                reentrant_checkpoint_replaced(lambda: again.inside, self.view.modules),
+                reentrant_checkpoint_replaced(lambda: again.inside, self.view.root),
             ):
                 torch.autograd.backward(roots, gradients)
         except CheckpointError as error:

@@ -128,11 +128,15 @@ class SharedMemory:
             tensor: It.
             line: Tells where.
         """
-        key = _key(tensor.untyped_storage())
-        for one in [member for member in self._members if _key(member.memory) == key]:
-            for other in self._members:
-                if other.call == one.call and _key(other.memory) != key and _overlap(one.place, other.place):
-                    self._tags.add_to(other.memory, frozenset({Tag(_CHANGED, one.call, name=line())}))
+        waiting, seen = [_key(tensor.untyped_storage())], set[int]()
+        while waiting:  # two calls may share what both were given, or one what another gave
+            key = waiting.pop()
+            seen.add(key)
+            for one in [member for member in self._members if _key(member.memory) == key]:
+                for other in self._members:
+                    if _key(other.memory) not in seen and _overlap(one.place, other.place):
+                        self._tags.add_to(other.memory, frozenset({Tag(_CHANGED, one.call, name=line())}))
+                        waiting.append(_key(other.memory))
 
     def _place(self, tensor: Tensor) -> "_Place":
         real = self._origin(tensor)

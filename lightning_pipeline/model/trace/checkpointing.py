@@ -1,12 +1,13 @@
 """Activation checkpointing and replay."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.model.trace.costs import Work
@@ -141,16 +142,15 @@ class ReentrantRegions:
 
     Args:
         inside: Whether a unit runs.
-        modes: Of all modules. That kind computes by those of the recomputation, this one by the forward's
-            with what is saved in the recomputation, so that they have to be the same.
+        root: The LightningModule, whose mode code between units may ask for; None where nothing runs again.
 
     Attributes:
         open: How many regions run now.
         replaced: Whether there was one.
     """
 
-    def __init__(self, inside: Callable[[], Any], modes: Callable[[], list[bool]]) -> None:
-        self._inside, self._modes, self.open, self.replaced = inside, modes, 0, False
+    def __init__(self, inside: Callable[[], Any], root: nn.Module | None) -> None:
+        self._inside, self._root, self.open, self.replaced = inside, root, 0, False
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Checkpoint `function(*args)`, between units the non-reentrant way."""
@@ -160,12 +160,21 @@ class ReentrantRegions:
             with torch.no_grad():  # as there: torch warns that such a region is not trained
                 return function(*args)
         self.open, self.replaced = self.open + 1, True
-        before = self._modes()
+        called = [] if self._root is None else [self._root]
+        before: list[bool] = []
 
         def in_the_same_modes(*given: Any) -> Any:
-            if self._modes() != before:
-                raise CheckpointError("modes of modules have changed since the forward")
-            return function(*given)
+            """That kind computes by the modes of the recomputation, this one by the forward's."""
+            if before:
+                if [module.training for module in called] != before:
+                    raise CheckpointError("modes of modules have changed since the forward")
+                return function(*given)
+            noting = register_module_forward_pre_hook(lambda module, _: called.append(module))
+            try:
+                return function(*given)
+            finally:
+                noting.remove()
+                before.extend(module.training for module in called)
 
         try:
             return torch.utils.checkpoint.checkpoint(
@@ -177,15 +186,15 @@ class ReentrantRegions:
 
 @contextmanager
 def reentrant_checkpoint_replaced(
-    inside: Callable[[], Any], modules: Iterable[nn.Module] = ()
+    inside: Callable[[], Any], root: nn.Module | None = None
 ) -> Iterator[ReentrantRegions]:
     """Run reentrant checkpoints between units as non-reentrant ones.
 
     Args:
         inside: Whether a unit runs.
-        modules: All that a backward may run again.
+        root: The LightningModule, where a backward may run them again.
     """
-    regions = ReentrantRegions(inside, lambda: [module.training for module in modules])
+    regions = ReentrantRegions(inside, root)
     with patched(torch.utils.checkpoint, {"CheckpointFunction": regions}):
         yield regions
 

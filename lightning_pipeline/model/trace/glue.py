@@ -50,8 +50,8 @@ _SUMMING = frozenset(
     )
 )  # fmt: skip
 _PRODUCTS = frozenset({"aten::mm", "aten::mv", "aten::bmm"})
-_FOLLOWED = frozenset({"sum", "nansum", "mm", "mv", "bmm"})
-"""Over samples, where values of units meet what is made of them in a loss."""
+_SUMS, _MEANS = frozenset({"sum", "nansum"}), frozenset({"mean", "nanmean"})
+"""Over samples, which are followed where values of units meet what is made of them in a loss."""
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
 
@@ -263,7 +263,8 @@ class Glue:
     def hook_registered(self, tensor: Tensor) -> None:
         """A gradient hook was put on a tensor between units."""
         observed = self._observed
-        returned = any(known() is tensor for known in observed.values.values())
+        returned = [tag.call for tag, known in observed.values.items() if known() is tensor]
+        observed.trace.hooked |= {(call, len(observed.trace.calls)) for call in returned}
         written = any((tag.call, tag.leaf) in observed.trace.mutated for tag in observed.handed.of(tensor))
         if any(t.kind == "value" for t in observed.tags.of(tensor)) and (written or not returned):
             self._hooks.append((len(self._observed.trace.calls), user_line(self._observed.root)))
@@ -390,12 +391,15 @@ class MixingSeen:
     def _meets_values(self, own: Iterable[Tensor]) -> None:
         """Values of units are combined with these, such as advantages or targets standardized over the batch.
 
-        What is divided by a sum is left to the loss, whose sums are followed.
+        What is divided by a sum or mean is left to the loss, whose sums are followed. A mean may be in more.
         """
-        for _, position, _, found in self._summed.union(one for one in own if self._has_rows([one])):
+        trace = self._observed.trace
+        for *_, found in self._summed.union(one for one in own if self._has_rows([one])):
             name, _, line = found.partition(" ")
-            if name not in _FOLLOWED:
-                self._observed.trace.mixed.setdefault(line, (name, position))
+            if name not in _SUMS | _MEANS:
+                trace.mixed.setdefault(line, (name, len(trace.calls)))
+            elif name in _MEANS:
+                trace.has_means = True
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """An operation has run.

@@ -141,6 +141,8 @@ class Trace:
         porting: Which ports it looked for; None: none.
         mixed: Lines at which samples of the batch are mixed with each other, by which operation, and how
             many calls of units had been made.
+        hooked: Calls of units on whose outputs a hook on gradients was put, and how many calls came before.
+        has_means: Whether values of units meet rows in which a mean over samples may be.
         states_first: Whether code before the first unit reads parameters, buffers or plain tensors.
     """
 
@@ -192,6 +194,8 @@ class Trace:
     circumstances: str = ""
     porting: Porting | None = None
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
+    hooked: set[tuple[int, int]] = field(default_factory=set)
+    has_means: bool = False
     states_first: bool = False
 
     @property
@@ -222,6 +226,8 @@ class Trace:
         self.decisions.update(other.decisions)
         self.numbers.update(other.numbers)
         self.mixed = {**other.mixed, **self.mixed}
+        self.hooked |= other.hooked
+        self.has_means |= other.has_means
         self.states_first |= other.states_first
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
@@ -229,6 +235,7 @@ class Trace:
     def may_do(self, other: "Trace") -> None:
         """Take from another run what decides whether micro-batches are given their samples of the batch's."""
         self.mixed = {**other.mixed, **self.mixed}
+        self.has_means |= other.has_means
         self.states_first |= other.states_first
         self.reads_values |= other.reads_values
         self.draws_unseen |= other.draws_unseen

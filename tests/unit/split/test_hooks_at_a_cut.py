@@ -276,6 +276,26 @@ def test_a_hook_on_what_is_written_in_place_later_is_called_with_all_of_its_grad
     assert_same(piped(module, batch_of(8), len(cut) + 1, 4, how=cut), expected)
 
 
+class HookedAtTheEnd(Net):
+    """Hooks on what all layers returned, put on when the last one has."""
+
+    def body(self, h: Tensor) -> Tensor:
+        returned = []
+        for layer in self.layers:
+            h = layer(h)
+            returned.append(h)
+        for one in returned:
+            one.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1) * 1.5)
+        return h
+
+
+@pytest.mark.parametrize("cut", [["layers.1"], ["layers.0", "layers.2"]])
+def test_a_hook_that_is_put_on_after_later_stages_layers_is_called(cut) -> None:
+    module = seeded(HookedAtTheEnd)
+    expected = alone(module, batch_of(8), num_microbatches=4)
+    assert_same(piped(module, batch_of(8), len(cut) + 1, 4, how=cut), expected)
+
+
 class WrittenThenHooked(Net):
     """What a layer returned is written in place and dropped, so that its identity may come again."""
 

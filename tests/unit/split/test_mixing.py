@@ -339,6 +339,19 @@ def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, 
     assert all("test_mixing.py" in text for text in told(recwarn))
 
 
+def shared_by_a_mean(self, x, y):
+    """What is divided by is followed, so that nothing is to be said where it cannot be given."""
+    self.steps = getattr(self, "steps", 0) + 1
+    mask = (y[:, 0] > 0).double()
+    return ((self.net(x) - y).pow(2).mean(1) * (mask / mask.mean())).mean()
+
+
+def test_a_mean_that_the_loss_follows_is_not_warned_of(recwarn):
+    found = fitted(shared_by_a_mean, {**STAGED, "num_microbatches": 3})
+    assert_same(found, fitted(shared_by_a_mean, None))
+    assert not told(recwarn)
+
+
 class SortsLast(Mixed):
     """Flips its samples; the last batch, of 6, is sorted instead, and put back."""
 

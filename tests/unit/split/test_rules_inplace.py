@@ -412,12 +412,52 @@ class GivesItsInput(Net):
         return h
 
 
+class GivesBack(nn.Module):
+    """Has a weight and gives back a view of what it is given, as an adapter that is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Linear(WIDTH, WIDTH)
+        self.on = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(x) if self.on else x.view_as(x)
+
+
+class TwoGiveBack(Net):
+    """Two layers give back the same memory, and code between changes what one gave."""
+
+    def __init__(self) -> None:
+        super().__init__(GivesBack)
+
+    def body(self, h: Tensor) -> Tensor:
+        first, *others = self.layers
+        h = h * 1
+        changed = first(h)
+        views = [layer(h) for layer in others]
+        changed += 1.0
+        return changed + sum(views)
+
+
+class OneAfterTheOther(TwoGiveBack):
+    """The second layer is given what the first gave back."""
+
+    def body(self, h: Tensor) -> Tensor:
+        changed = h = h * 1
+        for layer in self.layers:
+            changed = layer(changed)
+        changed *= 0.5
+        return changed + h
+
+
 @pytest.mark.parametrize("kind", [LastState, LastStateBefore, Interleaved, GivesItsInput])
 def test_one_of_several_outputs_in_one_memory_may_be_changed(kind):
     assert_works(kind, num_microbatches=3)
 
 
-@pytest.mark.parametrize("kind", [LastStateAfter, LastStateUnseen, SharedMemory])
+@pytest.mark.parametrize(
+    "kind", [LastStateAfter, LastStateUnseen, SharedMemory, TwoGiveBack, OneAfterTheOther]
+)
 def test_reading_what_was_changed_through_another_output_is_refused(kind):
     assert_refused(kind, r"memory of an output of unit 'layers.\d'.* read afterwards .*test_rules_inplace")
 

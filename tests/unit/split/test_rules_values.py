@@ -191,6 +191,19 @@ class Reentrant(Checkpointed):
     reentrant = True
 
 
+class ReentrantBesideATeacher(Reentrant):
+    """A module that is in no region is put into another mode after them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, WIDTH).double().requires_grad_(False)
+
+    def body(self, h):
+        h = super().body(h)
+        self.teacher.eval()
+        return h + self.teacher(h)
+
+
 class InsideUnit(Net):
     class Inner(Block):
         def forward(self, x):
@@ -217,7 +230,9 @@ class Segment(Net):
         return checkpoint(self.run, h, use_reentrant=False)
 
 
-@pytest.mark.parametrize("kind", [Checkpointed, Reentrant, InsideUnit, CheckpointedWithGlue])
+@pytest.mark.parametrize(
+    "kind", [Checkpointed, Reentrant, ReentrantBesideATeacher, InsideUnit, CheckpointedWithGlue]
+)
 def test_activation_checkpointing_changes_no_number(kind):
     assert_works(kind)
 
