@@ -22,9 +22,9 @@ def whole_groups(
 
     A stage sees its own part of each group. Parts of one position belong together where all ranks have as
     many groups, with the same options, or as many as are asked for. Elsewhere the groups were made per layer,
-    and follow each other. A
-    group in which several stages have a part is in the order of the module, in its reverse, or in that of
-    the names, whichever the parts are in; the module's where nothing speaks against it.
+    and follow each other. A group in which several stages have a part is in the order of the module, in its
+    reverse, or in that of the names, whichever the parts are in; in the module's where nothing speaks against
+    that.
 
     Args:
         by_rank: The groups of each rank, as `groups_of` gives them.
