@@ -9,7 +9,14 @@ from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
 from lightning_pipeline.hooks.loggers import complete_in_loggers
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
-from lightning_pipeline.hooks.optimizers import OwnParts, called_once, exchange, is_torchs, refuse_unserved
+from lightning_pipeline.hooks.optimizers import (
+    OwnParts,
+    called_once,
+    exchange,
+    is_torchs,
+    refuse_strangers,
+    refuse_unserved,
+)
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
 from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
@@ -41,6 +48,7 @@ __all__ = [
     "join_scaler",
     "loss_of",
     "of_stages",
+    "refuse_strangers",
     "refuse_unserved",
     "replay",
     "tell_of_units",

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline._torch import tree_map
@@ -15,6 +15,7 @@ from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
 
 _Undo = Callable[[], None]
+_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,35 @@ def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:
                 "LBFGS runs the step several times per batch and decides from one stage's parameters how "
                 "often: with PipelineStrategy use an optimizer that runs it once, such as torch.optim.AdamW"
             )
+
+
+def refuse_strangers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
+    """Refuse parameters that are not the module's: no stage would collect what steps add to their gradients.
+
+    An optimizer that is not torch's may list copies that it makes itself.
+
+    Args:
+        optimizers: Of the run; their groups list what the module does.
+        module: As it is cut.
+
+    Raises:
+        ConfigurationError: Naming the groups.
+    """
+    known = {id(parameter) for parameter in module.parameters()}
+    told = [
+        f"group {place} of optimizer {number} has a parameter of shape {tuple(parameter.shape)}"
+        for number, optimizer in enumerate(optimizers)
+        if is_torchs(optimizer)
+        for place, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+        if parameter.requires_grad and id(parameter) not in known
+    ]
+    if told:
+        raise ConfigurationError(
+            f"{', '.join(told[:_SHOWN])}{', ...' if len(told) > _SHOWN else ''} that is not among the "
+            "module's own, and stages keep and send gradients of these: let the module know it, as an "
+            "nn.Parameter that is its attribute, or in an nn.ParameterList or nn.Module that is"
+        )
 
 
 def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:

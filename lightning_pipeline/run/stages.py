@@ -25,6 +25,7 @@ from lightning_pipeline.hooks import (
     exchange,
     is_torchs,
     join_scaler,
+    refuse_strangers,
     refuse_unserved,
 )
 from lightning_pipeline.model.replay import SplitModel
@@ -221,6 +222,8 @@ class Stages:
         """
         refuse_unserved(optimizers)
         exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
+        if self._module.automatic_optimization:  # else every rank runs the step whole
+            refuse_strangers(optimizers, self._module)
         self.own_parts = OwnParts(optimizers)
 
         def whole() -> None:

@@ -7,7 +7,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import ConfigMismatchError, StageFailedError
 from tests.pool import Pool
@@ -118,6 +118,20 @@ class Closures(Regression):
         return torch.optim.LBFGS(self.parameters())
 
 
+class Outside(Regression):
+    """Trains a number that it keeps in a list, where no module sees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = [nn.Parameter(torch.ones((), dtype=torch.float64))]
+
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss(batch) * self.scales[0]
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([*self.parameters(), *self.scales])
+
+
 class Manual(Regression):
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +148,7 @@ class Steers(Regression):
 
 def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
     options: dict[str, Any] = {"pruning": {"callbacks": [pl.callbacks.ModelPruning("l1_unstructured")]}}
-    kinds = {"lbfgs": Closures, "manual": Manual, "steers": Steers}
+    kinds = {"lbfgs": Closures, "outside": Outside, "manual": Manual, "steers": Steers}
     run = trainer(pipeline, **options.get(kind, {}))
     run.fit(kinds.get(kind, Regression)(), loader())
 
@@ -143,6 +157,7 @@ def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
     ("kind", "pipeline", "message"),
     [
         ("lbfgs", {"stages": 2}, "ConfigurationError: LBFGS"),
+        ("outside", {"stages": 2}, "ConfigurationError: group 0 of optimizer 0 .* not among the module's"),
         (
             "manual",
             {"stages": 2, "on_nonfinite": "raise"},
