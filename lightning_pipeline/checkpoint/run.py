@@ -18,6 +18,7 @@ from lightning_pipeline.checkpoint.background import Background
 from lightning_pipeline.checkpoint.contents import (
     added_to,
     as_bytes,
+    as_read,
     at,
     bare,
     contested,
@@ -26,10 +27,13 @@ from lightning_pipeline.checkpoint.contents import (
     groups_of,
     held_here,
     joined,
+    kept_by_optimizers,
+    refuse_losses,
     replaced_in,
     schedulers_for,
     set_apart,
     tensor_digests,
+    with_edits,
     with_objects,
     writers_of,
 )
@@ -148,6 +152,7 @@ class Checkpoints:
         self._opened: Opened | None = None
         self._with_optimizers: tuple[Opened | None, Any] = None, None
         self._num_groups: list[int] = []
+        self._schedulers_read: list[dict[str, bytes]] = []
 
     @property
     def ranks(self) -> Ranks:
@@ -205,7 +210,12 @@ class Checkpoints:
 
     def _part(self, path: Path, dumped: Mapping[str, Any], held: Holdings) -> Part:
         given: Mapping[str, Any] = dumped.get("state_dict", held.tensors)
-        own = self._ranks.everyone(f"saving {path}", lambda: self._told(dumped, held, given))
+
+        def whole_of(told: list[dict[str, Any]]) -> list[dict[str, Any]]:
+            refuse_losses([entry for entry in told if entry["replica"] == 0], held.order)
+            return told
+
+        own = self._ranks.collect(f"saving {path}", lambda: self._told(dumped, held, given), whole_of)
         own.sort(key=lambda entry: (entry["replica"], entry["rank"]))
         writers = writers_of(self._added(path, given, held, own))
         mine = {name: v for name, v in given.items() if writers.get(name, self._rank) == self._rank}
@@ -255,10 +265,12 @@ class Checkpoints:
             "groups": [groups_of(bare(optimizer), held.names) for optimizer in held.optimizers]
             if "optimizer_states" in dumped
             else [],
+            "kept": kept_by_optimizers(dumped.get("optimizer_states", ())),
             "position": held.position() if speaks else None,
             "added": added_to(given, held.tensors) if self._replica == 0 else {},
             "replaced": list(replaced_in(given, held.tensors)) if self._replica == 0 else [],
             "owned": list(held.owned),
+            "given": list(given),
             "digests": tensor_digests(_rest(dumped)),
         }
 
@@ -352,6 +364,7 @@ class Checkpoints:
                 groups = _all_groups(held)
                 meta["lr_schedulers"] = schedulers_for(own["ranks"], groups, held.schedulers)
                 self._num_groups = [len(one) for one in groups]
+                self._schedulers_read = as_read(meta["lr_schedulers"])
             meta["optimizer_states"] = [{} for _ in held.optimizers]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
@@ -373,8 +386,9 @@ class Checkpoints:
         """Fill the optimizers, as hooks have left them since the weights were loaded.
 
         Args:
-            restored: What `load` gave; its LR schedulers become those of this run's groups. Without
-                `optimizer_states`, as `on_load_checkpoint` may have left it, optimizers stay as they are.
+            restored: What `load` gave; its LR schedulers become those of this run's groups, but for what
+                `on_load_checkpoint` has changed. Without `optimizer_states`, as it may have left
+                it, optimizers stay as they are.
             held: What to fill.
 
         Raises:
@@ -389,7 +403,9 @@ class Checkpoints:
         groups = _all_groups(held)
         added = [len(one) for one in groups] != self._num_groups  # by hooks, since
         if restored.get("lr_schedulers") and saved and added:
-            restored["lr_schedulers"] = schedulers_for(saved, groups, held.schedulers)
+            rebuilt = schedulers_for(saved, groups, held.schedulers)
+            edited = restored["lr_schedulers"]
+            restored["lr_schedulers"] = with_edits(rebuilt, edited, self._schedulers_read)
 
     # The end
 

@@ -14,7 +14,7 @@ stages differ (`rank_differences`), without objects of classes that are no plain
 * `order`, `schedulers`: parameter names of the whole module, and the optimizer of each scheduler;
 * `extra`: what modules keep that is no tensor; `objects`: what was set apart, pickled.
 
-`fitting` says whether all of it fits a module.
+`lost` says whether it is all that the ranks hold, `fitting` whether it fits a module.
 """
 
 from lightning_pipeline.checkpoint.contents.added import (
@@ -36,6 +36,7 @@ from lightning_pipeline.checkpoint.contents.extra_state import (
 )
 from lightning_pipeline.checkpoint.contents.fitting import Misfits, StateEntries, compare
 from lightning_pipeline.checkpoint.contents.groups import groups_of_file, whole_groups
+from lightning_pipeline.checkpoint.contents.lost import kept_by_optimizers, refuse_losses
 from lightning_pipeline.checkpoint.contents.meta_file import as_bytes
 from lightning_pipeline.checkpoint.contents.objects import pickled, read_meta, set_apart, with_objects
 from lightning_pipeline.checkpoint.contents.optimizers import (
@@ -53,7 +54,7 @@ from lightning_pipeline.checkpoint.contents.optimizers import (
     to_numbered,
 )
 from lightning_pipeline.checkpoint.contents.rank_differences import at, different, joined, tensor_digests
-from lightning_pipeline.checkpoint.contents.schedulers import schedulers_for
+from lightning_pipeline.checkpoint.contents.schedulers import as_read, schedulers_for, with_edits
 
 __all__ = [
     "EXTRA",
@@ -62,6 +63,7 @@ __all__ = [
     "StateEntries",
     "added_to",
     "as_bytes",
+    "as_read",
     "as_told",
     "at",
     "bare",
@@ -79,6 +81,7 @@ __all__ = [
     "groups_of_file",
     "held_here",
     "joined",
+    "kept_by_optimizers",
     "load_extra_states",
     "misplaced",
     "names_by_identity",
@@ -87,6 +90,7 @@ __all__ = [
     "owned_by",
     "pickled",
     "read_meta",
+    "refuse_losses",
     "replaced_in",
     "schedulers_for",
     "set_apart",
@@ -94,6 +98,7 @@ __all__ = [
     "tensor_digests",
     "to_numbered",
     "whole_groups",
+    "with_edits",
     "with_objects",
     "writers_of",
 ]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.contents.nested import flattened, restored
-from lightning_pipeline.errors import CheckpointWriteError
+from lightning_pipeline.errors import CheckpointError, CheckpointWriteError
 
 _LIKE_THE_PARAMETER = frozenset({
     "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg",
@@ -203,8 +203,18 @@ def to_numbered(flat: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
     Args:
         flat: From all stages.
         groups: The whole module's groups, from `whole_groups`.
+
+    Raises:
+        CheckpointError: There is state of a parameter that is in no group.
     """
-    by_name = _by_parameter(flat, {name for group in groups for name in group["names"]})
+    listed = {name for group in groups for name in group["names"]}
+    stored = {key.split(".", 1)[1].rpartition(".")[0] for key in flat}
+    if stored - listed:
+        raise CheckpointError(
+            f"an optimizer has state of {', '.join(sorted(stored - listed))}, which none of its parameter "
+            "groups lists: it would be lost"
+        )
+    by_name = _by_parameter(flat, listed)
     state: dict[int, Any] = {}
     stored, number = [], 0
     for group in groups:

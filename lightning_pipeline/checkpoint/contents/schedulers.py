@@ -1,5 +1,6 @@
 """LR-scheduler state that does not depend on the number of stages."""
 
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,32 @@ def schedulers_for(
     return [
         _rebuilt(state, index, groups[optimizer_of[index]], stored, optimizer_of[index])
         for index, state in enumerate(last)
+    ]
+
+
+def as_read(states: Sequence[Any]) -> list[dict[str, bytes]]:
+    """What scheduler states are before the user sees them, to tell later what has been edited."""
+    return [{key: pickle.dumps(value) for key, value in state.items()} for state in states]
+
+
+def with_edits(
+    rebuilt: Sequence[Any], edited: Sequence[Any], read: Sequence[Mapping[str, bytes]]
+) -> Sequence[Any]:
+    """States for the groups that there are now, with what the user has put in, changed or taken out since.
+
+    Args:
+        rebuilt: As stored, for the groups that there are.
+        edited: As the user has left them.
+        read: What `as_read` gave before.
+    """
+    if not len(rebuilt) == len(edited) == len(read):
+        return edited
+    return [
+        {
+            key: new[key] if key in new and pickle.dumps(value) == old.get(key) else value
+            for key, value in own.items()
+        }
+        for new, own, old in zip(rebuilt, edited, read, strict=True)
     ]
 
 
