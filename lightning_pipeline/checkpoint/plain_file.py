@@ -56,10 +56,18 @@ def open_file(
 
     def finish(edited: Mapping[str, Any] | None, target: Target) -> None:
         given = states if edited is None else edited
+
+        def refuse(found: list[tuple[Misfits, list[Any]]]) -> None:
+            try:
+                Misfits.refuse([misfits for misfits, _ in found], path, strict=target.strict)
+            except CheckpointError as error:
+                told = [later for _, later in found]
+                more = _misfits_later(path, optimizer_states or [], target, told, order)
+                raise CheckpointError(". ".join([str(error), *more])) from None
+
         if target.weights:
-            ranks.collect(what, lambda: _compared(given, target),
-                          lambda found: Misfits.refuse(found, path, strict=target.strict))  # fmt: skip
-        groups = ranks.everyone(what, lambda: [_told(bare(o), target.names) for o in target.optimizers])
+            ranks.collect(what, lambda: (_compared(given, target), _told(target.later, target.names)), refuse)
+        groups = ranks.everyone(what, lambda: _told(target.optimizers, target.names))
         staged = ranks.everyone_local(
             what, lambda: _stage(path, optimizer_states, given, target, groups, order)
         )
@@ -68,9 +76,37 @@ def open_file(
     return Opened(checkpoint, lambda: dict(states), finish, target)
 
 
-def _told(optimizer: Optimizer, names: Mapping[int, str]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """What the others must know of an optimizer: its groups, and its parameters' shapes."""
-    return groups_of(optimizer, names), shapes_of(optimizer, names)
+def _told(optimizers: Sequence[Any], names: Mapping[int, str]) -> list[Any]:
+    """What the others must know of each optimizer: its groups, and its parameters' shapes."""
+    return [(groups_of(bare(one), names), shapes_of(bare(one), names)) for one in optimizers]
+
+
+def _misfits_later(
+    path: Path, states: Sequence[Any], target: Target, groups: Sequence[Sequence[Any]], order: Sequence[str]
+) -> list[str]:
+    """What does not fit the optimizers as they are now, which are filled later."""
+    found = []
+    for index, optimizer in enumerate(target.later if states else ()):
+        try:
+            _groups(path, states, index, bare(optimizer), groups, order)
+        except CheckpointError as error:
+            found.append(f"Nor do optimizers fit: {error}")
+    return found
+
+
+def _groups(
+    path: Path, states: Sequence[Any], index: int, optimizer: Optimizer, told: Sequence[Sequence[Any]],
+    order: Sequence[str],
+) -> list[dict[str, Any]]:  # fmt: skip
+    """The groups of an optimizer in the order of the file, by what each rank has told of it."""
+    try:
+        shapes = {name: shape for rank in told for name, shape in rank[index][1].items()}
+        fits = partial(misplaced, optimizer, shapes)
+        return groups_of_file(states[index], [rank[index][0] for rank in told], order, fits)
+    except (ValueError, IndexError, KeyError) as error:
+        raise CheckpointError(
+            f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
+        ) from error
 
 
 def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
@@ -115,15 +151,7 @@ def _stage(
         [{"options": group_options(group)} for group in state["param_groups"]] for state in states
     ]
     for index, optimizer in enumerate(target.optimizers):
-        try:
-            shapes = {name: shape for rank in groups for name, shape in rank[index][1].items()}
-            fits = partial(misplaced, bare(optimizer), shapes)
-            whole = groups_of_file(states[index], [rank[index][0] for rank in groups], order, fits)
-            flat = from_numbered(states[index], whole)
-        except (ValueError, IndexError, KeyError) as error:
-            raise CheckpointError(
-                f"optimizer {index} of checkpoint file {path} does not fit this run's: {error}"
-            ) from error
+        flat = from_numbered(states[index], _groups(path, states, index, bare(optimizer), groups, order))
         optimizers.append(_own(flat, set(names_of(bare(optimizer), target.names))))
     return Staged(own, optimizers, stored, _extra_of(given, target))
 
