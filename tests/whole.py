@@ -87,6 +87,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "2-frozen",
     ),
     "tests/ranks/test_lightning_fit.py::test_two_replicas_of_two_stages_average_their_gradients": ("1F1B",),
+    "tests/ranks/test_lightning_launch.py::test_a_script_spawns_its_ranks": ("",),
     "tests/ranks/test_lightning_launch.py::test_two_trainers_in_one_script": ("torchrun", "two nodes"),
     "tests/ranks/test_load_weights.py::test_each_rank_reads_its_own": (
         "safetensors-load_weights", "state_dict-load_weights", "index-ckpt_path", "inner-ckpt_path",

@@ -1,7 +1,8 @@
 """A run that has nothing to split: one stage on one rank of each replica, with whole batches.
 
-It is what Lightning does on one device, and with several replicas its DDP: no trace, no patch, nothing that
-is refused. Beside that it is measured as a pipeline is, and knows where it stands in its data.
+It is what Lightning does on one device, and with several replicas its DDP: no trace, nothing of torch or of
+the user's that is patched, nothing that is refused. Beside that it is measured as a pipeline is, and knows
+where it stands in its data, which two methods of Lightning's loop over batches tell it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -30,7 +30,7 @@ def free_port() -> int:
 
 def commands(launcher: str) -> list[list[str]]:
     if launcher == "lightning":
-        return [[sys.executable, "-W", "ignore", *SCRIPT, "2", "1", "2"]]
+        return [[sys.executable, "-W", "ignore", "-m", "tests.ranks.unguarded", "2", "1", "2"]]
     if launcher == "torchrun":
         one_node = ["--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         return [[*TORCHRUN, *one_node, *SCRIPT, "2", "1", "2"]]
@@ -86,7 +86,17 @@ def test_a_notebook_forks_its_ranks() -> None:
         (found,) = alone(cells, group=False, timeout=110)
     finally:
         alone.close()
+    assert on_one_device() in found
+
+
+def on_one_device() -> str:
     module, run = Regression(), trainer(None, max_epochs=1)
     run.fit(module, loader(), loader(seed=4))
     total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
-    assert f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}" in found
+    return f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}"
+
+
+def test_a_script_spawns_its_ranks() -> None:
+    script = [sys.executable, "-W", "ignore", "-m", "tests.ranks.spawned"]
+    ended = subprocess.run(script, capture_output=True, text=True, timeout=110, check=True)
+    assert on_one_device() in ended.stdout

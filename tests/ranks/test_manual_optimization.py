@@ -148,8 +148,10 @@ def monitored(pipeline: dict[str, Any] | None, path: Path, monitor: Any = StageM
 
 
 def test_memory_and_checkpoints_are_looked_after(ranks: Ranks, tmp_path: Path) -> None:
-    expected = fitted(None)
-    for found in ranks(2)(monitored, {"stages": 2}, tmp_path, group=False):
+    expected, pipeline = fitted(None), {"stages": 2, "num_microbatches": 4}
+    outcomes = ranks(2).outcomes(monitored, pipeline, tmp_path, group=False)
+    assert "runs training_step on its replica's whole batch, without micro-batches" in outcomes[0].output
+    for found in (outcome.value for outcome in outcomes):
         ours = {name: value for name, value in found[1].items() if name in expected[1]}
         assert_same((found[0], ours), expected)
         assert found[1]["pipeline/stage_0/parameters"] > 0

@@ -22,8 +22,10 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pipeline import PipelineStrategy
 from lightning_pipeline.callbacks import BubbleMonitor, PipelineTimeline, StageMemoryMonitor
+from lightning_pipeline.patching import standing
 from lightning_pipeline.recording.clock import StreamClock
 from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, trainer, weights
+from tests.ranks.test_nothing_is_patched import functions_of, libraries
 from tests.unit.runtime.test_clock import Stream
 
 ONE = {"stages": 1}
@@ -155,6 +157,34 @@ def test_any_batch_trains_and_the_step_runs_once_for_each() -> None:
     trainer(ONE, max_epochs=1).fit(module, DataLoader([3, None, 4], batch_size=None))  # type: ignore[arg-type]
     assert module.seen == [3, 4]  # Lightning itself leaves None out
     assert module.weight.item() == pytest.approx(1 - 0.3 - 0.4)
+
+
+class Looks(Regression):
+    """Notes in its step what of torch, of libraries and of its own modules is not what it was before the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.replaced = libraries(), list[str]()
+        self.own = {name: (type(part), functions_of(part)) for name, part in self.named_modules()}
+        self.steps = 0
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        self.steps += 1
+        now = libraries()
+        self.replaced += standing() + [name for name, found in self.before.items() if found != now[name]]
+        for name, part in self.named_modules():
+            assert type(part) is self.own[name][0]
+            self.replaced += [f"{name}.{key}" for key in functions_of(part).keys() - self.own[name][1].keys()]
+        return super().training_step(batch, batch_idx)
+
+
+def test_with_whole_batches_nothing_is_traced_and_nothing_of_torch_or_the_user_is_patched() -> None:
+    plain, module = Looks(), Looks()
+    trainer(None, max_epochs=1).fit(plain, loader(), loader(seed=4))  # torch wraps an optimizer's step
+    trainer({"stages": 1, "num_microbatches": 1}, max_epochs=1).fit(module, loader(), loader(seed=4))
+    assert module.steps == plain.steps
+    position = {f"_TrainingEpochLoop.{name}" for name in ("on_run_start", "_on_before_fetch")}
+    assert set(module.replaced) - set(plain.replaced) == position  # for exact resumes
 
 
 class Breaking(Regression):
