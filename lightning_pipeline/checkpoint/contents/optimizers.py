@@ -208,10 +208,10 @@ def to_numbered(flat: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) ->
         CheckpointError: There is state of a parameter that is in no group.
     """
     listed = {name for group in groups for name in group["names"]}
-    stored = {key.split(".", 1)[1].rpartition(".")[0] for key in flat}
-    if stored - listed:
+    unlisted = {key.split(".", 1)[1].rpartition(".")[0] for key in flat} - listed
+    if unlisted:
         raise CheckpointError(
-            f"an optimizer has state of {', '.join(sorted(stored - listed))}, which none of its parameter "
+            f"an optimizer has state of {', '.join(sorted(unlisted))}, which none of its parameter "
             "groups lists: it would be lost"
         )
     by_name = _by_parameter(flat, listed)
