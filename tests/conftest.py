@@ -14,7 +14,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [ROOT, os.environ.get("P
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-from tests import whole  # noqa: E402
+from tests import lanes, whole  # noqa: E402
 from tests.pool import Pool  # noqa: E402
 
 torch.set_num_threads(1)
@@ -24,6 +24,7 @@ torch.set_num_threads(1)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the rows that `make test` leaves out, before `-m` looks at marks."""
     whole.mark(items, any("[" in argument for argument in config.args))
+    lanes.check_quiet(items)
 
 
 def pytest_collection_finish() -> None:

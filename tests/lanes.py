@@ -13,11 +13,24 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
+QUIET = (
+    "tests/faults/test_start.py",
+    "tests/faults/test_units.py",
+    "tests/ranks/test_auto_in_a_run.py",
+    "tests/ranks/test_bubble_monitor.py",
+    "tests/ranks/test_late_faults.py",
+    "tests/ranks/test_pipeline_timeline.py",
+    "tests/ranks/test_plan.py",
+    "tests/unit/checkpoint/test_background.py",
+)
+"""Files with tests that measure time: the others need not be imported for the second lane."""
 LANES = (
     ("-n", "2", "--dist", "loadfile", "-m", "not quiet and not whole"),
-    ("-m", "quiet and not whole", "tests"),
+    ("-m", "quiet and not whole", *QUIET),
 )
-WHOLE = (("-n", "2", "--dist", "loadfile", "-m", "not quiet"), ("-m", "quiet", "tests"))
+WHOLE = (("-n", "2", "--dist", "loadfile", "-m", "not quiet"), ("-m", "quiet", *QUIET))
 FEW = 4
 TIMES = 2
 TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
@@ -30,6 +43,15 @@ def main() -> int:
         os.environ["WHOLE"] = "1"  # for tests.whole, in the processes that run the tests
     codes = [run_lane(lane) for lane in (WHOLE if whole else LANES)]
     return next((code for code in codes if code != 0), 0)
+
+
+def check_quiet(items: Sequence[pytest.Item]) -> None:
+    """Refuse tests that measure time in files where the second lane does not look for them."""
+    missed = {item.location[0] for item in items if item.get_closest_marker("quiet")} - {*QUIET}
+    if missed:
+        raise pytest.UsageError(
+            f"with a test that is `quiet`, and not in QUIET of tests/lanes.py: {sorted(missed)}"
+        )
 
 
 def run_lane(arguments: Sequence[str]) -> int:

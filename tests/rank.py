@@ -140,3 +140,4 @@ def _forget_settings() -> None:
     torch.set_num_threads(1)
     for _ in range(3):  # what finalizers let go of, such as groups and threads, is garbage of the next
         gc.collect()
+    gc.freeze()  # what a job has imported, such as transformers, is not looked at again in each later one

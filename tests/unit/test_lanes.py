@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.lanes import run_lane
+from tests.lanes import check_quiet, run_lane
 
 PASSES_LATER = """
 from pathlib import Path
@@ -47,3 +47,17 @@ def test_a_test_that_fails_again_fails_the_lane(
 ) -> None:
     assert lane(folder, NEVER_PASSES.format(count=count)) == 1
     assert ("more, alone" in capfd.readouterr().out) is repeated
+
+
+def measuring() -> None:
+    """No test."""
+
+
+def test_a_test_that_measures_time_in_a_file_that_the_second_lane_does_not_read_is_refused(
+    request: pytest.FixtureRequest,
+) -> None:
+    here = pytest.Function.from_parent(request.node.parent, name="measuring", callobj=measuring)
+    here.own_markers.append(pytest.mark.quiet.mark)
+    with pytest.raises(pytest.UsageError, match="tests/unit/test_lanes.py"):
+        check_quiet([here])
+    check_quiet([request.node])
