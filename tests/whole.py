@@ -23,13 +23,17 @@ ROWS: dict[str, tuple[str, ...]] = {
         "*-ClipsEach", "*-Loops", "*-LogsEach",
     ),
     "tests/ranks/test_carried_states.py::test_lightnings_recurrent_demo_is_that_of_one_device": (
-        "*options0", "*options4",
+        "*options0", "*options1", "*options4",
     ),
     "tests/ranks/test_checkpoint_background.py::"
     "test_a_kill_during_a_save_in_the_background_leaves_the_old_or_the_new": ("save.shard*", "save.rename*"),
     "tests/ranks/test_checkpoint_background.py::test_a_writer_that_hangs_is_named_on_every_rank": ("",),
     "tests/ranks/test_checkpoint_faults.py::test_kill_at_every_point_leaves_the_old_or_the_new": (
         "into a new folder",
+    ),
+    "tests/ranks/test_checkpoint_forms.py::test_model_checkpoint_saves_when_it_should": ("every second epoch",),
+    "tests/ranks/test_checkpoint_lightning.py::test_model_checkpoint_keeps_what_it_should": (
+        "{'save_top_k': 1}*async", "*save_weights_only*async",
     ),
     "tests/ranks/test_checkpoint_resume.py::test_resume_at_an_epochs_end_and_in_its_middle_is_exact": (
         "{'stages': 2, 'num_microbatches': 2}", "{'stages': 4, 'num_microbatches': 2}",
@@ -42,8 +46,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_documentation.py::test_a_script_trains_and_prints_what_its_page_says": ("text1", "text2"),
     "tests/ranks/test_documentation.py::test_the_blocks_of_a_page_that_belong_together_run": ("*/large-models.md",),
     "tests/ranks/test_documentation.py::test_the_blocks_of_a_page_run_one_after_the_other": (
-        "docs/tutorials/gpt.md", "docs/tutorials/transformers.md",
+        "docs/tutorials/gpt.md", "docs/tutorials/transformers.md", "docs/howto/start.md", "docs/plan.md",
     ),
+    "tests/ranks/test_documentation.py::test_the_parts_of_a_page_run_with_the_readers_module": ("docs/faq.md",),
     "tests/ranks/test_effects_beside_the_module.py::*": ("1",),
     "tests/ranks/test_epoch_end.py::*": ("2",),
     "tests/ranks/test_examples.py::test_the_demo_trains_saves_and_writes": ("0",),
@@ -71,7 +76,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_late_device.py::"
     "test_the_host_comes_to_the_end_of_a_step_that_the_device_has_not_begun": ("1F1B-*",),
     "tests/ranks/test_late_device.py::"
-    "test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": ("pipeline2-*",),
+    "test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": ("pipeline2-*", "pipeline3-*"),
     "tests/ranks/test_late_device.py::test_a_batch_with_clipping_and_optimizer_reads_nothing_to_the_host": (
         "pipeline1",
     ),
@@ -93,15 +98,17 @@ ROWS: dict[str, tuple[str, ...]] = {
         "safetensors-load_weights", "state_dict-load_weights", "index-ckpt_path", "inner-ckpt_path",
     ),
     "tests/ranks/test_loss_over_batch.py::test_weights_and_logs_are_those_of_whole_batches_on_one_device": (
-        "pipeline1",
+        "pipeline1", "pipeline2",
     ),
     "tests/ranks/test_loss_weights.py::test_weights_and_logs_are_those_of_whole_batches_on_one_device": (
         "Masked-1", "Masked-2",
     ),
+    "tests/ranks/test_manual_optimization.py::test_mixed_precision_is_that_of_one_device": ("bf16-mixed",),
     "tests/ranks/test_manual_optimization.py::"
     "test_tied_weights_clipping_and_schedules_are_those_of_one_device": ("2-torch",),
     "tests/ranks/test_memory_held.py::"
     "test_with_1f1b_a_stage_holds_as_many_microbatches_as_stages_follow": ("2",),
+    "tests/ranks/test_memory_monitor.py::test_a_short_or_silent_run_ends_with_the_table_on_rank_0": ("three steps",),
     "tests/ranks/test_memory_monitor.py::test_stages_hold_as_many_microbatches_as_the_plan_says": (
         "1F1B-2", "GPipe-2",
     ),
@@ -112,11 +119,15 @@ ROWS: dict[str, tuple[str, ...]] = {
         "GPipe-*", "1F1B-*", "Interleaved1F1B-*",
     ),
     "tests/ranks/test_metrics_in_a_step.py::test_metrics_are_given_the_numbers_of_the_batch": ("3",),
-    "tests/ranks/test_mixed_samples.py::test_ranks_have_their_samples_of_what_one_device_mixes": ("1F1B",),
+    "tests/ranks/test_mixed_samples.py::test_ranks_have_their_samples_of_what_one_device_mixes": ("1F1B", "ZBH1"),
     "tests/ranks/test_models_train.py::test_weights_and_optimizer_state_after_four_steps": (
-        "residual-2-*", "unet-4-*", "gpt2-4-*", "bert-4-*", "t5-4-*",
+        "residual-2-*", "unet-4-*", "gpt2-*", "bert-*", "t5-4-*", "llama-*", "perceptron-*",
     ),
+    "tests/ranks/test_monitored_runs.py::test_nothing_breaks_in_a_special_run": ("three batches",),
     "tests/ranks/test_nothing_is_patched.py::test_a_run_leaves_nothing_replaced": ("1F1B-*",),
+    "tests/ranks/test_other_device.py::test_stages_of_one_rank": (
+        "no room for the whole-Looks", "room for the whole-Residual",
+    ),
     "tests/ranks/test_other_device.py::test_two_ranks": ("1F1B-host", "ZBH1-nccl"),
     "tests/ranks/test_parameter_loops.py::*": ("2",),
     "tests/ranks/test_runtime_executor.py::test_gradients_equal_one_process_to_the_last_bit": (
@@ -124,13 +135,18 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/ranks/test_runtime_failure.py::test_all_ranks_report_the_exception_of_one": ("0-B", "1-F", "2-F"),
     "tests/ranks/test_runtime_failure.py::test_a_lost_process_is_named": ("0-kill", "1-exit", "2-kill"),
+    "tests/ranks/test_same_data.py::test_data_that_hooks_draw_are_those_of_one_device": (
+        "{'num_sanity_val_steps': 0}",
+    ),
     "tests/ranks/test_schedules_train.py::test_a_schedule_trains_with_the_gradients_of_one_process": (
-        "1F1B-4-4", "ZBV-4-4",
+        "1F1B-4-4", "ZBV-4-4", "ZBH1-2-9", "Auto-2-8",
     ),
     "tests/ranks/test_staged.py::test_own_weights_are_those_of_one_device": ("Elaborate-4",),
     "tests/ranks/test_staged.py::test_modules_train_as_on_one_device": ("t5-4",),
-    "tests/ranks/test_step_attributes.py::test_what_a_step_keeps_is_that_of_one_device": ("2-1",),
+    "tests/ranks/test_step_attributes.py::test_what_a_step_keeps_is_that_of_one_device": ("2-1", "2-4"),
     "tests/ranks/test_steps_by_message.py::*": ("2",),
+    "tests/ranks/test_trainer_properties.py::test_attributes_are_those_of_one_device": ("{}",),
+    "tests/ranks/test_whole_trainer.py::test_metrics_logged_on_epoch_in_training_need_nobody_else": ("tqdm",),
     "tests/ranks/test_whole_model.py::test_a_hook_may_call_the_module": ("2-*",),
     # ---- those that compare times
     "tests/ranks/test_bubble_monitor.py::"
@@ -152,15 +168,15 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_mixing.py::test_micro_batches_have_their_samples_of_what_one_device_mixes": (
         "[!w]*-ZBH1", "weighted_after-ZBH1",
     ),
-    "tests/unit/split/test_models.py::test_a_split_backward_gives_the_same_bits": ("llama", "bert"),
+    "tests/unit/split/test_models.py::test_a_split_backward_gives_the_same_bits": ("llama", "bert", "gpt2"),
     "tests/unit/split/test_models.py::test_gradients_of_all_stages_are_those_of_one_process": ("*-2", "*-3"),
-    "tests/unit/split/test_models.py::test_every_way_to_cut_gives_the_same_gradients": ("uniform",),
+    "tests/unit/split/test_models.py::test_every_way_to_cut_gives_the_same_gradients": ("uniform", "parameters"),
     "tests/unit/split/test_loss_weights.py::"
-    "test_weights_of_classes_and_smoothing_in_the_step_are_those_of_the_whole_batch": ("llama", "bert"),
+    "test_weights_of_classes_and_smoothing_in_the_step_are_those_of_the_whole_batch": ("llama", "bert", "t5"),
     "tests/unit/split/test_momentum.py::"
     "test_a_momentum_encoder_with_a_queue_of_keys_and_its_pointer_works": ("MoCo",),
     "tests/unit/split/test_random_steps.py::test_a_random_step_equals_its_reference_or_is_refused": (
-        "1?", "2?", "3?", "4?",
+        "[1-9]", "1?", "2?", "3?", "4?",
     ),
     "tests/unit/split/test_recomputation.py::test_gradients_are_those_without_checkpoints": (
         "*-non-reentrant-False", "*-reentrant-True", "*-selective-False",
@@ -168,10 +184,13 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_rules_inplace.py::test_the_place_of_the_cut_does_not_matter": (
         "layers.0-*", "layers.3-*",
     ),
+    "tests/unit/split/test_routes.py::test_layers_left_out_at_random_are_those_of_one_stage": ("numpy-*",),
     "tests/unit/split/test_rules_interleaved.py::test_stages_of_one_rank_equal_one_process": ("*-looped",),
     "tests/unit/split/test_user_seeds.py::test_the_numbers_are_those_of_one_device": ("*-1",),
+    "tests/unit/split/test_wide_steps.py::*": ("[2-5]",),
+    "tests/unit/test_random_losses.py::test_a_random_loss_is_that_of_the_batch_or_said_to_be_none": ("1", "2"),
     "tests/unit/split/test_zoo.py::test_a_tiny_model_over_three_stages_equals_one_process": (
-        "[h-p]*", "gl*", "gr*", "f*", "bl*", "e[lm]*", "c*",
+        "[h-p]*", "g*", "f*", "b[il]*", "e[lmr]*", "c*", "di*",
     ),
 }  # fmt: skip
 

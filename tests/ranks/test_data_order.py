@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+from tests.whole import chosen
 
 Ranks = Callable[[int], Pool]
 
@@ -162,7 +163,12 @@ def fit(pipeline: dict[str, Any] | None, kind: str, resume: str | None = None, *
 
 
 @pytest.mark.parametrize(
-    ("data", "kinds"), [("auto", MAKE), ("broadcast", ["its own iterator", "iterator with noise"])]
+    ("data", "kinds"),
+    [
+        ("auto", chosen(list(MAKE), 0, 3, 4, 6, 7, 8, 9, 10)),
+        ("broadcast", ["its own iterator", "iterator with noise"]),
+    ],
+    ids=["auto", "broadcast"],
 )
 def test_batches_come_in_the_order_of_one_device(ranks: Ranks, data: str, kinds: Iterable[str]) -> None:
     for kind in kinds:
