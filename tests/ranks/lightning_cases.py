@@ -62,13 +62,16 @@ class Regression(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
 
 
-def trainer(pipeline: dict[str, Any] | None, writes: bool = False, **options: Any) -> pl.Trainer:
+def trainer(pipeline: dict[str, Any] | None, writes: bool | str = False, **options: Any) -> pl.Trainer:
     """A Trainer with bar and summary, as users have it; `pipeline=None` is one device.
 
-    Only where it `writes` it has a logger and saves checkpoints.
+    Only where it `writes` it has a logger and saves checkpoints, too: into a folder where it is one's name. Tests of
+    logs, of hooks and of epochs' ends write.
     """
+    if isinstance(writes, str):
+        options["default_root_dir"] = writes
     given: dict[str, Any] = {
-        "accelerator": "cpu", "max_epochs": 2, "logger": writes, "enable_checkpointing": writes,
+        "accelerator": "cpu", "max_epochs": 2, "logger": bool(writes), "enable_checkpointing": bool(writes),
         "inference_mode": False, "log_every_n_steps": 1, **options,
     }  # fmt: skip
     if pipeline is None:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -45,12 +46,11 @@ class Stacks(Regression):
         self.train_losses = []
 
 
-def fit(stages: int | None) -> dict[str, float]:
+def fit(stages: int | None, folder: str) -> dict[str, float]:
     module = Stacks()
     strategy: Any = PipelineStrategy(stages=stages, num_microbatches=3) if stages else "auto"
     run = pl.Trainer(
-        accelerator="cpu", devices=stages or 1, strategy=strategy, max_epochs=3, logger=False,
-        enable_checkpointing=False,
+        accelerator="cpu", devices=stages or 1, strategy=strategy, max_epochs=3, default_root_dir=folder,
         callbacks=[EarlyStopping("stacked", patience=10)],
     )  # fmt: skip
     run.fit(module, loader(24), loader(24, seed=5))
@@ -59,11 +59,11 @@ def fit(stages: int | None) -> dict[str, float]:
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_what_a_hook_at_the_epochs_end_logs_is_that_of_one_device_on_every_rank(
-    ranks: Ranks, stages: int
+    ranks: Ranks, tmp_path: Path, stages: int
 ) -> None:
-    expected = fit(None)
+    expected = fit(None, str(tmp_path / "one"))
     assert {"stacked", "batches", "error_now", "mean_of_losses"} <= set(expected)
-    for found in ranks(stages)(fit, stages):
+    for found in ranks(stages)(fit, stages, str(tmp_path / "stages")):
         assert found == pytest.approx(expected, rel=1e-6)
 
 
@@ -124,10 +124,10 @@ class Reads(pl.Callback):
         self.seen += [float(torch.stack(pl_module.losses).sum()), float(len(pl_module.classes))]
 
 
-def fit_keeps(num_microbatches: int | None) -> dict[str, Any]:
+def fit_keeps(num_microbatches: int | None, folder: str) -> dict[str, Any]:
     module, reads = Keeps(), Reads()
     pipeline = {"stages": 2, "num_microbatches": num_microbatches} if num_microbatches else None
-    run = trainer(pipeline, max_epochs=3, callbacks=[reads])
+    run = trainer(pipeline, max_epochs=3, callbacks=[reads], writes=folder)
     run.fit(module, loader(), loader(seed=5))
     logged = {name: float(value) for name, value in run.callback_metrics.items()}
     own = [*module.seen, module.best, module.scale, float(len(module.losses)), *reads.seen]
@@ -135,9 +135,11 @@ def fit_keeps(num_microbatches: int | None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])
-def test_hooks_at_the_epochs_end_run_whole_on_every_rank(ranks: Ranks, num_microbatches: int) -> None:
-    expected = fit_keeps(None)
-    for found in ranks(2)(fit_keeps, num_microbatches):
+def test_hooks_at_the_epochs_end_run_whole_on_every_rank(
+    ranks: Ranks, tmp_path: Path, num_microbatches: int
+) -> None:
+    expected = fit_keeps(None, str(tmp_path / "one"))
+    for found in ranks(2)(fit_keeps, num_microbatches, str(tmp_path / "two")):
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-9)
         assert found["own"] == pytest.approx(expected["own"], rel=1e-9)
         for name, value in expected["weights"].items():

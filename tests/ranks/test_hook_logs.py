@@ -2,6 +2,8 @@
 
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -112,24 +114,25 @@ class OwnPerRank(Regression):
         self.log("rank", float(self.trainer.global_rank), rank_zero_only=True)
 
 
-def fit_with_callback(pipeline: dict[str, Any] | None) -> Any:
-    return fit(pipeline, LogsWeights, callbacks=[GradientsByLayer()])
+def fit_with_callback(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    return fit(pipeline, LogsWeights, callbacks=[GradientsByLayer()], writes=folder)
 
 
 @pytest.mark.parametrize("stages", [2, 3])
-def test_what_one_stage_alone_has_is_logged_on_every_rank(ranks: Ranks, stages: int) -> None:
-    expected = fit_with_callback(None)
+def test_what_one_stage_alone_has_is_logged_on_every_rank(ranks: Ranks, tmp_path: Path, stages: int) -> None:
+    expected = fit_with_callback(None, str(tmp_path / "one"))
     assert {"g0_epoch", "w0", "w6", "norm/net.0.weight", "during_validation", "mine/net.0"} <= set(
         expected[1]
     )
-    for found in ranks(stages)(fit_with_callback, {"stages": stages, "num_microbatches": 4}):
+    pipeline = {"stages": stages, "num_microbatches": 4}
+    for found in ranks(stages)(fit_with_callback, pipeline, str(tmp_path / "stages")):
         assert_same(found, expected)
 
 
 @pytest.mark.parametrize("cls", [WeightNorm, Monitored, EachBatch, Mixes])
-def test_a_value_of_several_stages_is_logged_as_on_one_device(ranks: Ranks, cls: Any) -> None:
-    expected = fit(None, cls)
-    for found in ranks(2)(fit, PIPELINE, cls):
+def test_a_value_of_several_stages_is_logged_as_on_one_device(ranks: Ranks, tmp_path: Path, cls: Any) -> None:
+    expected = fit(None, cls, writes=str(tmp_path / "one"))
+    for found in ranks(2)(partial(fit, writes=str(tmp_path / "two")), PIPELINE, cls):
         assert_same(found, expected)
 
 

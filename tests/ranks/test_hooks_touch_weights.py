@@ -4,6 +4,8 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -171,8 +173,9 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
     ],
 )
 def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
-    ranks: Ranks, cls: type[Regression]
+    ranks: Ranks, tmp_path: Path, cls: type[Regression]
 ) -> None:
-    expected = fit(None, cls)
-    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, cls):
+    expected = fit(None, cls, writes=str(tmp_path / "one"))
+    written = partial(fit, writes=str(tmp_path / "two"))
+    for found in ranks(2)(written, {"stages": 2, "num_microbatches": 4}, cls):
         assert_same(found, expected)

@@ -1,6 +1,7 @@
 """What modules log and measure is right on every rank, however they do it."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,7 +238,8 @@ class LogsNoMeans(Regression):
         self.log("val_root", nn.functional.mse_loss(self.net(batch[0]), batch[1]) ** 0.5)
 
 
-def test_logged_numbers_that_are_no_means_are_those_of_one_device(ranks: Ranks) -> None:
-    expected = fit(None, LogsNoMeans)
-    for found in ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, LogsNoMeans):
+def test_logged_numbers_that_are_no_means_are_those_of_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit(None, LogsNoMeans, writes=str(tmp_path / "one"))
+    written = partial(fit, writes=str(tmp_path / "two"))
+    for found in ranks(2)(written, {"stages": 2, "num_microbatches": 4}, LogsNoMeans):
         assert_same(found, expected)

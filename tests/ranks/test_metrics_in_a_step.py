@@ -1,6 +1,7 @@
 """A torchmetrics object is given in a step what one device gives it: once a batch, with the batch's numbers."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -124,17 +125,18 @@ class Measures(Regression):
         self.kept.reset()
 
 
-def fitted(pipeline: dict[str, Any] | None) -> Any:
-    module, run = Measures(), trainer(pipeline, inference_mode=True)
+def fitted(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    module, run = Measures(), trainer(pipeline, inference_mode=True, writes=folder)
     run.fit(module, loader(), loader(14, seed=4))
     logs = {name: float(value) for name, value in run.callback_metrics.items()}
     return (weights(module), logs), module.left
 
 
 @pytest.mark.parametrize("number", [3, 7])
-def test_metrics_are_given_the_numbers_of_the_batch(ranks: Ranks, number: int) -> None:
-    expected, left = fitted(None)
-    for found, kept in ranks(2)(fitted, {"stages": 2, "num_microbatches": number}):
+def test_metrics_are_given_the_numbers_of_the_batch(ranks: Ranks, tmp_path: Path, number: int) -> None:
+    expected, left = fitted(None, str(tmp_path / "one"))
+    pipeline = {"stages": 2, "num_microbatches": number}
+    for found, kept in ranks(2)(fitted, pipeline, str(tmp_path / "two")):
         assert_same(found, expected, 1e-6)  # some count in single precision
         assert kept == pytest.approx(left, rel=1e-6)
 

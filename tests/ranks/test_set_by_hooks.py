@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -155,18 +156,18 @@ CASES = [
 ]  # fmt: skip
 
 
-def fitted(pipeline: dict[str, Any] | None, case: Any) -> Any:
+def fitted(pipeline: dict[str, Any] | None, case: Any, folder: str) -> Any:
     pl.seed_everything(3)
     gathered = pipeline and {**pipeline, "gather_weights": "all"}
-    module, run = case(), trainer(gathered, num_sanity_val_steps=1)
+    module, run = case(), trainer(gathered, num_sanity_val_steps=1, writes=folder)
     run.fit(module, loader(24, shuffle=True), loader(seed=4))
     return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: str(case.__name__))
-def test_what_hooks_set_is_read_in_the_step(ranks: Ranks, case: Any) -> None:
-    expected = fitted(None, case)
-    for found in ranks(2)(fitted, TWO, case):
+def test_what_hooks_set_is_read_in_the_step(ranks: Ranks, tmp_path: Path, case: Any) -> None:
+    expected = fitted(None, case, str(tmp_path / "one"))
+    for found in ranks(2)(fitted, TWO, case, str(tmp_path / "two")):
         assert_same(found, expected)
 
 

@@ -1,6 +1,8 @@
 """A validation that stumbles over what hooks before it set is traced when it comes."""
 
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tests.pool import Pool
@@ -20,7 +22,7 @@ class SetLate(Regression):
         self.log("val_loss", self.scale * self.loss(batch))
 
 
-def test_a_validation_that_reads_what_a_hook_sets_runs(ranks: Ranks) -> None:
-    expected = fit(None, SetLate)
-    for found in ranks(2)(fit, TWO, SetLate):
+def test_a_validation_that_reads_what_a_hook_sets_runs(ranks: Ranks, tmp_path: Path) -> None:
+    expected = fit(None, SetLate, writes=str(tmp_path / "one"))
+    for found in ranks(2)(partial(fit, writes=str(tmp_path / "two")), TWO, SetLate):
         assert_same(found, expected)
