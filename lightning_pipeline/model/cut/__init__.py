@@ -23,6 +23,7 @@ from lightning_pipeline.model.cut.table import (
     text_table,
     units_text,
 )
+from lightning_pipeline.model.cut.trials import Trials
 from lightning_pipeline.model.cut.ways import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StageTable",
     "StepRoutes",
     "TracedOutput",
+    "Trials",
     "ValueKey",
     "backward_edges",
     "common_prefix",

@@ -1,6 +1,8 @@
-"""Small units that are called at both ends of others, such as a normalisation that is undone at the end."""
+"""Other units where those of a module are too few: without small ones that close a circle, or merged."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+from torch import nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut.graph import CIRCLE, Atom, atoms_of
@@ -10,10 +12,12 @@ _SMALL = 20  # so many times fewer parameters than what it keeps together
 
 
 def opened(units: Sequence[Unit], num_stages: int, trace: Callable[[list[Unit]], Trace]) -> Trace:
-    """A trace whose units can be shared out over stages, where few of them close a circle.
+    """A trace whose units can be shared out over stages, where few of them are in the way.
 
     A unit that is called at the beginning and again at the end keeps all between on its stage. A small one
-    without buffers is then left to the code between units, which every stage runs.
+    without buffers is then left to the code between units, which every stage runs. And units that are tied to
+    the end of the step, such as layers that an autograd function calls, are not where they are one: the
+    module around them, where no other unit is in it.
 
     Args:
         units: All of the module.
@@ -22,14 +26,29 @@ def opened(units: Sequence[Unit], num_stages: int, trace: Callable[[list[Unit]],
     """
     first = trace(list(units))
     atoms = atoms_of(first)
-    closing = {unit for atom in atoms for unit in _closing(first, atom)}
-    if len(atoms) >= num_stages or not closing:
+    if len(atoms) >= num_stages:
         return first
-    try:
-        other = trace([unit for number, unit in enumerate(first.units) if number not in closing])
-    except SplitError:
-        return first  # whose refusal is the one to read
-    return other if len(atoms_of(other)) >= num_stages else first
+    for fewer in (_without_closing(first, atoms), *_merged(first, atoms)):
+        if len(fewer) == len(first.units):
+            continue
+        try:
+            other = trace(fewer)
+        except SplitError:
+            continue  # the first refusal is the one to read
+        if len(atoms_of(other)) >= num_stages and _calls_all_new(other, first):
+            return other
+    return first
+
+
+def _calls_all_new(other: Trace, first: Trace) -> bool:
+    """Whether a step calls the modules that are units now; else its code between them has what is in one."""
+    known = {unit.name for unit in first.units}
+    return all(unit.name in known or number in other.path for number, unit in enumerate(other.units))
+
+
+def _without_closing(trace: Trace, atoms: Sequence[Atom]) -> list[Unit]:
+    closing = {unit for atom in atoms for unit in _closing(trace, atom)}
+    return [unit for number, unit in enumerate(trace.units) if number not in closing]
 
 
 def _closing(trace: Trace, atom: Atom) -> list[int]:
@@ -45,3 +64,28 @@ def _closing(trace: Trace, atom: Atom) -> list[int]:
         and trace.units[unit].num_parameters * _SMALL <= whole
         and not any(True for _ in trace.units[unit].module.buffers())
     ]
+
+
+def _merged(trace: Trace, atoms: Sequence[Atom]) -> Iterator[list[Unit]]:
+    """Units with the module around a group that is tied to the unit called last in its place."""
+    last = {call.unit for call in trace.calls[-1:]}
+    for group, _ in trace.together:
+        around = _around(trace, [trace.units[unit].name for unit in group - last])
+        inside = {number for number, unit in enumerate(trace.units) if unit.name.startswith(f"{around}.")}
+        if around and last <= group and any(inside <= set(atom.units) for atom in atoms):
+            place = min(inside)
+            module = Unit(around, trace.root.get_submodule(around))
+            rest = [(number, unit) for number, unit in enumerate(trace.units) if number not in inside]
+            yield [unit for _, unit in sorted([*rest, (place, module)], key=lambda one: one[0])]
+
+
+def _around(trace: Trace, names: Sequence[str]) -> str:
+    """The name of the smallest module with a forward of its own that holds all these; empty for the root."""
+    common = names[0].split(".")[:-1] if names else []
+    while common:
+        name = ".".join(common)
+        inside = all(one.startswith(f"{name}.") for one in names)
+        if inside and type(trace.root.get_submodule(name)).forward is not nn.Module.forward:
+            return name
+        common.pop()
+    return ""

@@ -141,7 +141,13 @@ class Move(NamedTuple):
     to: int
 
 
-def partition(trace: Trace, num_stages: int, *, how: str | Sequence[str] = "auto") -> Partition:
+def partition(
+    trace: Trace,
+    num_stages: int,
+    *,
+    how: str | Sequence[str] = "auto",
+    tried: Callable[[list[str]], bool] | None = None,
+) -> Partition:
     """Share the units of a trace out over stages.
 
     Args:
@@ -150,19 +156,22 @@ def partition(trace: Trace, num_stages: int, *, how: str | Sequence[str] = "auto
         how: "auto" makes the costliest stage as cheap as can be and, within 2 % of that, the messages
             small; "parameters" balances parameters, "uniform" the number of units. A list names the first
             unit of each stage but the first.
+        tried: Whether patterns give enough units, which is then what is said of too few; None says it of
+            what may.
 
     Raises:
         PartitionError: There are fewer atoms than stages, or a name is no module, out of order, or inside
             something that cannot be cut.
     """
-    return _choose(trace, tuple(atoms_of(trace)), num_stages, how).counted()
+    atoms = tuple(atoms_of(trace))
+    if isinstance(how, str) and len(atoms) < num_stages:
+        raise PartitionError(_too_few(trace, atoms, num_stages, tried))
+    return _choose(trace, atoms, num_stages, how).counted()
 
 
 def _choose(trace: Trace, atoms: tuple[Atom, ...], num_stages: int, how: str | Sequence[str]) -> Partition:
     if not isinstance(how, str):
         return Partition(trace, atoms, _named_bounds(trace, atoms, list(how), num_stages), "asked for")
-    if len(atoms) < num_stages:
-        raise PartitionError(_too_few(trace, atoms, num_stages))
     if how == "uniform":
         size, extra = divmod(len(atoms), num_stages)
         bounds = [0]
@@ -183,10 +192,13 @@ def _choose(trace: Trace, atoms: tuple[Atom, ...], num_stages: int, how: str | S
     )
 
 
-def _too_few(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> str:
+def _too_few(
+    trace: Trace, atoms: Sequence[Atom], num_stages: int, tried: Callable[[list[str]], bool] | None
+) -> str:
     bound = [f"{[trace.units[u].name for u in atom.units]} ({atom.reason})" for atom in atoms if atom.reason]
     finer = finer_names(trace.units)[:3]
-    advice = f", or split finer with units={finer}" if finer else ""
+    helps = bool(finer) and (tried is None or tried(finer))
+    advice = f", or split finer with units={finer}" if helps else ""
     together = f"; kept together: {'; '.join(bound)}" if bound else ""
     return (
         f"{num_stages} stages were asked for, but the model has {len(atoms)} "

@@ -273,11 +273,17 @@ class Replay(GlueRun):
         line = f" [at {user_line(self._view.root)}]" if line is None else line
         route = self._view.route
         if route is not None and route.trace.steered_at:
+            works = list(self._view.current_step().trace.way_out)
+            way_out = (
+                f"PipelineStrategy(units={works}) keeps the module whole that chooses, as a trial has shown"
+                if works
+                else "put the choice into the forward of one module and keep that whole with "
+                "PipelineStrategy(units=['<its name>'])"
+            )
             return SplitError(
                 f"{what}, which is not what {self._view.step} did when it was traced: a value computed by "
                 f"the model steers the code at {route.trace.steered_at}. What is computed may follow from "
-                "it, and which units are called may not: put the choice into the forward of one module and "
-                f"keep that whole with PipelineStrategy(units=['<its name>']){line}"
+                f"it, and which units are called may not: {way_out}{line}"
             )
         return SplitError(
             f"{what}, which is not what {self._view.step} did when it was traced: the path through the "

@@ -57,6 +57,7 @@ from lightning_pipeline.model.trace.sinks import (
     metrics_of,
     named_metrics,
     printed_once,
+    silence,
     stub_metrics,
     stub_sinks,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "plain_state",
     "printed_once",
     "reentrant_checkpoint_replaced",
+    "silence",
     "step_function",
     "stub_metrics",
     "stub_sinks",

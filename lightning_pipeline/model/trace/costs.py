@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from lightning_pipeline._torch import TorchDispatchMode
 from lightning_pipeline.model.tensors import operands_of
 
 FLOPS_PER_BYTE = 16.0  # operations whose time equals moving one byte; a round figure for CPUs and GPUs alike
@@ -80,17 +81,36 @@ def work_of(
 
     A view or a look at metadata moves nothing; an embedding reads the rows that it is asked for.
     """
-    packet = getattr(func, "overloadpacket", func)
-    flops = 0.0
-    if packet in _OWN_FORMULAS:
-        flops = float(_OWN_FORMULAS[packet](*args, **kwargs))
-    elif packet in flop_registry:
-        flops = float(flop_registry[packet](*args, **kwargs, out_val=result))
+    packet, flops = getattr(func, "overloadpacket", func), _flops_of(func, args, kwargs, result)
     if getattr(func, "is_view", False) or getattr(func, "namespace", "") == "prim":  # asks for metadata
         return Work(flops, 0.0, _dtype_of(result), weighs, stated)
     written = sum(t.numel() * t.element_size() for t in operands_of((result,)))
     read = written if packet is torch.ops.aten.embedding else _bytes_of(args)
     return Work(flops, float(read + written), _dtype_of(result), weighs, stated)
+
+
+def _flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    packet = getattr(func, "overloadpacket", func)
+    if packet in _OWN_FORMULAS:
+        return float(_OWN_FORMULAS[packet](*args, **kwargs))
+    if packet in flop_registry:
+        return float(flop_registry[packet](*args, **kwargs, out_val=result))
+    return 0.0
+
+
+class Flops(TorchDispatchMode):
+    """Counts what runs inside. torch's own counter looks for the module of each operation, which takes longer
+    than many an operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.total = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total += _flops_of(func, args, kwargs or {}, result)
+        return result
 
 
 def _bytes_of(args: Any) -> int:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
@@ -26,7 +25,7 @@ from lightning_pipeline.model.tensors import (
     user_line,
 )
 from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regions
-from lightning_pipeline.model.trace.costs import Work, has_class_weights, left_out_by
+from lightning_pipeline.model.trace.costs import Flops, Work, has_class_weights, left_out_by
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import has_ports
 from lightning_pipeline.model.trace.record import Call, Observation
@@ -178,7 +177,7 @@ class FakeRun:
         call.saved.clear()
         call.recomputed.clear()
         call.activation_bytes = 0
-        counter = FlopCounterMode(display=False)
+        counter = Flops()
         self._observed.runs_really = True
         try:
             with counter, self._keeping.in_unit(call):
@@ -190,7 +189,7 @@ class FakeRun:
             ) from error
         finally:
             self._observed.runs_really = False
-        call.flops = call.cost = float(counter.get_total_flops())
+        call.flops = call.cost = counter.total
         call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
         return given.carry_over(copies, output, self._observed.mode.like)
 

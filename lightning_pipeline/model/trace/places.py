@@ -283,31 +283,22 @@ class _Seen:
     def __init__(self, owner: Owner) -> None:
         self.owner = owner
         self.entries = dict(owner.read())
-        self.held = {
-            key: inner
-            for key, value in self.entries.items()
-            if owner.watches(key) and (inner := list(_containers(value)))
-        }
+        self._held = [pair for key, value in self.entries.items() for pair in self._containers(key, value)]
+
+    def _containers(self, key: Any, value: Any) -> Iterator[tuple[Any, tuple[Any, list[Any]]]]:
+        return ((key, one) for one in _containers(value)) if self.owner.watches(key) else iter(())
 
     def look(self) -> list[Place]:
         """Those that are not as they were; from now on they are."""
-        now = self.owner.read()
+        now, old = self.owner.read(), self.entries
         # Most containers are empty: a module has a dozen for its hooks.
-        held = self.held.items()
-        changed = [key for key, inner in held if any(_is_changed(one) for one in inner if one[0] or one[1])]
-        same = len(now) == len(self.entries) and all(map(is_, now.values(), self.entries.values()))
-        if same and not changed:
+        inside = [key for key, one in self._held if (one[0] or one[1]) and _is_changed(one)]
+        if not inside and len(now) == len(old) and all(map(is_, now.values(), old.values())):
             return []
-        names = {**self.entries, **now}
-        old = self.entries
-        changed += [
-            key for key in names if key not in changed and now.get(key, MISSING) is not old.get(key, MISSING)
-        ]
-        for key in changed:
-            self.held.pop(key, None)
-            inner = list(_containers(now.get(key, MISSING)))
-            if inner and self.owner.watches(key):
-                self.held[key] = inner
+        others = (key for key in {**old, **now} if now.get(key, MISSING) is not old.get(key, MISSING))
+        changed = dict.fromkeys([*inside, *others])
+        self._held = [pair for pair in self._held if pair[0] not in changed]
+        self._held += [pair for key in changed for pair in self._containers(key, now.get(key, MISSING))]
         self.entries = dict(now)
         return [self.owner.place(key) for key in changed if self.owner.watches(key)]
 

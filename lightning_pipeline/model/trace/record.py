@@ -131,6 +131,7 @@ class Trace:
             may choose what it does next; empty where none does.
         divided_at: Likewise, where micro-batches may choose otherwise than their batch, or another unit may
             follow: the number says more than whether values are finite.
+        way_out: Patterns for `units` with which nothing is divided, as a trial has shown; empty: none known.
         asked: Whether code asks whether something holds of values that units compute.
         holds: What it was answered.
         leaves: Numbers and strings of the micro-batch that was traced.
@@ -185,6 +186,7 @@ class Trace:
     numbers: dict[str, Place] = field(default_factory=dict)
     steered_at: str = ""
     divided_at: str = ""
+    way_out: tuple[str, ...] = ()
     asked: bool = False
     holds: bool = False
     leaves: Hashable = None

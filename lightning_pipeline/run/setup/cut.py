@@ -18,12 +18,13 @@ from lightning_pipeline.model.construction import Construction, is_whole, sizes_
 from lightning_pipeline.model.cut import (
     Partition,
     StageTable,
+    Trials,
     opened,
     partition,
     stages_of_states,
     too_large,
 )
-from lightning_pipeline.model.trace import Trace, find_units, trace_step, untraced
+from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step, untraced
 from lightning_pipeline.ranks import Company, Outlet
 from lightning_pipeline.run.setup.trainer import as_the_loop_will
 from lightning_pipeline.settings import Settings
@@ -101,8 +102,20 @@ class Cutting:
             units = find_units(self._module, at_least=num_stages, keep_whole=self._settings.units)
             if whole:
                 return partition(untraced(self._module, step, units), num_stages, how=how)
-            trace = opened(units, num_stages, lambda found: self._trace(step, args, units=found))
-            return partition(trace, num_stages, how=how)
+
+            def traced(found: list[Unit]) -> Trace:
+                return self._trace(step, args, units=found)
+
+            trials = Trials(self._module, num_stages, self._settings.units, traced)
+            try:
+                trace = opened(units, num_stages, traced)
+            except SplitError as error:
+                if built or not trains or self._may_come(error, built):
+                    raise  # more is tried than other units
+                raise trials.explained(error, units) from error.__cause__
+            if trains and trace.divided_at:
+                trace.way_out = trials.whole(units)
+            return partition(trace, num_stages, how=how, tried=trials.finer)
 
         whole = trains and not self._module.automatic_optimization
         with as_the_loop_will(self._trainer, step):

@@ -1,4 +1,8 @@
-"""A small layer that is called before and after the others does not keep them on one stage."""
+"""A small layer that is called before and after the others does not keep them on one stage; nor does a group that
+is one module keep the end of the step.
+"""
+
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +59,61 @@ def test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage(stages: int) 
 def test_one_with_buffers_keeps_what_is_between_on_its_stage() -> None:
     with pytest.raises(PartitionError, match="circle.*'norm' is called again"):
         piped(Normalised(buffers=True), batch_of_rows())
+
+
+class Run(torch.autograd.Function):
+    """Runs layers without a graph, and again in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        ctx.layers = layers
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
+        x = start = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            for layer in ctx.layers:
+                x = layer(x)
+        torch.autograd.backward(x, gradient)
+        return start.grad, None
+
+
+class Encoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(Run.apply(x, self.layers))
+
+
+class Reversing(Module):
+    """Layers in one function, which is in a module with a norm, between an embedding and a head."""
+
+    def __init__(self, apart: bool = True) -> None:
+        super().__init__()
+        self.emb, self.encoder, self.head = nn.Linear(6, 6), Encoder(), nn.Linear(6, 6)
+        self.apart = apart
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        h = torch.tanh(self.emb(batch[0]))
+        h = self.encoder(h) if self.apart else self.encoder.norm(Run.apply(h, self.encoder.layers))
+        return F.mse_loss(self.head(h), batch[1])
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_layers_in_a_function_of_autograd_are_one_unit_where_units_are_too_few(stages: int) -> None:
+    torch.manual_seed(0)
+    module = Reversing().double()
+    batch = tuple(part.double() for part in batch_of_rows())
+    assert_same(piped(module, batch, stages=stages), alone(module, batch))
+
+
+def test_where_the_step_calls_the_function_its_layers_stay_at_the_end() -> None:
+    with pytest.raises(PartitionError, match="autograd function Run calls units in its forward"):
+        piped(Reversing(apart=False), batch_of_rows(), stages=3)
