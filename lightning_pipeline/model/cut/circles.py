@@ -1,7 +1,9 @@
 """Other units where those of a module are too few: without small ones that close a circle, or merged."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 
+import networkx
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
@@ -28,9 +30,7 @@ def opened(units: Sequence[Unit], num_stages: int, trace: Callable[[list[Unit]],
     atoms = atoms_of(first)
     if len(atoms) >= num_stages:
         return first
-    for fewer in (_without_closing(first, atoms), *_merged(first, atoms)):
-        if len(fewer) == len(first.units):
-            continue
+    for fewer in (*_without_closing(first, atoms, num_stages), *_merged(first, atoms)):
         try:
             other = trace(fewer)
         except SplitError:
@@ -46,24 +46,40 @@ def _calls_all_new(other: Trace, first: Trace) -> bool:
     return all(unit.name in known or number in other.path for number, unit in enumerate(other.units))
 
 
-def _without_closing(trace: Trace, atoms: Sequence[Atom]) -> list[Unit]:
+def _without_closing(trace: Trace, atoms: Sequence[Atom], num_stages: int) -> Iterator[list[Unit]]:
     closing = {unit for atom in atoms for unit in _closing(trace, atom)}
-    return [unit for number, unit in enumerate(trace.units) if number not in closing]
+    if closing and _num_left(trace, closing) >= num_stages:
+        yield [unit for number, unit in enumerate(trace.units) if number not in closing]
+
+
+def _num_left(trace: Trace, out: set[int]) -> int:
+    """How many atoms there are at most where some units are code between the others."""
+    graph: networkx.DiGraph[int] = networkx.DiGraph()
+    graph.add_nodes_from(set(range(len(trace.units))) - out)
+    handed: list[set[int]] = []  # units whose values each call passes on
+    for call in trace.calls:
+        read = set[int]().union(*(handed[tag.call] for tag in call.reads if tag.kind == "value"))
+        if call.unit not in out:
+            graph.add_edges_from((unit, call.unit) for unit in read)
+        handed.append(read if call.unit in out else {call.unit})
+    return int(networkx.number_strongly_connected_components(graph))
 
 
 def _closing(trace: Trace, atom: Atom) -> list[int]:
-    """Units of an atom that are called again and are small beside it."""
+    """Units of an atom that are called again and are together small beside it."""
     if not atom.reason.startswith(CIRCLE):
         return []
     called = [call.unit for call in trace.calls]
-    whole = sum(trace.units[unit].num_parameters for unit in atom.units)
-    return [
+    sizes = {unit: trace.units[unit].num_parameters for unit in atom.units}
+    again = [
         unit
         for unit in atom.units
-        if called.count(unit) > 1
-        and trace.units[unit].num_parameters * _SMALL <= whole
-        and not any(True for _ in trace.units[unit].module.buffers())
+        if called.count(unit) > 1 and not any(True for _ in trace.units[unit].module.buffers())
     ]
+    again.sort(key=lambda unit: sizes[unit])
+    up_to = accumulate(sizes[unit] for unit in again)
+    most = sum(sizes.values())
+    return [unit for unit, size in zip(again, up_to, strict=True) if size * _SMALL <= most]
 
 
 def _merged(trace: Trace, atoms: Sequence[Atom]) -> Iterator[list[Unit]]:

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import PartitionError
+from lightning_pipeline.model.cut import opened
+from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
@@ -117,3 +119,30 @@ def test_layers_in_a_function_of_autograd_are_one_unit_where_units_are_too_few(s
 def test_where_the_step_calls_the_function_its_layers_stay_at_the_end() -> None:
     with pytest.raises(PartitionError, match="autograd function Run calls units in its forward"):
         piped(Reversing(apart=False), batch_of_rows(), stages=3)
+
+
+class Cycles(Module):
+    """Forty layers that are gone through twice, each of them small beside all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(40))
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        h = batch[0]
+        for _ in range(2):
+            for layer in self.layers:
+                h = torch.tanh(layer(h))
+        return F.mse_loss(h, batch[1])
+
+
+def test_many_small_layers_that_are_gone_through_twice_cost_no_other_trace() -> None:
+    traced: list[int] = []
+
+    def trace(units: list[Unit]) -> Trace:
+        traced.append(len(units))
+        return trace_step(module, "training_step", (batch_of_rows(), 0), units=units)
+
+    module = Cycles()
+    opened(find_units(module), 2, trace)
+    assert traced == [40]
