@@ -56,7 +56,8 @@ PACKAGES = {
 }
 
 
-_LARGE = 200_000_000  # parameters, from which on numbers of four bytes are compared
+# Parameters, from which on numbers of four bytes are compared: copies take ten times the model's memory.
+_LARGE = 40_000_000
 _TWO_UNITS = "3 stages were asked for, but the model has 2 units to share out: use"  # that it can be cut into
 
 
