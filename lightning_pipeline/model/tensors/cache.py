@@ -11,6 +11,10 @@ from lightning_pipeline.model.tensors.operations import is_placeholder
 
 _MOST = 4096
 _CHANGING = frozenset({Tensor.register_hook, Tensor.retain_grad, Tensor.backward})
+_OPERATORS = "add sub mul truediv floordiv mod pow and or xor lshift rshift matmul"
+_WRITING = frozenset(
+    ("__set__", "__delete__", "__setitem__", "__setstate__", *(f"__i{name}__" for name in _OPERATORS.split()))
+)
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, type(None), type(...))
 
 
@@ -85,12 +89,18 @@ class PlaceholderCache:
                 return None
         if not placed:
             return None
-        if func in _CHANGING or getattr(func, "__name__", "").endswith(
-            "_"
-        ):  # add_, requires_grad_, __setitem__, __set__
+        name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, which may be another one later, as `grad` is
+            return None
+        if func in _CHANGING or _writes(name):
             self.writes(args[0])
             return None
         return (*parts, torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *result_dtypes())
+
+
+def _writes(name: str) -> bool:
+    """Whether a function of this name changes a tensor: `add_`, `requires_grad_`, `__setitem__`."""
+    return name in _WRITING if name.endswith("__") else name.endswith("_")
 
 
 def result_dtypes() -> tuple[Hashable, ...]:

@@ -73,6 +73,29 @@ def test_what_is_not_known_is_computed_anew(placeholder: Tensor) -> None:
     assert call(torch.exp, (placeholder,), {}) is not call(torch.exp, (placeholder,), {})
 
 
+@pytest.mark.parametrize(
+    ("read", "args"),
+    [
+        (Tensor.layout.__get__, ()),  # type: ignore[attr-defined]  # as `placeholder.layout` under a mode
+        (Tensor.__getitem__, (0,)),
+        (Tensor.__rsub__, (1,)),
+    ],
+)
+def test_what_reads_ends_nothing(placeholder: Tensor, read: Any, args: tuple[Any, ...]) -> None:
+    call = remembering(placeholder).call
+    total = call(torch.exp, (placeholder,), {})
+    call(read, (placeholder, *args), {})
+    assert call(torch.exp, (placeholder,), {}) is total
+
+
+def test_adding_in_place_ends_it(placeholder: Tensor) -> None:
+    call = remembering(placeholder).call
+    total = call(torch.exp, (placeholder,), {})
+    with torch.no_grad():
+        call(Tensor.__iadd__, (total, 1), {})
+    assert call(torch.exp, (placeholder,), {}) is not total
+
+
 def test_a_change_of_the_shape_in_place_ends_it(placeholder: Tensor) -> None:
     call = remembering(placeholder).call
     total = call(torch.exp, (placeholder,), {})
