@@ -75,6 +75,15 @@ DisableTorchFunctionSubclass = _C.DisableTorchFunctionSubclass
 # Without function modes, too. Since 1.13. Until `torch.overrides` has it.
 DisableTorchFunction = _C.DisableTorchFunction
 
+# Without dispatch modes, for tensors that a mode makes itself. Since 1.13. Until `torch.utils` has it.
+NoDispatch = _C._DisableTorchDispatch
+
+
+def has_composite_kernel(operator: Any) -> bool:
+    """Whether an operator is put together from others, and may give what it is given. Since 1.11."""
+    key = _C.DispatchKey.CompositeImplicitAutograd
+    return bool(_C._dispatch_has_kernel_for_dispatch_key(operator.name(), key))
+
 
 def in_a_transform() -> bool:
     """Whether this runs in `torch.func.vmap`, `grad` and the like. Since 2.0. Until torch tells in public."""
@@ -140,6 +149,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
+    "NoDispatch",
     "TorchDispatchMode",
     "UnsupportedFakeTensorException",
     "UnsupportedOperatorException",
@@ -148,6 +158,7 @@ __all__ = [
     "current_function_mode",
     "disable_current_modes",
     "function_modes",
+    "has_composite_kernel",
     "in_a_transform",
     "in_forward_mode",
     "is_profiled",
