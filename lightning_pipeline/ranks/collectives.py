@@ -3,6 +3,7 @@
 Who is missing is named, by the rules of `lookout`; what went wrong on a rank is told to all.
 """
 
+import pickle
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,8 @@ from lightning_pipeline.ranks.lookout import WAY_OUT
 T = TypeVar("T")
 Watch = Callable[[str, dist.ProcessGroup], AbstractContextManager[None]]
 _MOST_FLAGS = 8
+_LENGTH = 8  # bytes of the length of an object
+_ROOM = 1024 - _LENGTH  # bytes of an object that travel with its length
 
 
 @dataclass(frozen=True)
@@ -88,9 +91,7 @@ class Company:
             dist.all_reduce(votes, dist.ReduceOp.MAX, group=group)
             *found, high, low = votes.tolist()
             if high + low != 0x7F:  # not all have the same code, and all can see that
-                places: list[Any] = [None] * len(self.ranks)
-                dist.all_gather_object(places, what, group=group)
-                self._refuse_different(places)
+                self._refuse_different(_of_all(what, group))
             return [bool(vote) for vote in found[: len(flags)]]
 
     def numbers(self, what: str, own: Sequence[float]) -> list[list[float]]:
@@ -125,9 +126,8 @@ class Company:
         """An object of every rank, by global rank."""
         if len(self.ranks) == 1:
             return {self.rank: own}
-        found: list[Any] = [None] * len(self.ranks)
         with self.exchange(what) as group:
-            dist.all_gather_object(found, (what, own), group=group)
+            found = _of_all((what, own), group)
             self._refuse_different([place for place, _ in found])
         return dict(zip(self.ranks, (value for _, value in found), strict=True))
 
@@ -289,6 +289,32 @@ class Company:
     def barrier(self, what: str) -> None:
         """Wait until all ranks have come here."""
         self.any_of(what, False)
+
+
+def _of_all(own: Any, group: dist.ProcessGroup) -> list[Any]:
+    """An object of every rank, by position in the group.
+
+    A small one travels with its length, in one exchange; torch's `all_gather_object` makes two of each.
+    """
+    data = pickle.dumps(own)
+    frames = _bytes_of_all(
+        (len(data).to_bytes(_LENGTH, "little") + data[:_ROOM]).ljust(_LENGTH + _ROOM), group
+    )
+    lengths = [int.from_bytes(frame[:_LENGTH], "little") for frame in frames]
+    objects = [frame[_LENGTH:] for frame in frames]
+    rest = max(lengths) - _ROOM
+    if rest > 0:
+        rests = _bytes_of_all(data[_ROOM:].ljust(rest), group)
+        objects = [begun + ended for begun, ended in zip(objects, rests, strict=True)]
+    return [pickle.loads(whole[:length]) for whole, length in zip(objects, lengths, strict=True)]
+
+
+def _bytes_of_all(own: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """As many bytes of every rank."""
+    mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
+    found = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(found, mine, group=group)
+    return [bytes(values.numpy()) for values in found]
 
 
 @dataclass
