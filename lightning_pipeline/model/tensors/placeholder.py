@@ -191,7 +191,7 @@ class PlaceholderMode(FakeTensorMode):
             made = torch.empty_strided(form.shape, form.stride, dtype=form.dtype, device="meta")
             if viewed is not None or form.offset:
                 memory = made if viewed is None else viewed
-                made.set_(memory.untyped_storage(), form.offset, form.shape, form.stride)  # type: ignore[call-overload]
+                made.set_(memory.untyped_storage(), form.offset, form.shape, form.stride)
             if form.requires_grad:
                 made.requires_grad_()
             placeholder: Tensor = FakeTensor(self, made, form.device)
