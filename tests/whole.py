@@ -154,6 +154,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     # ---- tests/unit
     "tests/unit/test_imports.py::test_in_a_fresh_process": ("strategy first",),
     "tests/unit/planning/test_command.py::test_stages_are_measured_with_weights": ("new processes",),
+    "tests/unit/split/test_circles.py::test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage": ("2",),
     "tests/unit/split/test_effects.py::test_a_step_leaves_what_one_device_leaves": ("*-2-4",),
     "tests/unit/split/test_hooks_at_a_cut.py::*": ("1-False-*", "2-True-*"),
     "tests/unit/split/test_host_seeds.py::test_host_numbers_are_those_of_the_seed": ("Seeds*-layers.1",),

@@ -10,12 +10,11 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import PipelineError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
-from tests.whole import WHOLE, chosen
+from tests.whole import chosen
 
 WIDTH = 4
 Cuts = Sequence[Sequence[str] | int]
 CUTS: Cuts = (["layers.1"], ["layers.0", "layers.2", "layers.3"])
-DAILY: Cuts = (["layers.0", "layers.2"],)  # first, middle and last: what crosses a stage crosses this one
 MORE_CUTS: Cuts = (["layers.0"], ["layers.2"], ["layers.3"], ["head"], ["layers.1", "layers.2"])
 
 
@@ -70,7 +69,7 @@ def seeded(kind: Callable[[], Any], seed: int = 0) -> Any:
 
 def _daily(cuts: Cuts) -> Cuts:
     if cuts is CUTS:
-        return CUTS if WHOLE else DAILY
+        return chosen(cuts, 1)
     return chosen(cuts, 1, 4) if cuts is MORE_CUTS else cuts
 
 
@@ -82,7 +81,7 @@ def assert_works(
 ) -> None:
     """Every one of these cuts (names of first units, or a number of stages) equals one process.
 
-    In the daily run `DAILY` in the place of `CUTS`, and two of `MORE_CUTS`.
+    Of `CUTS` and `MORE_CUTS` one and two in the daily run.
     """
     module = seeded(kind)
     batch = batch if batch is not None else batch_of()
