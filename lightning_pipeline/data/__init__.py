@@ -7,7 +7,7 @@ from lightning_pipeline.data.mappings import of_class, unfillable, with_values
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import batch_size_of, how_cut, signature_of, split_batch
 from lightning_pipeline.data.position import Position
-from lightning_pipeline.data.samples import has_samples, is_guess
+from lightning_pipeline.data.samples import has_samples
 
 __all__ = [
     "EarlyLoaders",
@@ -16,7 +16,6 @@ __all__ = [
     "batch_size_of",
     "has_samples",
     "how_cut",
-    "is_guess",
     "merge_outputs",
     "of_class",
     "random_states",

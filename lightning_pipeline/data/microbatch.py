@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -71,35 +71,49 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     ]
 
 
-def how_cut(batch: Any, part: Any) -> tuple[list[str], list[str]]:
-    """How a batch was cut, in words: the tensors that were, and those that each micro-batch gets whole.
+class Cut(NamedTuple):
+    """What a micro-batch got of one place in a batch.
+
+    Attributes:
+        name: The place, as `batch[0]['x']`.
+        whole: Shape of the tensor, or length of the list, in the batch.
+        part: The same in the micro-batch.
+    """
+
+    name: str
+    whole: tuple[int, ...]
+    part: tuple[int, ...]
+
+
+def how_cut(batch: Any, part: Any) -> tuple[list[Cut], list[Cut]]:
+    """How a batch was cut: the places that were, and those that each micro-batch gets whole.
 
     Args:
         batch: What the dataloader gave.
         part: A micro-batch that `split_batch` made of it.
 
     Example:
-        >>> how_cut((torch.zeros(4, 2), torch.zeros(3)), (torch.zeros(2, 2), torch.zeros(3)))
-        (['batch[0] (4, 2) to (2, 2)'], ['batch[1] (3,)'])
+        >>> cut, whole = how_cut((torch.zeros(4, 2), torch.zeros(3)), (torch.zeros(2, 2), torch.zeros(3)))
+        >>> cut, whole
+        ([Cut(name='batch[0]', whole=(4, 2), part=(2, 2))], [Cut(name='batch[1]', whole=(3,), part=(3,))])
     """
-    cut, whole = [], []
-    for (name, array), (_, own) in zip(_named(batch, "batch"), _named(part, "batch"), strict=False):
-        if array.shape != own.shape:
-            cut.append(f"{name} {tuple(array.shape)} to {tuple(own.shape)}")
-        else:
-            whole.append(f"{name} {tuple(array.shape)}")
-    return cut, whole
+    places = list(_places(batch, part, "batch"))
+    return [one for one in places if one.whole != one.part], [one for one in places if one.whole == one.part]
 
 
-def _named(value: Any, name: str) -> Iterator[tuple[str, Array]]:
-    """All tensors and arrays with a dimension, in order, with where they stand."""
+def _places(value: Any, part: Any, name: str) -> Iterator[Cut]:
+    """Tensors and arrays with a dimension, in order; a list that was cut is one place."""
     if isinstance(value, Tensor | np.ndarray):
         if value.ndim:
-            yield name, value
+            yield Cut(name, tuple(value.shape), tuple(part.shape))
         return
-    keys = list(value) if isinstance(value, Mapping) else range(len(items_of(value)))
-    for key, item in zip(keys, items_of(value), strict=True):
-        yield from _named(item, f"{name}[{key!r}]")
+    items, own = items_of(value), items_of(part)
+    if len(items) != len(own):
+        yield Cut(name, (len(items),), (len(own),))
+        return
+    keys = list(value) if isinstance(value, Mapping) else range(len(items))
+    for key, item, of_part in zip(keys, items, own, strict=True):
+        yield from _places(item, of_part, f"{name}[{key!r}]")
 
 
 def _size_or_one(batch: Any) -> int:

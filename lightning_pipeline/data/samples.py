@@ -119,12 +119,6 @@ def _most_common(batch: Any) -> int:
     return length
 
 
-def is_guess(batch: Any) -> bool:
-    """Whether two parts of a batch have different lengths, and nothing but their order says which counts."""
-    counts = Counter(array.shape[0] for array in arrays_in(batch))
-    return len(counts) == 2 and set(counts.values()) == {1}
-
-
 def has_samples(batch: Any) -> bool:
     """Whether there is anything to split: a tensor with a dimension, or a list."""
     return _has_arrays(batch) or any(True for _ in _list_lengths(batch))

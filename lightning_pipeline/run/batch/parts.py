@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._torch import AnyBatchNorm
-from lightning_pipeline.data import batch_size_of, has_samples, how_cut, is_guess, split_batch
+from lightning_pipeline.data import batch_size_of, has_samples, how_cut, split_batch
 from lightning_pipeline.errors import ConfigurationError
 
 
@@ -51,12 +51,24 @@ class Parts:
         cut, whole = how_cut(batch, self.args[0][0])
         if not whole:
             return ""
+        pieces = ", ".join(f"{name} {of} to {part}" for name, of, part in cut)
+        shared = ", ".join(f"{name} {of}" for name, of, _ in whole)
         return (
-            f"The batch was cut into micro-batches by the first dimension: {', '.join(cut)}; each part "
-            f"gets whole: {', '.join(whole)}. If these hold samples too, or belong to single ones (graphs, "
+            f"The batch was cut into micro-batches by the first dimension: {pieces}; each part gets whole: "
+            f"{shared}. If these hold samples too, or belong to single ones (graphs, "
             "joined views, loaders of other batch sizes), override `split_batch(batch, num_microbatches)` on "
             "the LightningModule, which returns a list of micro-batches."
         )
+
+    def has_other_rows(self, batch: Any) -> bool:
+        """Whether each part got a tensor whole that has rows, which may be samples, or ends of them, too.
+
+        One with a single row is the same for all samples, as a mask that is broadcast.
+        """
+        if self.is_users or len(self.args) == 1:
+            return False
+        _, whole = how_cut(batch, self.args[0][0])
+        return any(of[0] > 1 for _, of, _ in whole)
 
 
 def split_arguments(
@@ -70,7 +82,7 @@ def split_arguments(
         args: Of the step.
         num_microbatches: At most so many parts.
         at_least: Samples that each part should have, where we split.
-        says: Whether to warn where what a sample is was guessed.
+        says: Whether to warn where not everything with rows was cut.
     """
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
@@ -79,7 +91,7 @@ def split_arguments(
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
         parts = Parts([(part, *rest) for part, _ in pairs], sizes, total, is_users=False)
-        if says and is_guess(batch) and parts.how_cut(batch):
+        if says and parts.has_other_rows(batch):
             rank_zero_warn(parts.how_cut(batch))
         return parts
     own_parts = list(own(batch, num_microbatches))

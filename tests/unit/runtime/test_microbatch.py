@@ -1,5 +1,6 @@
 """Cutting batches and merging what came back."""
 
+import warnings
 from collections import UserDict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_map_only
@@ -20,6 +22,7 @@ from lightning_pipeline.data.mappings import of_class
 from lightning_pipeline.data.merge import merge_outputs
 from lightning_pipeline.data.microbatch import batch_size_of, signature_of, split_batch
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.run.batch.parts import split_arguments
 
 Pair = namedtuple("Pair", "inputs targets")
 
@@ -332,3 +335,21 @@ def test_one_microbatch_is_handed_on() -> None:
 def test_what_cannot_be_merged_is_refused(outputs: list[Any], message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         merge_outputs(outputs, [2, 2])
+
+
+def test_what_has_rows_and_is_not_cut_is_said() -> None:
+    """Points of several sets, joined, and a target for each set: the points explain more tensors than the sets."""
+    sets = {"points": torch.zeros(12, 3), "set": torch.arange(12) // 3, "y": torch.zeros(4)}
+    with pytest.warns(
+        UserWarning, match=r"'set'\] \(12,\) to \(6,\); each part gets whole: batch\['y'\] \(4,\)"
+    ):
+        split_arguments(LightningModule(), [sets], 2, says=True)
+    boxes = [torch.zeros(images, 4) for images in (2, 1, 3, 1)]
+    plain = {"x": torch.zeros(4, 3), "boxes": boxes, "mask": torch.zeros(1, 5), "scale": torch.tensor(2.0)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parts = split_arguments(LightningModule(), [plain], 2, says=True)
+    assert parts.how_cut(plain).startswith(
+        "The batch was cut into micro-batches by the first dimension: batch['x'] (4, 3) to (2, 3), "
+        "batch['boxes'] (4,) to (2,); each part gets whole: batch['mask'] (1, 5)."
+    )
