@@ -7,15 +7,16 @@ all of it where they have the same shape, as `x.mean(0)` has.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.mixing.meetings import is_set, picks
 from lightning_pipeline.model.mixing.positions import Positions, lengths
-from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
+from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 
 Run = Callable[..., Any]
@@ -24,7 +25,7 @@ _NUMBERS = frozenset(
     {Tensor.item, Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.is_nonzero}
 )
 _NUMBER = bool | int | float | complex
-_FORM = frozenset({
+FORM = frozenset({
     "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "__len__",
     "__get__", "get_device", "is_floating_point", "is_complex", "is_signed", "is_contiguous", "is_same_size",
 })  # fmt: skip
@@ -46,6 +47,7 @@ class Called(NamedTuple):
         is_given: Whether it returned the very tensor that it was given.
         lengths: Of how many things its result may be numbers.
         reads: Whether it gave Python a value that units have computed.
+        picked: Whether it gave as many samples as a mask picked, or as values say.
     """
 
     func: Any
@@ -55,6 +57,7 @@ class Called(NamedTuple):
     is_given: bool = False
     lengths: frozenset[int] = frozenset()
     reads: bool = False
+    picked: bool = False
 
 
 class Functions:
@@ -81,18 +84,29 @@ class Functions:
         """
         raise NotImplementedError
 
+    def end(self, result: Any) -> None:
+        """The step has returned this."""
+
 
 class Seen(Functions):
     """One run of a step, as it is.
+
+    Args:
+        elsewhere: Parameters and buffers that some ranks do not have.
+        whole: A run for the batch, whose numbers this one for a micro-batch reads.
 
     Attributes:
         calls: Of functions and units, in order.
         host: Where numpy's and Python's generators stood at the first unit.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None) -> None:
         self.calls: list[Called] = []
         self.host: int | None = None
+        self._whole: list[Called] = [] if whole is None else whole.calls
+        self._elsewhere = {id(one): one for one in elsewhere}
+        """These and what is made of them, which ranks may know or not."""
+        self._picked: dict[int, Tensor] = {}
         self._shared: set[int] = set()  # memory that several tensors have
         self._held: list[Tensor] = []
 
@@ -104,8 +118,9 @@ class Seen(Functions):
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
         """Run a function and note what it gave."""
-        result = run(func, args, kwargs)
-        target = _target(func, args)
+        given, answer = list(tensors_in((args, kwargs))), self._of_whole(func)
+        result = run(func, args, kwargs) if answer is None else answer.result
+        target = target_of(func, args)
         opaque = any(one.requires_grad or is_placeholder(one) for one in tensors_in((args, kwargs, result)))
         if target is not None and not opaque:
             if target._base is not None or storage_key(target) in self._shared:
@@ -115,10 +130,29 @@ class Seen(Functions):
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        reads = opaque and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in _FORM
-        numbers = lengths(func, args, kwargs)
-        self.calls.append(Called(func, kept, written, opaque, is_given, numbers, reads))
+        unknown = opaque or any(id(one) in self._elsewhere for one in given)
+        if unknown:
+            self._elsewhere.update((id(one), one) for one in tensors_in(result))
+        reads = unknown and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
+        numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
+        self.calls.append(Called(func, kept, written, opaque, is_given, numbers, reads, picked))
         return result
+
+    def _of_whole(self, func: Any) -> Called | None:
+        """The call that reads this number in the run for the batch."""
+        place = len(self.calls)
+        if func not in _NUMBERS or place >= len(self._whole) or self._whole[place].func is not func:
+            return None
+        return None if self._whole[place].opaque else self._whole[place]
+
+    def _is_picked(self, func: Any, args: Any, given: Sequence[Tensor], result: Any) -> bool:
+        """Whether there are as many samples as values say, and note it."""
+        rows = {one.shape[0] for one in given if id(one) in self._picked and one.dim()}
+        found = [
+            one for one in tensors_in(result) if picks(func, args) or (one.dim() and one.shape[0] in rows)
+        ]
+        self._picked.update((id(one), one) for one in found)
+        return bool(found)
 
     def _note_memory(self, args: Any, result: Any) -> None:
         given = {storage_key(one) for one in tensors_in(args)}
@@ -203,15 +237,12 @@ class Followed(Functions):
         self._before = True  # no unit has been called
         self._has_read = False  # values of units, which are made up here and may choose what comes then
         self._positions = Positions()
-        self._sums: dict[
-            int, Tensor
-        ] = {}  # what has one value for all samples, here those of the micro-batch
         self.answers: list[_Answer] = []
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         self._before = False
-        unknown = self._positions.among(given) or self._is_of_sums(given)
+        unknown = self._positions.among(given)
         self.failed = self.failed or self._taken(number) is None or unknown
         self.answers.append(_Answer(number))
 
@@ -242,23 +273,12 @@ class Followed(Functions):
             self.failed = True
             return run(func, args, kwargs)
         self.answers.append(answer)
-        if not self._before and not answer.is_given:
-            self._note_sums(*found, (args, kwargs), result)
         numbers = self._rows.total in found[0].lengths and self._rows.count in found[1].lengths
         writes = found[0].target is not None
         self._positions.note(
             func, args, kwargs, result, is_given=answer.is_given, writes=writes, numbers=numbers
         )
         return result
-
-    def _is_of_sums(self, given: Any) -> bool:
-        return any(id(tensor) in self._sums for tensor in tensors_in(given))
-
-    def _note_sums(self, whole: Called, own: Called, given: Any, result: Any) -> None:
-        """After the first unit a sum over samples is the micro-batch's own, which no unit may be given."""
-        pairs = zip(tensors_in(whole.result), tensors_in(own.result), strict=False)
-        if self._is_of_sums(given) or any(a.shape == b.shape and not _close(a, b) for a, b in pairs):
-            self._sums.update((id(tensor), tensor) for tensor in tensors_in(result))
 
     def _check_given(self, whole: Called, own: Called, args: Any, kwargs: Any) -> None:
         """What is done with numbers of the batch's rows, or written beside a result, has to be known."""
@@ -274,30 +294,32 @@ class Followed(Functions):
             if self._before:
                 raise _CannotError
             return None
-        is_sum = not self._before and whole.func not in RANDOM_FUNCTIONS  # or may be, where shapes are alike
         if whole.target is not None:
-            if is_sum and own.target is not None and whole.target.shape == own.target.shape:
-                return None
             part = None if own.target is None else self._rows.of(whole.target, own.target)
             if part is None:
                 raise _CannotError
             return _Answer(whole.func, is_given=True, value=part, writes=True)
         if whole.func in _NUMBERS:
-            return _Answer(whole.func, is_given=True, value=whole.result) if self._before else None
+            return _Answer(whole.func, is_given=True, value=whole.result)
         if not self._before and self._positions.are_all(whole.func):
             return None  # by which values of units are chosen, as in `logits[torch.arange(n), y]`
-        value = None if whole.is_given else self._part(whole.result, own.result, is_sum=is_sum)
+        if whole.is_given or (whole.picked and own.picked):
+            return None  # of which the micro-batch has its own
+        value = self._part(whole.result, own.result, is_set=is_set(whole.func))
         return None if value is None else _Answer(whole.func, is_given=True, value=value)
 
-    def _part(self, whole: Any, own: Any, *, is_sum: bool) -> Any:
+    def _part(self, whole: Any, own: Any, *, is_set: bool = False) -> Any:
         if isinstance(whole, Tensor) and isinstance(own, Tensor):
-            if is_sum and whole.shape == own.shape:
-                return None  # such as a sum, whose batch's is found from all micro-batches'
-            return self._rows.of(whole, own)
+            return whole if is_set else self._rows.of(whole, own)
         tensors = isinstance(whole, tuple | list) and all(isinstance(one, Tensor) for one in whole)
         if not tensors or not whole or len(whole) != len(own):
             return None
-        parts = [self._part(*pair, is_sum=is_sum) for pair in zip(whole, own, strict=True)]
+        if is_set and len(whole[0]) == self._rows.total:
+            return None  # what else there is may be of samples or of these
+        parts = [
+            self._part(*pair, is_set=is_set and not place)
+            for place, pair in enumerate(zip(whole, own, strict=True))
+        ]
         return None if any(part is None for part in parts) else type(whole)(parts)
 
     def _check(self, whole: Any, result: Any) -> None:
@@ -313,6 +335,32 @@ class Followed(Functions):
             raise _CannotError
         if not all(self._rows.holds(*pair) for pair in zip(theirs, mine, strict=True)):
             raise _CannotError
+
+
+class Beside(Functions):
+    """One who looks at what a run of a step does with what another one gives it.
+
+    Args:
+        sees: The one who looks.
+        gives: The other.
+    """
+
+    def __init__(self, sees: Functions, gives: Functions) -> None:
+        self._sees, self._gives = sees, gives
+
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
+        """A unit is called."""
+        self._sees.unit(number, given, seeds)
+        self._gives.unit(number, given, seeds)
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """A function is called."""
+        return self._sees.call(func, args, kwargs, lambda f, a, k: self._gives.call(f, a, k, run))
+
+    def end(self, result: Any) -> None:
+        """The step has returned this."""
+        self._sees.end(result)
+        self._gives.end(result)
 
 
 class Given(Functions):
@@ -364,8 +412,13 @@ def _fresh(value: Any) -> Any:
     return map_tensors(torch.clone, value)
 
 
-def _target(func: Any, args: Any) -> Tensor | None:
-    """What a function changes in place, by its name."""
+def target_of(func: Any, args: Any) -> Tensor | None:
+    """What a function changes in place, by its name.
+
+    Args:
+        func: The function.
+        args: Its arguments.
+    """
     name = getattr(func, "__name__", "")
     writes = name in ("__setitem__", "__set__") or name.startswith("__i") or (
         name.endswith("_") and not name.endswith("__")

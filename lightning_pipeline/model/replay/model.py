@@ -317,7 +317,7 @@ class SplitModel(OutsideSteps):
 
     def decides_apart(self, step: str) -> bool:
         """Whether micro-batches of one batch have decided differently by what is in them."""
-        return step in self._finder.torn
+        return step in self._finder.torn and not self._mends(self.known[step], self._sizes)
 
     def decided_by(self, step: str) -> list[str]:
         """Sums over samples by which a step decides when it has added those of a micro-batch."""

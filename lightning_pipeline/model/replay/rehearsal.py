@@ -15,16 +15,16 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, rehearsed, told_apart
 from lightning_pipeline.model.mixing import (
+    Beside,
     Followed,
     Functions,
     Given,
     Reached,
     Rows,
     Seen,
-    exchanges,
     is_cut_by_rows,
-    mixed_between,
-    with_another,
+    mixed_lines,
+    placed_between,
 )
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
@@ -99,7 +99,9 @@ class Rehearsal(Replay):
         """Call the step; it ends where a placeholder stops it."""
         try:
             with self.functions, self._taint:
-                function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            if self.mixing is not None:
+                self.mixing.end(result)
         except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
             return
         finally:
@@ -374,7 +376,8 @@ class Divisors:
             return wholes
 
         follower.warn_of_losses(step.trace.losses_inside, tensors)
-        follower.begin(fractions, tensors, rehearse, partial(self._worth.of, step, arguments, fractions))
+        tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
+        follower.begin(fractions, tensors, rehearse, (lambda: None) if step.mixing else tried)
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""
@@ -437,6 +440,7 @@ class Mixing:
         self._root, self._runs, self._finder, self._apart = root, runs, finder, apart
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
         self._looks: dict[str, int] = {}
+        self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
 
     def arrange(
         self, step: Step, trace: Trace, whole: Microbatch | None, sizes: Sequence[int], *,
@@ -488,7 +492,7 @@ class Mixing:
         for number in numbers:
             if (number or not first) and not self._is_seen(step, trace, number):
                 continue
-            for line, found in self._mixed(step, whole, number, sizes).items():
+            for line, found in self._mixed(step, trace, whole, number, sizes).items():
                 trace.mixed.setdefault(line, found)
 
     def _is_seen(self, step: Step, trace: Trace, number: int) -> bool:
@@ -500,22 +504,24 @@ class Mixing:
         return True
 
     def _mixed(
-        self, step: Step, whole: Microbatch, number: int, sizes: Sequence[int]
+        self, step: Step, trace: Trace, whole: Microbatch, number: int, sizes: Sequence[int]
     ) -> dict[str, tuple[str, int]]:
         batch, samples, route = step.microbatches[number], sizes[number], step.routes[number]
+        elsewhere = self._finder.on_some_stages() if self._is_known(trace) else []
 
-        def run(arguments: Microbatch) -> Reached:
+        def run(route: Route, arguments: Microbatch) -> Reached:
             with self._apart(step.name):
-                return self._run(
-                    step, arguments, number, route, Reached(self._root, self._finder.on_some_stages())
-                )
+                return self._run(step, arguments, number, route, Reached(self._root, elsewhere))
 
         try:
-            if samples < 2:
-                batch, samples = whole, sum(sizes)
-                (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-            others = [(row, run(with_another(batch, samples, made))) for row, made in exchanges(samples)]
-            return mixed_between(run(batch), run(batch), others, samples)
+            (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
+            last = run(step.routes[-1], step.microbatches[-1])
+            rows = Rows(sum(sizes[:-1]), sizes[-1], sum(sizes))
+            if found := placed_between(run(of_whole, whole).meetings, last.meetings, rows):
+                return found
+            if not number or samples < 2:
+                batch, samples, route = whole, sum(sizes), of_whole
+            return mixed_lines(partial(run, route), batch, samples)
         except (CannotRepeatError, SplitError):
             return {}  # of what cannot be run again, or not at this size, the trace alone tells
 
@@ -526,10 +532,14 @@ class Mixing:
             trace: Of the step.
             sizes: Samples of each micro-batch.
         """
-        leaves = trace.effects or trace.states_first or trace.checkpointed
-        known = not (leaves or trace.draws_unseen)
         mixes = bool(trace.mixed) or trace.has_means
-        return mixes and known and (trace.step, tuple(sizes)) not in self._given_up
+        return mixes and self._is_known(trace) and (trace.step, tuple(sizes)) not in self._given_up
+
+    @staticmethod
+    def _is_known(trace: Trace) -> bool:
+        """Whether every rank comes to the same where it runs a step without units."""
+        leaves = trace.effects or trace.states_first or trace.checkpointed
+        return not (leaves or trace.draws_unseen)
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
         """A batch of such a step begins.
@@ -555,9 +565,10 @@ class Mixing:
         (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
         found, start = [], 0
         with self._apart(step.name):
-            batch = self._run(step, whole, 0, route, Seen())
+            elsewhere = self._finder.on_some_stages()
+            batch = self._run(step, whole, 0, route, Seen(elsewhere))
             for number, (part, size) in enumerate(zip(step.microbatches, sizes, strict=True)):
-                own = self._run(step, part, number, step.routes[number], Seen())
+                own = self._run(step, part, number, step.routes[number], Seen(elsewhere, batch))
                 one = Followed(batch, own, Rows(start, size, sum(sizes)))
                 if not one.failed:
                     self._run(step, part, number, step.routes[number], one)
@@ -565,7 +576,21 @@ class Mixing:
                     return None
                 found.append(one)
                 start += size
-        return found
+            return found if self._is_whole(step, whole, route, found, sizes) else None
+
+    def _is_whole(
+        self, step: Step, whole: Microbatch, route: Route, found: list[Followed], sizes: Sequence[int]
+    ) -> bool:
+        """Whether a micro-batch that is given its part has nothing else that the batch has otherwise."""
+        if (step.name, tuple(sizes)) in self._whole:
+            return True
+        elsewhere, rows = self._finder.on_some_stages(), Rows(sum(sizes[:-1]), sizes[-1], sum(sizes))
+        of_whole, own = Reached(self._root, elsewhere), Reached(self._root, elsewhere)
+        self._run(step, whole, 0, route, of_whole)
+        given = Beside(own, Given(found[-1].answers, step.name))
+        self._run(step, step.microbatches[-1], len(sizes) - 1, step.routes[-1], given)
+        self._whole.add((step.name, tuple(sizes)))
+        return not placed_between(of_whole.meetings, own.meetings, rows)
 
     def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))

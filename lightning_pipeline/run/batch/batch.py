@@ -365,10 +365,11 @@ class Batch:
             lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
             self._say(
                 ("mixed", step),
-                f"{step} mixes samples of the batch with each other ({lines}), and each of {number} "
-                "micro-batches mixes its own. Where partners are drawn (mixup by a permutation) that draws "
-                "them from fewer samples; otherwise the numbers are not those of one device, unless the "
-                "step puts the samples back in order: do it in on_after_batch_transfer, which sees the batch",
+                f"{step} mixes samples of the batch with each other, or goes by a number of all of them or "
+                f"by their place ({lines}), and each of {number} micro-batches has its own. Where partners "
+                "are drawn (mixup by a permutation) that draws them from fewer samples; otherwise the "
+                "numbers are not those of one device, unless the step puts the samples back in order: do "
+                "it in on_after_batch_transfer, which sees the batch",
             )
         if split.decides_apart(step):
             self._say(

@@ -193,6 +193,61 @@ def by_numbers(self, x, y):
     return nn.functional.mse_loss(self.net(x - torch.tensor(x.std(0).tolist(), dtype=x.dtype)), y)
 
 
+def by_numbers_between(self, x, y):
+    """Read from the batch, they move and scale what units give."""
+    h = self.net[:3](x / 2 - x[0].mean().item())
+    h = self.net[3:]((h - x.mean().item()) / x.std().item() + x[-1].mean() + len(y[:, 0].round().unique()))
+    return nn.functional.mse_loss(h, y)
+
+
+def by_numbers_in_the_loss(self, x, y):
+    """They bound what units give, and targets are made of them."""
+    out, most = self.net(x), int(y[:, 0].abs().max()) + 1
+    loss = nn.functional.smooth_l1_loss(out, y / float(y.max()), beta=float(y.std()))
+    return (
+        loss + (out - y).pow(2).mean(1).clamp(max=x.mean().item() + 1).mean() + (out + 1 / most).exp().mean()
+    )
+
+
+def standardized_outside(self, x, y):
+    """Brackets are set otherwise than in `standardized_targets`."""
+    return nn.functional.smooth_l1_loss((self.net(x) - y.mean(0)) / y.std(0), y)
+
+
+def by_classes(self, x, y):
+    """Weights by counts of the batch, published for rare classes."""
+    out, labels = self.net(x), y.argmax(1)
+    share = nn.functional.one_hot(labels, 3).double().mean(0) + 0.1
+    weights = 1 / (1 + labels.bincount(minlength=3))
+    loss = nn.functional.cross_entropy(out + share.log(), labels, weights.double())
+    positive = (y > 0).double()
+    weight = (1 - positive).sum(0) / (positive.sum(0) + 1)
+    loss = loss + nn.functional.binary_cross_entropy_with_logits(out, positive, pos_weight=weight)
+    return loss + (nn.functional.cross_entropy(out, labels, reduction="none").exp() * weights[labels]).mean()
+
+
+def by_pairs_of_targets(self, x, y):
+    rows = (self.net(x) - y).pow(2).mean(1)
+    far, apart = torch.cdist(y, y).mean(1), (y[:, None] - y).abs().sum((1, 2))
+    return (
+        (rows * far).mean()
+        + (rows + apart).sqrt().mean()
+        + (rows + torch.einsum("nd,nd->", y, y)).sqrt().mean()
+    )
+
+
+def by_place(self, x, y):
+    h = self.net[:3](x) * (torch.arange(len(x)) < 3)[:, None]
+    first = torch.zeros(len(x), dtype=x.dtype)
+    first[0] = 1
+    return ((self.net[3:](h + first[:, None]) - y).pow(2).mean(1) * torch.linspace(0, 1, len(x))).mean()
+
+
+def first_between(self, x, y):
+    """After units, one that has no rows."""
+    return nn.functional.mse_loss(self.net(x) + self.net(x[0]), y)
+
+
 def by_a_distribution(self, x, y):
     """Its checks read numbers of what units compute."""
     x, y = 0.6 * x + 0.4 * x.flip(0), 0.6 * y + 0.4 * y.flip(0)
@@ -231,7 +286,11 @@ BY_LOSS = (advantages, standardized_targets)
 BY_ORDER = (
     flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
 )  # fmt: skip
-UNSEEN = (from_the_first, by_numbers, by_a_distribution)  # by a trace, or not all of it
+UNSEEN = (
+    from_the_first, by_numbers, by_numbers_between, by_numbers_in_the_loss, standardized_outside, by_classes,
+    by_pairs_of_targets, by_place, first_between, by_a_distribution,
+)  # fmt: skip
+"""By a trace, or not all of it."""
 BY_CHANCE = (mixup, mixup_by_torch, cutmix, weighted_by_chance)
 
 
@@ -260,6 +319,23 @@ def test_micro_batches_have_their_samples_of_what_one_device_mixes(function, sch
 def test_what_no_operation_shows_to_mix_samples_is_one_devices(function, number, recwarn):
     assert_same(fitted(function, {**STAGED, "num_microbatches": number}), fitted(function, None))
     assert not told(recwarn)
+
+
+class Predicts(Regression):
+    """Gives what a unit returned in numbers of the batch."""
+
+    def predict_step(self, batch, batch_idx):
+        x, y = batch
+        return self.net(x) * y.std() + y.std(0)
+
+
+def test_predictions_in_numbers_of_the_batch_are_one_devices():
+    def predicted(pipeline):
+        return torch.cat(trainer(pipeline, enable_progress_bar=False).predict(Predicts(), loader(8)))
+
+    torch.testing.assert_close(
+        predicted({**STAGED, "num_microbatches": 3}), predicted(None), rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("function", [after_an_epoch, one_by_one])
@@ -319,9 +395,20 @@ def by_a_number_in_a_buffer(self, x, y):
     return nn.functional.mse_loss(self.net(x - self.shift), y)
 
 
-def first_between(self, x, y):
-    """After units, one that has no rows."""
-    return nn.functional.mse_loss(self.net(x) + self.net(x[0]), y)
+def by_a_number_in_a_buffer_between(self, x, y):
+    h = self.net[:3](x)
+    self.shift.fill_(x.mean().item())
+    return nn.functional.mse_loss(self.net[3:](h) - self.shift.mean(), y)
+
+
+def by_how_many(self, x, y):
+    """A number of Python of each micro-batch."""
+    return nn.functional.mse_loss(self.net(x) / len(x), y)
+
+
+def by_numpy_in_the_loss(self, x, y):
+    y = y.numpy()
+    return nn.functional.mse_loss(self.net(x), torch.from_numpy((y - y.mean(0)) / y.std(0)))
 
 
 def rolled_by_values(self, x, y):
@@ -331,7 +418,17 @@ def rolled_by_values(self, x, y):
 
 @pytest.mark.parametrize(
     "function",
-    [by_a_buffer, by_pairs, by_numpy, in_halves, by_a_number_in_a_buffer, first_between, rolled_by_values],
+    [
+        by_a_buffer,
+        by_pairs,
+        by_numpy,
+        in_halves,
+        by_a_number_in_a_buffer,
+        by_a_number_in_a_buffer_between,
+        by_how_many,
+        by_numpy_in_the_loss,
+        rolled_by_values,
+    ],
 )
 def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, recwarn):
     fitted(function, {**STAGED, "num_microbatches": 3})

@@ -1,0 +1,246 @@
+"""What differs between runs of a step without units: with another sample in one's place, or in a micro-batch.
+
+A sample that a unit is given then differs from the first run's only where it is the one that was exchanged.
+Anything else that differs was made of several samples, whatever functions and numbers of Python made it. The
+same holds for what meets values of units.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline.model.mixing.looks import Reached
+from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
+from lightning_pipeline.model.mixing.rows import Rows
+from lightning_pipeline.model.tensors import map_tensors
+
+
+def mixed_lines(run: Callable[[Any], Reached], batch: Any, samples: int) -> dict[str, tuple[str, int]]:
+    """Lines at which a step mixes samples, by which function, and how many calls of units there had been.
+
+    Args:
+        run: Runs it without units.
+        batch: Its arguments.
+        samples: How many there are.
+    """
+    others = [(row, run(with_another(batch, samples, made))) for row, made in exchanges(samples)]
+    alike = run(with_another(batch, samples, _all_alike))
+    return _mixed_between(run(batch), run(batch), others, alike, samples)
+
+
+def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
+    """Which sample is exchanged in each run, and what its row is made of.
+
+    Args:
+        samples: How many there are.
+    """
+    last = samples - 1
+
+    def like(row: int, other: int) -> Callable[[Tensor], Tensor]:
+        def exchanged(tensor: Tensor) -> Tensor:
+            found = tensor.clone()
+            found[row] = tensor[other]
+            return found
+
+        return exchanged
+
+    def farther(tensor: Tensor) -> Tensor:
+        found = tensor.clone()
+        if tensor.dtype is torch.bool:
+            found[0] = ~tensor[0]
+        elif tensor.is_floating_point() and tensor.element_size() > 1:  # numbers of one byte have no largest
+            found[0] = tensor[0] * 1.5 + tensor.abs().max()
+        elif tensor.numel() and not tensor.is_floating_point() and not tensor.is_complex():
+            least, most = tensor.min(), tensor.max()
+            found[0] = torch.where(tensor[0] == most, least, most)
+        return found
+
+    return [(0, like(0, last)), (last, like(last, 0)), (0, farther)]
+
+
+def _all_alike(tensor: Tensor) -> Tensor:
+    """Each sample is the first one."""
+    return tensor[:1].expand_as(tensor).clone()
+
+
+def with_another(batch: Any, samples: int, made: Callable[[Tensor], Tensor]) -> Any:
+    """A batch in which one sample is another.
+
+    Args:
+        batch: Its arguments.
+        samples: How many it has.
+        made: Makes a tensor with that sample exchanged.
+    """
+
+    def exchanged(tensor: Tensor) -> Tensor:
+        plain = tensor.layout is torch.strided and tensor.dim() > 0
+        return made(tensor) if plain and tensor.shape[0] == samples else tensor
+
+    return map_tensors(exchanged, batch)
+
+
+def _mixed_between(
+    first: Reached, again: Reached, others: Sequence[tuple[int, Reached]], alike: Reached, samples: int
+) -> dict[str, Any]:
+    """See `mixed_lines`. What differs in `again`, the same once more, says nothing of samples."""
+    if not _is_same(first, again):
+        return {}
+    runs = [(row, one.meetings) for row, one in others]
+    if met := _met_between(first.meetings, again.meetings, runs, alike.meetings, samples):
+        return {met.line: (name_of(met.func), met.position)}
+    touched: dict[int, set[int]] = {0: set(), samples - 1: set()}
+    for row, other in others:
+        if [one.unit for one in first.units] != [one.unit for one in other.units]:
+            continue  # it went elsewhere, which says nothing
+        for place, (before, after) in enumerate(zip(first.units, other.units, strict=True)):
+            for pair in zip(before.values, after.values, strict=False):
+                kind = _changed(*pair, row, samples)
+                if kind == "others":
+                    return _line(first, other, row, samples, place)
+                if kind == "all":
+                    touched[row].add(place)
+    start, end = touched.values()
+    shared = _shared(start, end, len(first.units), samples)
+    return {} if shared is None else {first.units[shared].line: ("one for all samples", shared)}
+
+
+def _shared(start: set[int], end: set[int], count: int, samples: int) -> int | None:
+    """The first place that goes by the first or by the last sample, unless there is one for each of them."""
+    one_by_one = start and end and not start & end and count >= samples
+    return min(start | end) if (start or end) and not one_by_one else None
+
+
+def _met_between(
+    first: Meetings, again: Meetings, others: Sequence[tuple[int, Meetings]], alike: Meetings, samples: int
+) -> Met | None:
+    """Where values of units meet what follows from other samples."""
+    chance = {place for place, *met in _pairs(first, again) if any(_differs(*both) for both in _values(*met))}
+
+    def touched(row: int, other: Meetings, changed: Callable[[Any, Any, int, int], Any]) -> set[int]:
+        return {
+            place
+            for place, one, same in _pairs(first, other)
+            if place in first.decides - chance
+            for both in _values(one, same)
+            if changed(*both, row, samples) or _is_another(*both, one, same)
+        }
+
+    start = {place for row, other in others if not row for place in touched(row, other, _changed)}
+    end = {place for row, other in others if row for place in touched(row, other, _changed)}
+    if not start and not end:  # a number that one sample does not change, as that of classes
+        start = end = touched(0, alike, _changed_for_one)
+    place = _shared(start, end, len(first.met), samples)
+    return None if place is None else first.met[place]
+
+
+def _changed_for_one(before: Any, after: Any, row: int, samples: int) -> bool:
+    """What differs for a sample where the others are exchanged."""
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return type(before) is float and before != after
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    many = [dim for dim, size in enumerate(before.shape) if size == samples]
+    rows = [(before.select(dim, row), after.select(dim, row)) for dim in many] or [(before, after)]
+    return all(_differs(*pair) for pair in rows)
+
+
+def _pairs(first: Meetings, other: Meetings) -> Iterator[tuple[int, Met, Met]]:
+    """Places with the meetings of two runs, as long as these call the same functions."""
+    for place, (one, same) in enumerate(zip(first.met, other.met, strict=False)):
+        if one.func != same.func:
+            return
+        yield place, one, same
+
+
+def _values(one: Met, other: Met) -> Iterator[tuple[Any, Any]]:
+    return zip(one.values, other.values, strict=False)
+
+
+def _is_another(before: Any, after: Any, one: Met, other: Met) -> bool:
+    """Whether a whole number that is no size differs."""
+    whole = type(before) is int and type(after) is int and one.result == other.result
+    return whole and before != after
+
+
+def placed_between(whole: Meetings, own: Meetings, rows: Rows) -> dict[str, Any]:
+    """Lines at which values of units meet what goes by the place of a sample, or by other samples.
+
+    Args:
+        whole: A run for the batch.
+        own: One for a micro-batch.
+        rows: Of the micro-batch.
+    """
+    if [one.func for one in whole.met] != [one.func for one in own.met]:
+        return {}
+    for place in sorted((whole.decides & own.decides) - whole.drawn):
+        met = whole.met[place]
+        for theirs, mine in _values(met, own.met[place]):
+            if _is_out_of_place(theirs, mine, rows):
+                return {met.line: (name_of(met.func), met.position)}
+    return {}
+
+
+def _is_out_of_place(theirs: Any, mine: Any, rows: Rows) -> bool:
+    if not isinstance(theirs, Tensor) or not isinstance(mine, Tensor):
+        return type(theirs) is float and type(mine) is float and not math.isclose(theirs, mine, rel_tol=1e-9)
+    part = rows.of(theirs, mine)
+    if part is None or part.is_complex():
+        return False
+    scale = 1e-9 * float(part.abs().max()) if part.is_floating_point() and part.numel() else 0.0
+    return not torch.allclose(part.double(), mine.double(), rtol=1e-6, atol=scale, equal_nan=True)
+
+
+def _is_same(first: Reached, again: Reached) -> bool:
+    pairs = zip(first.units, again.units, strict=False)
+    return len(first.units) == len(again.units) and all(
+        one.unit == other.unit
+        and all(not _differs(*both) for both in zip(one.values, other.values, strict=False))
+        for one, other in pairs
+    )
+
+
+def _differs(one: Any, other: Any) -> bool:
+    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+        return type(one) is float and one != other
+    return one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _line(first: Reached, other: Reached, row: int, samples: int, place: int) -> dict[str, tuple[str, int]]:
+    """Where a sample first followed from another one before a call of a unit."""
+    for (func, before, line, position), (same, after, *_) in zip(first.results, other.results, strict=False):
+        if func is not same or position > place:
+            break
+        if _changed(before, after, row, samples) == "others":
+            return {line: (getattr(func, "__name__", "a function").strip("_"), position)}
+    return {first.units[place].line: ("what a unit is given", place)}
+
+
+def _changed(before: Any, after: Any, row: int, samples: int) -> str:
+    """What differs where a sample was exchanged: "" for nothing or it alone, "others", "all" without rows."""
+    if not isinstance(before, Tensor) or not isinstance(after, Tensor):
+        return "all" if type(before) is float and before != after else ""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return ""
+    if before.is_floating_point():
+        before, after = before.double(), after.double()
+    differs = ~torch.isclose(before, after, rtol=1e-6, atol=0.0, equal_nan=True)
+    if not bool(differs.any()):
+        return ""
+    many = [dim for dim, size in enumerate(differs.shape) if size % samples == 0]
+    if not many:
+        return "all"
+    return "" if any(_is_of_one(differs, dim, row, samples) for dim in many) else "others"
+
+
+def _is_of_one(differs: Tensor, dim: int, row: int, samples: int) -> bool:
+    """Whether nothing but one sample differs along a dimension that has each of them once or more often."""
+    flat = differs.movedim(dim, 0).flatten(1).any(1) if differs.dim() > 1 else differs
+    times = len(flat) // samples
+    for before in (one for one in range(1, times + 1) if times % one == 0):
+        cut = flat.reshape(before, samples, times // before).any(2).any(0)
+        if not bool(cut[torch.arange(samples, device=cut.device) != row].any()):
+            return True
+    return False
