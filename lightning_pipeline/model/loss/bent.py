@@ -222,8 +222,8 @@ def extreme(known: _Known, func: Any, args: Any, kwargs: Any, result: Any, seen:
     value = args[0] if args else None
     if not isinstance(value, Tensor) or not isinstance(result, Tensor) or is_placeholder(result):
         return None
-    if func in _SUMMING and seen is not None and _has_pairs(value, seen) and result.shape == seen.result:
-        return Bent(_unknown, (), always=True)
+    if func not in _OWN_PAIRS and _loses_pairs(value, result, seen):
+        return Bent(_unknown, (), always=True)  # each sample met those of its micro-batch alone
     if value.numel() == 1 and not grows(seen, 0, value) and func in _REDUCING:
         return None
     if func not in _REDUCING:
@@ -312,6 +312,12 @@ def _mixes_samples(func: Any, args: Any, kwargs: Any, value: Tensor, seen: Seen 
         return False
     grown = [d for d, (mine, whole) in enumerate(zip(value.shape, theirs, strict=True)) if mine != whole]
     return any(d is None or d % value.dim() in grown for d in dimensions)
+
+
+def _loses_pairs(value: Tensor, result: Tensor, seen: Seen | None) -> bool:
+    if seen is None or seen.result is None or not _has_pairs(value, seen):
+        return False
+    return not pairs(tuple(result.shape), seen.result)
 
 
 def _has_pairs(value: Tensor, seen: Seen) -> bool:
@@ -462,6 +468,8 @@ _MIXING: dict[Any, tuple[int, int | None]] = {
     F.normalize: (2, 1),
 }
 _EXTREMES = frozenset(both("aminmax"))
+_OWN_PAIRS = frozenset(both("diag diagonal trace __getitem__ gather take_along_dim masked_select"))
+"""What takes of pairs of samples those of a sample with itself, or may."""
 _OVER_LAST = frozenset((F.layer_norm, F.rms_norm))
 _OVER_ALL = frozenset((torch.pdist, F.pdist, F.batch_norm))
 """What each sample has afterwards goes by others, whatever the arguments."""

@@ -1,7 +1,7 @@
 """What a step makes of the batch alone where it mixes samples: for a micro-batch, its rows of the batch's."""
 
+from lightning_pipeline.model.mixing.differences import Comparison as Comparison
 from lightning_pipeline.model.mixing.differences import exchanges as exchanges
-from lightning_pipeline.model.mixing.differences import mixed_lines as mixed_lines
 from lightning_pipeline.model.mixing.differences import placed_between as placed_between
 from lightning_pipeline.model.mixing.differences import with_another as with_another
 from lightning_pipeline.model.mixing.looks import Reached as Reached

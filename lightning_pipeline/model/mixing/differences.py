@@ -10,25 +10,72 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.model.mixing.looks import Reached
 from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
-from lightning_pipeline.model.mixing.rows import Rows
+from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between
 from lightning_pipeline.model.tensors import map_tensors
 
 
-def mixed_lines(run: Callable[[Any], Reached], batch: Any, samples: int) -> dict[str, tuple[str, int]]:
-    """Lines at which a step mixes samples, by which function, and how many calls of units there had been.
+class Comparison:
+    """Runs of a step without units, compared.
 
     Args:
-        run: Runs it without units.
-        batch: Its arguments.
-        samples: How many there are.
+        run: Runs it for a micro-batch, or None for the batch, with somebody who sees it, on changed arguments.
+        root: The LightningModule.
+        elsewhere: Parameters and buffers that some ranks do not have.
+        sizes: Samples of each micro-batch.
     """
-    others = [(row, run(with_another(batch, samples, made))) for row, made in exchanges(samples)]
-    alike = run(with_another(batch, samples, _all_alike))
-    return _mixed_between(run(batch), run(batch), others, alike, samples)
+
+    def __init__(
+        self, run: Callable[[int | None, Functions, Callable[[Any], Any]], None], root: nn.Module,
+        elsewhere: Sequence[Tensor], sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._run, self._root, self._elsewhere, self._sizes = run, root, elsewhere, sizes
+
+    def lines(self, number: int, *, steered: bool) -> dict[str, tuple[str, int]]:
+        """Lines at which it mixes samples, by which function, and how many calls of units there had been.
+
+        Args:
+            number: Of the micro-batch because of which it is looked at.
+            steered: Whether the step reads numbers of the batch.
+        """
+        found = self._decided() if steered else {}
+        return found or self._placed() or self._mixed(number if number and self._sizes[number] > 1 else None)
+
+    def _decided(self) -> dict[str, tuple[str, int]]:
+        whole = self._seen(None, Seen(self._elsewhere))
+        for number in range(len(self._sizes)):
+            own = self._seen(number, Seen(self._elsewhere, root=self._root))
+            if [one.func for one in own.calls] != [one.func for one in whole.calls]:
+                given = self._seen(number, Seen(self._elsewhere, whole))
+                return decided_between(whole, own, given)
+        return {}
+
+    def _seen(self, part: int | None, seen: Seen) -> Seen:
+        self._run(part, seen, lambda batch: batch)
+        return seen
+
+    def _placed(self) -> dict[str, tuple[str, int]]:
+        rows = Rows(sum(self._sizes[:-1]), self._sizes[-1], sum(self._sizes))
+        whole, own = self._reached(None), self._reached(len(self._sizes) - 1)
+        return placed_between(whole.meetings, own.meetings, rows)
+
+    def _mixed(self, part: int | None) -> dict[str, tuple[str, int]]:
+        samples = sum(self._sizes) if part is None else self._sizes[part]
+        others = [(row, self._reached(part, made)) for row, made in exchanges(samples)]
+        first, again, alike = self._reached(part), self._reached(part), self._reached(part, _all_alike)
+        return _mixed_between(first, again, others, alike, samples)
+
+    def _reached(self, part: int | None, made: Callable[[Tensor], Tensor] | None = None) -> Reached:
+        reached = Reached(self._root, self._elsewhere)
+        samples = sum(self._sizes) if part is None else self._sizes[part]
+        changed = (
+            (lambda batch: batch) if made is None else (lambda batch: with_another(batch, samples, made))
+        )
+        self._run(part, reached, changed)
+        return reached
 
 
 def exchanges(samples: int) -> list[tuple[int, Callable[[Tensor], Tensor]]]:
@@ -85,7 +132,7 @@ def with_another(batch: Any, samples: int, made: Callable[[Tensor], Tensor]) -> 
 def _mixed_between(
     first: Reached, again: Reached, others: Sequence[tuple[int, Reached]], alike: Reached, samples: int
 ) -> dict[str, Any]:
-    """See `mixed_lines`. What differs in `again`, the same once more, says nothing of samples."""
+    """Lines at which samples were mixed. What differs in `again`, the same once more, says nothing of them."""
     if not _is_same(first, again):
         return {}
     runs = [(row, one.meetings) for row, one in others]

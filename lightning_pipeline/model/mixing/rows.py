@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.mixing.meetings import is_set, picks
 from lightning_pipeline.model.mixing.positions import Positions, lengths
 from lightning_pipeline.model.random import MicrobatchSeeds
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in, user_line
 
 Run = Callable[..., Any]
 """Runs a function: it, arguments, keyword arguments, and what answers in its place."""
@@ -94,14 +94,20 @@ class Seen(Functions):
     Args:
         elsewhere: Parameters and buffers that some ranks do not have.
         whole: A run for the batch, whose numbers this one for a micro-batch reads.
+        root: The LightningModule, where lines are to be noted.
 
     Attributes:
         calls: Of functions and units, in order.
+        lines: Of each of them.
         host: Where numpy's and Python's generators stood at the first unit.
     """
 
-    def __init__(self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None) -> None:
+    def __init__(
+        self, elsewhere: Iterable[Tensor] = (), whole: "Seen | None" = None, root: nn.Module | None = None
+    ) -> None:
         self.calls: list[Called] = []
+        self.lines: list[str] = []
+        self._root = root
         self.host: int | None = None
         self._whole: list[Called] = [] if whole is None else whole.calls
         self._elsewhere = {id(one): one for one in elsewhere}
@@ -114,12 +120,17 @@ class Seen(Functions):
         """A unit is called."""
         if self.host is None:
             self.host = seeds.host_place()
-        self.calls.append(Called(number))
+        self._note(Called(number))
+
+    def _note(self, called: Called) -> None:
+        self.calls.append(called)
+        if self._root is not None:
+            self.lines.append(user_line(self._root))
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
         """Run a function and note what it gave."""
         given, answer = list(tensors_in((args, kwargs))), self._of_whole(func)
-        result = run(func, args, kwargs) if answer is None else answer.result
+        result = run(func, args, kwargs) if answer is None else _fresh(answer.result)
         target = target_of(func, args)
         opaque = any(one.requires_grad or is_placeholder(one) for one in tensors_in((args, kwargs, result)))
         if target is not None and not opaque:
@@ -135,13 +146,17 @@ class Seen(Functions):
             self._elsewhere.update((id(one), one) for one in tensors_in(result))
         reads = unknown and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
         numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
-        self.calls.append(Called(func, kept, written, opaque, is_given, numbers, reads, picked))
+        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked))
         return result
 
     def _of_whole(self, func: Any) -> Called | None:
-        """The call that reads this number in the run for the batch."""
+        """The call that reads this number, or makes a set of values, in the run for the batch."""
         place = len(self.calls)
-        if func not in _NUMBERS or place >= len(self._whole) or self._whole[place].func is not func:
+        if (
+            not (func in _NUMBERS or is_set(func))
+            or place >= len(self._whole)
+            or self._whole[place].func is not func
+        ):
             return None
         return None if self._whole[place].opaque else self._whole[place]
 
@@ -160,6 +175,24 @@ class Seen(Functions):
             self._held.append(tensor)  # so that its memory is no other's
             if storage_key(tensor) in given and not any(tensor is arg for arg in args):
                 self._shared.add(storage_key(tensor))
+
+
+def decided_between(whole: Seen, own: Seen, given: Seen) -> dict[str, tuple[str, int]]:
+    """The line at which a number of the batch decides what a step does, which a micro-batch has otherwise.
+
+    Args:
+        whole: A run for the batch.
+        own: One for the micro-batch, with lines.
+        given: One for it that reads the batch's numbers.
+    """
+    theirs, mine, same = ([one.func for one in run.calls] for run in (whole, own, given))
+    if same != theirs or mine == theirs:
+        return {}
+    place = next(
+        (n for n, pair in enumerate(zip(mine, theirs, strict=False)) if pair[0] != pair[1]), len(mine)
+    )
+    units = sum(isinstance(func, int) for func in theirs[:place])
+    return {own.lines[min(place, len(mine) - 1)]: ("a condition", units)} if mine else {}
 
 
 class Rows:

@@ -16,6 +16,7 @@ from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoute
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, rehearsed, told_apart
 from lightning_pipeline.model.mixing import (
     Beside,
+    Comparison,
     Followed,
     Functions,
     Given,
@@ -23,7 +24,6 @@ from lightning_pipeline.model.mixing import (
     Rows,
     Seen,
     is_cut_by_rows,
-    mixed_lines,
     placed_between,
 )
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
@@ -506,22 +506,15 @@ class Mixing:
     def _mixed(
         self, step: Step, trace: Trace, whole: Microbatch, number: int, sizes: Sequence[int]
     ) -> dict[str, tuple[str, int]]:
-        batch, samples, route = step.microbatches[number], sizes[number], step.routes[number]
-        elsewhere = self._finder.on_some_stages() if self._is_known(trace) else []
-
-        def run(route: Route, arguments: Microbatch) -> Reached:
+        def run(part: int | None, seen: Functions, changed: Callable[[Any], Any]) -> None:
+            batch, route = (whole, of_whole) if part is None else (step.microbatches[part], step.routes[part])
             with self._apart(step.name):
-                return self._run(step, arguments, number, route, Reached(self._root, elsewhere))
+                self._run(step, changed(batch), number, route, seen)
 
+        elsewhere = self._finder.on_some_stages() if self._is_known(trace) else []
         try:
             (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-            last = run(step.routes[-1], step.microbatches[-1])
-            rows = Rows(sum(sizes[:-1]), sizes[-1], sum(sizes))
-            if found := placed_between(run(of_whole, whole).meetings, last.meetings, rows):
-                return found
-            if not number or samples < 2:
-                batch, samples, route = whole, sum(sizes), of_whole
-            return mixed_lines(partial(run, route), batch, samples)
+            return Comparison(run, self._root, elsewhere, sizes).lines(number, steered=trace.steered)
         except (CannotRepeatError, SplitError):
             return {}  # of what cannot be run again, or not at this size, the trace alone tells
 
