@@ -546,6 +546,9 @@ def _names(text: str, name: str, program: LossProgram) -> bool:
         "total": "SumMetric",
         "most": "MaxMetric",
     }
+    step = "validation_step" if key.startswith("val_") else "training_step"
+    if text.startswith(f"{step} mixes samples of the batch"):
+        return True
     kind = kinds.get(key.removeprefix("val_").split("_")[0], "MeanSquaredError" if "r2" in key else "")
     return f"self.log('{key}'" in text or (kind != "" and f"{kind} is given" in text)
 

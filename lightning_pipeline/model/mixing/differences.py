@@ -22,7 +22,7 @@ class Comparison:
     """Runs of a step without units, compared.
 
     Args:
-        run: Runs it for a micro-batch, or None for the batch, with somebody who sees it, on changed arguments.
+        run: Runs it for a micro-batch, or None for the batch, before somebody's eyes, on changed arguments.
         root: The LightningModule.
         elsewhere: Parameters and buffers that some ranks do not have.
         sizes: Samples of each micro-batch.
@@ -132,7 +132,7 @@ def with_another(batch: Any, samples: int, made: Callable[[Tensor], Tensor]) -> 
 def _mixed_between(
     first: Reached, again: Reached, others: Sequence[tuple[int, Reached]], alike: Reached, samples: int
 ) -> dict[str, Any]:
-    """Lines at which samples were mixed. What differs in `again`, the same once more, says nothing of them."""
+    """Lines at which samples were mixed. What differs in `again`, the same once more, says nothing."""
     if not _is_same(first, again):
         return {}
     runs = [(row, one.meetings) for row, one in others]
