@@ -6,8 +6,16 @@ import pytest
 
 from tests.faults.cases import Ranks
 from tests.ranks.lightning_cases import assert_same
-from tests.unit.split.test_mixing import fitted, flipped, mixup, whitened
+from tests.unit.split.test_mixing import (
+    by_numbers_between,
+    by_numbers_in_the_loss,
+    fitted,
+    flipped,
+    mixup,
+    whitened,
+)
 
+MIXING = flipped, whitened, by_numbers_between, by_numbers_in_the_loss
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "1F1B"}, {"schedule": "ZBH1"}, {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
 ]  # fmt: skip
@@ -15,7 +23,7 @@ SCHEDULES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda given: given["schedule"])
 def test_ranks_have_their_samples_of_what_one_device_mixes(ranks: Ranks, schedule: dict[str, Any]) -> None:
-    expected = [fitted(function, None) for function in (flipped, whitened)]
+    expected = [fitted(function, None) for function in MIXING]
     found = ranks(2)(all_fitted, {"stages": 2, "num_microbatches": 3, **schedule}, group=False)
     for on_rank in found:
         for one, other in zip(on_rank, expected, strict=True):
@@ -30,4 +38,4 @@ def test_ranks_draw_alike_to_mix_samples(ranks: Ranks) -> None:
 
 
 def all_fitted(pipeline: dict[str, Any]) -> list[Any]:
-    return [fitted(function, pipeline) for function in (flipped, whitened)]
+    return [fitted(function, pipeline) for function in MIXING]

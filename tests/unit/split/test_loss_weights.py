@@ -233,6 +233,24 @@ def test_a_loss_weighted_by_what_the_whole_batch_has_is_warned_of(loss: Any) -> 
         piped(Silent(lambda module, *given: loss(*given)), batch(), 2, 3, follow=True)
 
 
+def _mined(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    """The farthest of its class and the nearest of another, for each sample."""
+    rows, kinds = logits.mean(1), batch["target"][:, -1]
+    far, alike = torch.cdist(rows, rows), kinds[:, None] == kinds[None]
+    return F.relu((far * alike).amax(1) - (far + 9 * alike).amin(1) + 0.2).mean()
+
+
+def _far_apart(logits: Tensor, batch: dict[str, Tensor]) -> Any:
+    rows = logits.mean(1)
+    return -torch.cdist(rows, rows).mean(1).mean()
+
+
+@pytest.mark.parametrize("loss", [_mined, _far_apart])
+def test_a_loss_of_pairs_of_samples_is_warned_of(loss: Any) -> None:
+    with pytest.warns(UserWarning, match="in another way than by adding up"):
+        piped(Silent(lambda module, *given: loss(*given)), batch(), 2, 3, follow=True)
+
+
 def _by_a_constant(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Any:
     weight = torch.tensor(2.5, dtype=logits.dtype)
     return F.binary_cross_entropy_with_logits(logits[..., 0], batch["mask"], pos_weight=weight)

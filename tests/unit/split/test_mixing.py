@@ -209,6 +209,17 @@ def by_numbers_in_the_loss(self, x, y):
     )
 
 
+def by_a_condition(self, x, y):
+    """Each micro-batch would decide otherwise than the batch, and all of them alike."""
+    out, mask = self.net(x), y[:, 0] > -1.5
+    loss, counted = nn.functional.mse_loss(out, y), int(mask.sum())
+    if counted > 3:
+        loss = loss + ((out - y).abs().mean(1) * mask).sum() / counted
+    if (y[:, 1] > 1).any():
+        loss = loss + 0.3 * out[y[:, 1] > 1].pow(2).mean()
+    return loss
+
+
 def standardized_outside(self, x, y):
     """Brackets are set otherwise than in `standardized_targets`."""
     return nn.functional.smooth_l1_loss((self.net(x) - y.mean(0)) / y.std(0), y)
@@ -287,8 +298,8 @@ BY_ORDER = (
     flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
 )  # fmt: skip
 UNSEEN = (
-    from_the_first, by_numbers, by_numbers_between, by_numbers_in_the_loss, standardized_outside, by_classes,
-    by_pairs_of_targets, by_place, first_between, by_a_distribution,
+    from_the_first, by_numbers, by_numbers_between, by_numbers_in_the_loss, by_a_condition, standardized_outside,
+    by_classes, by_pairs_of_targets, by_place, first_between, by_a_distribution,
 )  # fmt: skip
 """By a trace, or not all of it."""
 BY_CHANCE = (mixup, mixup_by_torch, cutmix, weighted_by_chance)
