@@ -42,7 +42,8 @@ class Comparison:
             steered: Whether the step reads numbers of the batch.
         """
         found = self._decided() if steered else {}
-        return found or self._placed() or self._mixed(number if number and self._sizes[number] > 1 else None)
+        own = number if number and self._sizes[number] > 1 else None
+        return found or self._placed() or self.lines_of(own)
 
     def _decided(self) -> dict[str, tuple[str, int]]:
         whole = self._seen(None, Seen(self._elsewhere))
@@ -62,8 +63,15 @@ class Comparison:
         whole, own = self._reached(None), self._reached(len(self._sizes) - 1)
         return placed_between(whole.meetings, own.meetings, rows)
 
-    def _mixed(self, part: int | None) -> dict[str, tuple[str, int]]:
+    def lines_of(self, part: int | None) -> dict[str, tuple[str, int]]:
+        """Those which a micro-batch alone, or the batch, shows.
+
+        Args:
+            part: Its number; None for the batch.
+        """
         samples = sum(self._sizes) if part is None else self._sizes[part]
+        if samples < 2:
+            return {}
         others = [(row, self._reached(part, made)) for row, made in exchanges(samples)]
         first, again, alike = self._reached(part), self._reached(part), self._reached(part, _all_alike)
         return _mixed_between(first, again, others, alike, samples)

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -512,11 +512,15 @@ class Mixing:
                 self._run(step, changed(batch), number, route, seen)
 
         elsewhere = self._finder.on_some_stages() if self._is_known(trace) else []
+        compared = Comparison(run, self._root, elsewhere, sizes)
+        of_whole = step.routes[number]
         try:
-            (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-            return Comparison(run, self._root, elsewhere, sizes).lines(number, steered=trace.steered)
+            with suppress(SplitError):  # of what cannot be run at this size the micro-batch alone tells
+                (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
+                return compared.lines(number, steered=trace.steered)
+            return compared.lines_of(number)
         except (CannotRepeatError, SplitError):
-            return {}  # of what cannot be run again, or not at this size, the trace alone tells
+            return {}  # of what cannot be run again, the trace alone tells
 
     def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.
