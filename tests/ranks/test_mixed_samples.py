@@ -8,14 +8,13 @@ from tests.faults.cases import Ranks
 from tests.ranks.lightning_cases import assert_same
 from tests.unit.split.test_mixing import (
     by_numbers_between,
-    by_numbers_in_the_loss,
     fitted,
     flipped,
     mixup,
     whitened,
 )
 
-MIXING = flipped, whitened, by_numbers_between, by_numbers_in_the_loss
+MIXING = flipped, whitened, by_numbers_between
 SCHEDULES: list[dict[str, Any]] = [
     {"schedule": "1F1B"}, {"schedule": "ZBH1"}, {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
 ]  # fmt: skip
