@@ -325,6 +325,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         with loggers_set_aside(trainer):  # also one that is run once more to learn of it
             trainer.log_dir  # noqa: B018
         self.note_hyper_parameters(self.lightning_module)
+        self.restore_data(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         with self.optimizers_on_demand(self.lightning_module) if trains else nullcontext(), self._telling():
             self._running.split_module(self.precision_plugin, built)

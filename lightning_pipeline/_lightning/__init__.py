@@ -19,6 +19,7 @@ from lightning_pipeline._lightning.epochs import (
     show_loaders,
     silence_unresumable_loaders,
     validate_by_the_clock_of,
+    with_state,
 )
 from lightning_pipeline._lightning.hooks import around_hooks, before_hooks, has_own_hooks
 from lightning_pipeline._lightning.launchers import make_launcher
@@ -179,4 +180,5 @@ __all__ = [
     "uploads_checkpoints",
     "validate_by_the_clock_of",
     "will_sanity_check",
+    "with_state",
 ]

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningDataModule, Trainer
 
 # What the loops count, and what holds it. Since 1.5.
 from lightning.pytorch.loops.loop import _Loop
@@ -35,6 +35,7 @@ __all__ = [
     "show_loaders",
     "silence_unresumable_loaders",
     "validate_by_the_clock_of",
+    "with_state",
 ]
 
 
@@ -84,7 +85,7 @@ def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[
     return patch(connector, "resume_start", resume_start)
 
 
-def restore(trainer: Trainer, path: Any) -> None:
+def restore(trainer: Trainer, path: Any, *, data: bool = True) -> None:
     """Load what stands in a checkpoint but for optimizers, schedulers and loops. Since 1.5.
 
     For a strategy that loads after its setup, Lightning does so after `on_fit_start`. To be deleted when it
@@ -93,9 +94,23 @@ def restore(trainer: Trainer, path: Any) -> None:
     Args:
         trainer: Of the run.
         path: Of the checkpoint, if there is one.
+        data: Whether the data module, too.
     """
     connector: Any = trainer._checkpoint_connector
-    connector._restore_modules_and_callbacks(path)
+    if data:
+        connector._restore_modules_and_callbacks(path)
+        return
+    connector.resume_start(path)
+    connector.restore_model()
+    connector.restore_callbacks()
+
+
+def with_state(trainer: Trainer) -> tuple[str, Callable[[Any], None]] | None:
+    """What a data module's state is called in a checkpoint, and what loads it, if anything. Since 1.6."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if data is None or type(data).load_state_dict is LightningDataModule.load_state_dict:
+        return None
+    return type(data).__qualname__, data.load_state_dict
 
 
 def hold_schedulers(trainer: Trainer, is_left_out: Callable[[], bool]) -> Callable[[], None]:

@@ -100,6 +100,20 @@ class Opened:
         self.finish(None, self.target.of_optimizers(optimizers, names))
 
 
+def read_rest(path: Path, *, trust: bool) -> dict[str, Any]:
+    """What stands in a folder beside the tensors of model and optimizers, verified.
+
+    Args:
+        path: The folder.
+        trust: Whether objects of any class may be unpickled.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
+    verify_file(path, META, read_manifest(path))
+    return read_meta(path, trust=trust)
+
+
 @dataclass
 class Staged:
     """What was read for one rank, and is not yet in use.

@@ -50,7 +50,7 @@ def open_file(
         CheckpointError: It does not fit the module.
     """
     what = f"loading {path}"
-    checkpoint = ranks.everyone_local(what, lambda: _read(path, target, get))
+    checkpoint = ranks.everyone_local(what, lambda: read_file(path, trust=target.trust, get=get))
     states = checkpoint.pop("state_dict")
     optimizer_states = checkpoint.pop("optimizer_states", None)
 
@@ -109,7 +109,17 @@ def _groups(
         ) from error
 
 
-def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
+def read_file(path: Path, *, trust: bool, get: Get | None = None) -> dict[str, Any]:
+    """A one-file checkpoint, whose tensors stay in the file until they are used.
+
+    Args:
+        path: Of the file.
+        trust: Whether objects of any class may be unpickled.
+        get: Reads it in place of us, as a plugin does.
+
+    Raises:
+        CheckpointError: It cannot be read.
+    """
     if get is not None:
         found = get(str(path))
     elif not path.exists():
@@ -117,7 +127,7 @@ def _read(path: Path, target: Target, get: Get | None) -> dict[str, Any]:
     elif not path.is_file():
         raise CheckpointCorruptError(f"checkpoint {path} is no plain file, nor a folder: it was not opened")
     else:
-        found = load_object(path, f"checkpoint file {path}", trust=target.trust, mmap=True)
+        found = load_object(path, f"checkpoint file {path}", trust=trust, mmap=True)
     if not isinstance(found, dict) or "state_dict" not in found:
         raise CheckpointCorruptError(f"checkpoint file {path} has no state_dict: Lightning did not write it")
     return found

@@ -1,6 +1,7 @@
 """The checkpoints of one run: what the strategy's hooks call."""
 
 import secrets
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ from lightning_pipeline.checkpoint.contents import (
     writers_of,
 )
 from lightning_pipeline.checkpoint.folder import MODEL, OURS, is_folder, optimizer_key
-from lightning_pipeline.checkpoint.load import Opened, Target, open_folder
+from lightning_pipeline.checkpoint.load import Opened, Target, open_folder, read_rest
 from lightning_pipeline.checkpoint.one_file import Put, write_file
-from lightning_pipeline.checkpoint.plain_file import Get, open_file
+from lightning_pipeline.checkpoint.plain_file import Get, open_file, read_file
 from lightning_pipeline.checkpoint.ranks import Ranks
 from lightning_pipeline.checkpoint.retention import Retention
 from lightning_pipeline.checkpoint.save import Part, without_ties, write
@@ -368,6 +369,24 @@ class Checkpoints:
             meta["optimizer_states"] = [{} for _ in held.optimizers]
         replicas = own.get("replicas") or [None]
         return meta, replicas[self._replica % len(replicas)]
+
+    def rest(self, path: Path, get: Get | None = None) -> dict[str, Any]:
+        """What stands in a checkpoint beside weights and optimizers. Every rank calls this.
+
+        Args:
+            path: A folder or a one-file checkpoint; the same on every rank.
+            get: Reads files in place of us, as a plugin does.
+
+        Raises:
+            CheckpointError: On every rank.
+        """
+        self._background.wait()
+        what, trust = f"loading {path}", self._options.trust
+        folder = self._ranks.leader(what, lambda: get is None and is_folder(path))
+        read = partial(read_rest, path) if folder else partial(read_file, path, get=get)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is left out `load` warns
+            return _rest(self._ranks.everyone_local(what, lambda: read(trust=trust)))
 
     def apply(self, states: Mapping[str, Any] | None) -> None:
         """Put what `load` opened into use, where that was left for later.

@@ -76,7 +76,7 @@ class CheckpointHooks(Answers, PlainStrategy):
     def __init__(self) -> None:
         self._unlink: list[Callable[[], None]] = []
         self._expected: Any = None
-        self._restored = False
+        self._restored = self._data_restored = False
         super().__init__()
 
     def note_names(self, trainer: Trainer) -> None:
@@ -117,7 +117,8 @@ class CheckpointHooks(Answers, PlainStrategy):
 
     def leave_callbacks(self) -> None:
         """The run ends: its callbacks may be used in another."""
-        undo, self._unlink, self._restored = self._unlink, [], False
+        undo, self._unlink = self._unlink, []
+        self._restored = self._data_restored = False
         all_undone(undo)()
 
     @property
@@ -185,13 +186,32 @@ class CheckpointHooks(Answers, PlainStrategy):
     def restore_checkpoint_after_setup(self) -> bool:
         return not self.is_one_device and not self._restored
 
+    @no_hook
+    def restore_data(self, trainer: Trainer) -> None:
+        """Before a loader is asked for: a data module that loads its state makes loaders by it.
+
+        Args:
+            trainer: Of this run.
+        """
+        found = _lightning.with_state(trainer) if self._expected is not None else None
+        if found is None:
+            return
+        name, load = found
+        path = local_path(self.broadcast(self._expected))
+        io = self.checkpoint_io
+        get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
+        rest = self._running.checkpoints.rest(path, get)
+        if name in rest:
+            load(rest[name])
+            self._data_restored = True
+
     def restore_before_fit(self, trainer: Trainer) -> None:
         """The module is split, and `on_fit_start` comes next, which sees what was loaded, as on one device.
 
         Args:
             trainer: Of this run; it would load once those hooks have run.
         """
-        _lightning.restore(trainer, self._expected)
+        _lightning.restore(trainer, self._expected, data=not self._data_restored)
         self._restored = True
 
     @pipelined

@@ -85,7 +85,7 @@ def test_state_of_callbacks_and_data_comes_back_on_every_rank(ranks: Ranks, tmp_
         for counts, epochs, told in found:
             assert counts.restored == [{"batches": 2}]
             assert counts.batches == 4
-            assert epochs >= 100 and not told
+            assert epochs == 101 and not told  # the loader was made once, by the state that had been loaded
 
 
 def refused(folder: str, path: str, strategy: dict[str, Any]) -> str:
@@ -102,8 +102,8 @@ def test_objects_are_read_back_with_trust_and_left_out_by_name_without(ranks: Ra
         assert silent == []
     path = str(tmp_path / "epoch=0.ckpt")
     (counts, epochs, told), _ = ranks(2)(fit_with, str(tmp_path), 2, path, {})
-    assert counts.restored == [] and epochs >= 100
-    assert any("callbacks['Counts'] was left out" in text for text in told)
+    assert counts.restored == [] and epochs == 101
+    assert sum("callbacks['Counts'] was left out" in text for text in told) == 1
     for counts, _, _ in ranks(2)(fit_with, str(tmp_path), 2, path, trusting):
         assert counts.restored == [{"batches": 2, "note": Note("kept")}]
 
