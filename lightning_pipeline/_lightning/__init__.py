@@ -31,7 +31,12 @@ from lightning_pipeline._lightning.logs import (
     logging_step,
     logs_this_batch,
 )
-from lightning_pipeline._lightning.outputs import NO_LOSS, explain_output, skip_without_loss
+from lightning_pipeline._lightning.outputs import (
+    NO_LOSS,
+    explain_output,
+    skip_without_loss,
+    write_no_predictions,
+)
 from lightning_pipeline._lightning.trainer import (
     STEPS,
     around_epoch_start,
@@ -181,4 +186,5 @@ __all__ = [
     "validate_by_the_clock_of",
     "will_sanity_check",
     "with_state",
+    "write_no_predictions",
 ]

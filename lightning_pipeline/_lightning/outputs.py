@@ -1,15 +1,16 @@
-"""What a training step returned, as Lightning reads it. Checked against lightning 2.6."""
+"""What a step returned, as Lightning reads it and hands it on. Checked against lightning 2.6."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 
 # Says what is wrong with what a training step returned. Since 2.0.
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
-from lightning_pipeline.patching import patch
+from lightning_pipeline.patching import Undo, all_undone, patch
 
 NO_LOSS = object()
 """What a strategy's `training_step` returns where there is no loss."""
@@ -31,6 +32,21 @@ def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
             return kind.from_training_step_output(given, normalize)
 
     return patch(loop, "output_result_cls", Result)
+
+
+def write_no_predictions(trainer: Trainer) -> Undo:
+    """Leave prediction writers alone on a rank that has no predictions; gives the undoing. Since 1.5.
+
+    They would write `None`, and often over what the rank that has them writes by the same name.
+    """
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+    hooks = "write_on_batch_end", "write_on_epoch_end"
+    return all_undone([patch(writer, hook, _written_elsewhere) for writer in writers for hook in hooks])
+
+
+def _written_elsewhere(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def explain_output(kind: type, keys: Sequence[Any]) -> None:

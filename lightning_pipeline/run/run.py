@@ -133,6 +133,9 @@ class Pipeline:
             self._undo.append(_lightning.before_hooks(trainer, together.at_hooks(trainer, several=several)))
             clock = partial(members.from_zero.share, what="asking for the time to validate")
             self._undo.append(_lightning.validate_by_the_clock_of(trainer, clock))
+        last, here = self._placement.num_stages - 1, self._placement.stages_of(self.groups.rank)
+        if trainer.predicting and last not in here:
+            self._undo.append(_lightning.write_no_predictions(trainer))
         if first is None:
             return
         step, args = first
@@ -146,7 +149,6 @@ class Pipeline:
         line = cut.partition.trace.steered_at if trainer.training else ""  # others are run whole for it
         says += f"\n{steered(line, len(parts.args))}" if line and len(parts.args) > 1 else ""
         says += f"\n{cut.advice}" if cut.advice else ""
-        here = self._placement.stages_of(self.groups.rank)
         self._built_in_parts = bool(built)
         materialize(self._module, cut, here, self.world, self.members.replica, built)
         recorder = LogRecorder(self._module)
