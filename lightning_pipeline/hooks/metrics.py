@@ -1,18 +1,18 @@
 """torchmetrics objects of a module: updated on the last stage, their value the same on every rank."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricTracker
 
 from lightning_pipeline.model.state import ElsewhereError
 from lightning_pipeline.model.trace import named_metrics
-from lightning_pipeline.patching import all_undone, patch
+from lightning_pipeline.patching import Undo, all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
 
@@ -37,20 +37,43 @@ class SharedMetrics:
         self._steps = 0
         self._asked: Counter[str] = Counter()  # how often since the last step, by name
         self._posted: list[str] = []
-        undo = []
-        several = replicas is not None and replicas.size() > 1
-        held = named_metrics(module)
+        self._gathers: dict[str, Any] = {"distributed_available_fn": _not_here}
+        if outlet.is_source:
+            several = replicas is not None and replicas.size() > 1
+            self._gathers = {"process_group": replicas} if several else {"distributed_available_fn": _alone}
+        self._undo: list[Undo] = []
+        self._share(named_metrics(module))
+        trackers = {name: m for name, m in module.named_modules() if isinstance(m, MetricTracker)}
+        if trackers:
+            self._undo.append(self._watch(trackers))
+
+    def restore(self) -> None:
+        """Give the metrics their own `compute` and group back."""
+        undo, self._undo = self._undo, []
+        all_undone(undo)()
+
+    def _share(self, held: Mapping[str, nn.Module]) -> None:
         parts = {
             f"{name}.{inner}".strip("."): m for name, one in held.items() for inner, m in one.named_modules()
         }
         named = {id(m): (name, m) for name, m in parts.items() if isinstance(m, Metric)}
         for name, metric in named.values():
-            changed: dict[str, Any] = {"compute": partial(self._compute, name, metric, metric.compute)}
-            if outlet.is_source:
-                changed |= {"process_group": replicas} if several else {"distributed_available_fn": _alone}
-            undo += [patch(metric, name, value) for name, value in changed.items()]
-        self.restore = all_undone(undo)
-        """Gives the metrics their own `compute` and group back."""
+            changed = {"compute": partial(self._compute, name, metric, metric.compute), **self._gathers}
+            self._undo += [patch(metric, key, value) for key, value in changed.items()]
+
+    def _watch(self, trackers: Mapping[str, MetricTracker]) -> Undo:
+        """Share also the copies of metrics that trackers of the module make, one for each `increment`."""
+        names = {id(tracker): name for name, tracker in trackers.items()}
+        original = MetricTracker.increment
+
+        @wraps(original)
+        def increment(tracker: MetricTracker) -> None:
+            original(tracker)
+            name, place = names.get(id(tracker)), len(tracker) - 1
+            if name is not None:
+                self._share({f"{name}.{place}": tracker[place]})
+
+        return patch(MetricTracker, "increment", increment)
 
     def _compute(
         self, name: str, metric: Metric, compute: Callable[..., Any], *args: Any, **kwargs: Any
@@ -97,6 +120,14 @@ class SharedMetrics:
             yield
         finally:
             self._elsewhere = False
+
+
+def _not_here() -> bool:
+    """A copy of a metric that was made in the run, and asked on a rank that has not what it was given."""
+    raise ElsewhereError(
+        "a copy of a metric was made while the run was under way, and what it was given is on the last "
+        "stage: make it in __init__, so that every rank knows it, or ask it on global rank 0 alone"
+    )
 
 
 def _alone() -> bool:

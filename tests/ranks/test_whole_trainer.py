@@ -14,7 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, MeanSquaredError
+from torchmetrics import MeanMetric, MeanSquaredError, MetricTracker
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
@@ -31,7 +31,18 @@ class Measured(Regression):
         super().__init__()
         self.mean = MeanMetric().set_dtype(torch.float64)
         self.train_error = MeanSquaredError().set_dtype(torch.float64)
+        self.tracked = MetricTracker(MeanMetric().set_dtype(torch.float64), maximize=False)
         self.seen: list[float] = []
+
+    def on_validation_epoch_start(self) -> None:
+        self.tracked.increment()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.tracked.update(self.loss(batch))
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("best", self.tracked.best_metric())
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         out = self.net(batch[0])
