@@ -200,7 +200,10 @@ class CheckpointHooks(Answers, PlainStrategy):
         path = local_path(self.broadcast(self._expected))
         io = self.checkpoint_io
         get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
-        rest = self._running.checkpoints.rest(path, get)
+        checkpoints = self._running.checkpoints
+        if get is None and checkpoints.ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
+            return
+        rest = checkpoints.rest(path, get)
         if name in rest:
             load(rest[name])
             self._data_restored = True
