@@ -42,8 +42,11 @@ class Comparison:
             steered: Whether the step reads numbers of the batch.
         """
         found = self._decided() if steered else {}
+        if found:
+            return found
+        whole = self._reached(None)
         own = number if number and self._sizes[number] > 1 else None
-        return found or self._placed() or self.lines_of(own)
+        return self._placed(whole) or self.lines_of(own, whole if own is None else None)
 
     def _decided(self) -> dict[str, tuple[str, int]]:
         whole = self._seen(None, Seen(self._elsewhere))
@@ -58,23 +61,25 @@ class Comparison:
         self._run(part, seen, lambda batch: batch)
         return seen
 
-    def _placed(self) -> dict[str, tuple[str, int]]:
+    def _placed(self, whole: Reached) -> dict[str, tuple[str, int]]:
         rows = Rows(sum(self._sizes[:-1]), self._sizes[-1], sum(self._sizes))
-        whole, own = self._reached(None), self._reached(len(self._sizes) - 1)
-        return placed_between(whole.meetings, own.meetings, rows)
+        return placed_between(whole.meetings, self._reached(len(self._sizes) - 1).meetings, rows)
 
-    def lines_of(self, part: int | None) -> dict[str, tuple[str, int]]:
+    def lines_of(self, part: int | None, first: Reached | None = None) -> dict[str, tuple[str, int]]:
         """Those which a micro-batch alone, or the batch, shows.
 
         Args:
             part: Its number; None for the batch.
+            first: A run for it, where there was one.
         """
         samples = sum(self._sizes) if part is None else self._sizes[part]
         if samples < 2:
             return {}
         others = [(row, self._reached(part, made)) for row, made in exchanges(samples)]
-        first, again, alike = self._reached(part), self._reached(part), self._reached(part, _all_alike)
-        return _mixed_between(first, again, others, alike, samples)
+        first, alike = first or self._reached(part), self._reached(part, _all_alike)
+        if not _mixed_between(first, first, others, alike, samples):
+            return {}
+        return _mixed_between(first, self._reached(part), others, alike, samples)
 
     def _reached(self, part: int | None, made: Callable[[Tensor], Tensor] | None = None) -> Reached:
         reached = Reached(self._root, self._elsewhere)
