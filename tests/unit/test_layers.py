@@ -31,6 +31,7 @@ ROOMS = [
     "forecast.machine",
     "model.replay",
     "model.state",
+    "model.rules",
     "model.cut",
     "model.trace",
     "model.loss",

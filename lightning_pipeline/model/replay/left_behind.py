@@ -13,26 +13,22 @@ from torch import nn
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition
-from lightning_pipeline.model.state import (
+from lightning_pipeline.model.rules import (
     CHAINED,
-    AttributeGuards,
-    InUnits,
     Merge,
     Question,
     Rows,
     Rule,
     Rules,
     StartRows,
-    StepState,
-    is_absent,
     rows_by_shape,
     rules_of,
     same,
     summed,
     unmerged,
     usual,
-    values_kept,
 )
+from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
     MISSING,

@@ -22,13 +22,13 @@ from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.stage import StageProgram
 from lightning_pipeline.model.replay.told import Sink, Told
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
+from lightning_pipeline.model.rules import Merge
 from lightning_pipeline.model.state import (
     Apart,
     AttributeGuards,
     Elsewhere,
     FromLast,
     Gradients,
-    Merge,
     Sent,
     StageParameters,
     StepState,

@@ -15,10 +15,10 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.rules import CHAINED, Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, SetByUnit, set_by_unit
-from lightning_pipeline.model.state.rules import Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.sent import Sent, left_in, put_in, size_of, travels
-from lightning_pipeline.model.state.step_state import CHAINED, StepState
+from lightning_pipeline.model.state.step_state import StepState
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.model.trace import (
     MISSING,

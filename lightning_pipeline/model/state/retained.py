@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.state.rules import Rows, Rule
+from lightning_pipeline.model.rules import Rows, Rule
 from lightning_pipeline.model.state.sent import Gradients
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in
 

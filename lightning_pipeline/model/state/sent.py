@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.state.rules import Rows
+from lightning_pipeline.model.rules import Rows
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.model.trace import MISSING, Place
 

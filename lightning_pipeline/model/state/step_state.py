@@ -1,21 +1,18 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
 from collections import deque
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.rules import CHAINED, Merge, NoFit, Rows, Rule, equal, own_containers, usual
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
-from lightning_pipeline.model.state.rules import Merge, NoFit, Rows, Rule, equal, usual
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Owner, Place, Replayed, TensorOwner
-
-CHAINED = None
-"""Instead of a rule: micro-batches follow each other, as in gradient accumulation."""
 
 
 class StepState:
@@ -393,27 +390,6 @@ def _in_order(before: Any, results: list[Any]) -> Any:
 
 def _all(before: Any, result: Any) -> Any:
     return [*before, *result.items] if isinstance(result, _Grown) else result
-
-
-def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 4) -> Any:
-    """The same with lists, deques, dictionaries and sets of its own; tensors without their graph.
-
-    Args:
-        value: Anything.
-        known: Identities of what stays as it is.
-        depth: How far down to go.
-    """
-    if isinstance(value, Tensor):
-        return value.detach() if value.requires_grad else value
-    if id(value) in known or not depth:
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(own_containers(item, known, depth - 1) for item in value)
-    if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
-        return {key: own_containers(item, known, depth - 1) for key, item in value.items()}
-    if isinstance(value, deque):
-        return deque((own_containers(item, known, depth - 1) for item in value), value.maxlen)
-    return value.copy() if type(value) is set else value
 
 
 def _merged(rule: Rule, before: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:

@@ -1,13 +1,13 @@
 """What a batch begins with, cut as the batch is, while it is not known yet how micro-batches leave it."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.state.rules import Rows
+from lightning_pipeline.model.rules.rows import Rows
 from lightning_pipeline.model.tensors import flatten, is_placeholder, unflatten
 from lightning_pipeline.model.trace import MISSING, Guard, Kept, Place
 
@@ -88,34 +88,3 @@ def _guesses(value: Any, total: int) -> list[Rows]:
     if not all(dims):
         return []
     return [Rows([each[min(n, len(each) - 1)] for each in dims]) for n in range(max(map(len, dims)))]
-
-
-def rows_by_shape(
-    one: Mapping[str, Sequence[Sequence[int]]],
-    other: Mapping[str, Sequence[Sequence[int]]],
-    whole: Mapping[str, Sequence[Sequence[int]]],
-) -> dict[str, Rows]:
-    """Which values have the samples in one dimension of each of their tensors, by label.
-
-    Args:
-        one: Shapes that a micro-batch leaves.
-        other: Another one.
-        whole: Both as one batch.
-    """
-    found = {}
-    for label, shapes in one.items():
-        rest = other.get(label, ()), whole.get(label, ())
-        if not shapes or any(len(some) != len(shapes) for some in rest):
-            continue
-        dims = [_grown(*three) for three in zip(shapes, *rest, strict=True)]
-        if all(dim is not None for dim in dims):
-            found[label] = Rows([dim for dim in dims if dim is not None])
-    return found
-
-
-def _grown(one: Sequence[int], other: Sequence[int], both: Sequence[int]) -> int | None:
-    if not len(one) == len(other) == len(both):
-        return None
-    grown = [d for d in range(len(both)) if both[d] == one[d] + other[d]]
-    same = all(one[d] == other[d] == both[d] for d in range(len(both)) if d not in grown)
-    return grown[0] if len(grown) == 1 and same else None

@@ -16,22 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.state.made_up import MadeUp, Observed, joined_values, made_up, values_in
-from lightning_pipeline.model.state.rules import (
-    Merge,
-    Rows,
-    Rule,
-    Trial,
-    equal,
-    goes_on,
-    rows_of_each,
-    rule_for,
-    same,
-    unmerged,
-    usual,
-)
-from lightning_pipeline.model.state.start_rows import Pieces, StartRows
-from lightning_pipeline.model.state.step_state import CHAINED, own_containers
+from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
+from lightning_pipeline.model.rules.rows import Rows, rows_of_each
+from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
+from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
+from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
+from lightning_pipeline.model.rules.values import equal, own_containers
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
 from lightning_pipeline.model.trace import (
     MISSING,

@@ -5,24 +5,17 @@ not guessed: `rule_for` tries them on a run in which the answer is known.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from types import FunctionType
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.model.tensors import flatten, storage_key, unflatten
+from lightning_pipeline.model.rules.rows import rows_in
+from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
+from lightning_pipeline.model.rules.values import equal, is_number
 from lightning_pipeline.model.trace import MISSING
-
-Merge = Callable[[list[Any], list[int]], Any]
-Rule = Callable[[Any, list[Any], list[int], Merge], Any]
-
-
-class NoFit(Exception):
-    """A rule does not apply to such values."""
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -55,14 +48,14 @@ def summed(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> An
     """Sums over samples: what each has added is added up."""
     if _are_tensors(start, results):
         return start + torch.stack([result - start for result in results]).sum(0).to(start.dtype)
-    if not all(_is_number(value) for value in (start, *results)):
+    if not all(is_number(value) for value in (start, *results)):
         raise NoFit
     return start + sum(result - start for result in results)
 
 
 def added(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
     """Sums over samples that begin with the batch, such as a count of its samples."""
-    if not all(_is_number(value) or (isinstance(value, Tensor) and not value.dim()) for value in results):
+    if not all(is_number(value) or (isinstance(value, Tensor) and not value.dim()) for value in results):
         raise NoFit
     return sum(results[1:], results[0])
 
@@ -98,124 +91,6 @@ def averaged_one_by_one(start: Any, results: list[Any], sizes: list[int], merge:
     return one_by_one(start, results, sizes, lambda values, sizes: averaged(None, values, sizes, merge))
 
 
-class Rows:
-    """Tensors with a dimension of the samples, joined along it; what a batch finds there is cut likewise.
-
-    Args:
-        dims: Of each tensor in the value.
-    """
-
-    def __init__(self, dims: list[int]) -> None:
-        self.dims = dims
-
-    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
-        found = [flatten(result) for result in results]
-        if any(len(tensors) != len(self.dims) for tensors, _ in found):
-            raise NoFit
-        columns = zip(*(tensors for tensors, _ in found), strict=True)
-        joined = [torch.cat(column, dim) for column, dim in zip(columns, self.dims, strict=True)]
-        return unflatten(joined, found[0][1])
-
-    def cut(self, value: Any, begin: int, length: int, total: int) -> Any:
-        """The part of a micro-batch in what the batch before left.
-
-        Args:
-            value: As it was left.
-            begin: First sample of the micro-batch.
-            length: Its samples.
-            total: Samples of the batch.
-        """
-        tensors, structure = flatten(value)
-        if len(tensors) != len(self.dims) or any(
-            dim >= t.dim() or t.shape[dim] != total for t, dim in zip(tensors, self.dims, strict=True)
-        ):
-            return value
-        parts = [t.narrow(dim, begin, length) for t, dim in zip(tensors, self.dims, strict=True)]
-        return unflatten(parts, structure)
-
-
-class RowsOfEach(Rows):
-    """A list or deque in which each item has the samples in one dimension, however many items there are.
-
-    Args:
-        dim: Of the samples, in each tensor.
-        length: Of a deque, at most.
-    """
-
-    def __init__(self, dim: int, length: int | None = None) -> None:
-        super().__init__([dim])
-        self._length = length
-
-    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
-        before = {storage_key(item): item for item in start if isinstance(item, Tensor)}
-        found = list(map(list, results))
-        if len({len(items) for items in found}) > 1:
-            raise NoFit
-        joined = [self._joined(column, before) for column in zip(*found, strict=True)]
-        return deque(joined, self._length) if isinstance(start, deque) else joined
-
-    def _joined(self, items: Sequence[Any], before: dict[int, Tensor]) -> Tensor:
-        if not all(isinstance(item, Tensor) and item.dim() > self.dims[0] for item in items):
-            raise NoFit
-        known = before.get(storage_key(items[0]))  # what was cut of it is a view
-        return torch.cat(list(items), self.dims[0]) if known is None else known
-
-    def cut(self, value: Any, begin: int, length: int, total: int) -> Any:
-        """The list with a micro-batch's rows of each item that has those of the batch."""
-        dim = self.dims[0]
-        items = [
-            item.narrow(dim, begin, length)
-            if isinstance(item, Tensor) and item.dim() > dim and item.shape[dim] == total
-            else item
-            for item in value
-        ]
-        return deque(items, self._length) if isinstance(value, deque) else items
-
-
-def rows_of_each(start: Any, trial: "Trial") -> RowsOfEach | None:
-    """The rule for a list or deque to which each micro-batch adds items of its samples.
-
-    Args:
-        start: What stood there: empty, so that the items are those that were added.
-        trial: What was left.
-    """
-    if not isinstance(start, list | deque) or start:
-        return None
-    lists = trial.one, trial.other, trial.whole
-    if any(type(one) is not type(start) or len(one) != len(trial.whole) for one in lists) or not trial.whole:
-        return None
-    triples = list(zip(*lists, strict=True))
-    if not all(isinstance(item, Tensor) for items in triples for item in items):
-        return None
-    dims = {_grown(*items) for items in triples}
-    return (
-        None if None in dims or len(dims) > 1 else RowsOfEach(dims.pop() or 0, getattr(start, "maxlen", None))
-    )
-
-
-def _rows(one: Any, other: Any, whole: Any) -> "Rows | None":
-    """Along which dimensions `whole` is the two others."""
-    (first, structure), (second, _), (both, _) = flatten(one), flatten(other), flatten(whole)
-    if not first or not len(first) == len(second) == len(both):
-        return None
-    dims = [_grown(*tensors) for tensors in zip(first, second, both, strict=True)]
-    if any(dim is None for dim in dims):
-        return None
-    rows = Rows([dim for dim in dims if dim is not None])
-    return rows if equal(unflatten([*both], structure), rows(None, [one, other], [], _no_merge)) else None
-
-
-def _grown(one: Tensor, other: Tensor, both: Tensor) -> int | None:
-    if not one.dim() == other.dim() == both.dim():
-        return None
-    found = [d for d in range(both.dim()) if both.shape[d] == one.shape[d] + other.shape[d]]
-    return found[0] if len(found) == 1 else None
-
-
-def _no_merge(values: list[Any], sizes: list[int]) -> Any:
-    raise NoFit
-
-
 class ByKey:
     """Each entry of a dictionary by a rule of its own.
 
@@ -244,7 +119,7 @@ class ByKey:
 
 def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
     """Where nothing is known: as returned values are merged; what was added to a container likewise."""
-    if all(equal(result, results[0]) for result in results) and not _is_number(results[0]):
+    if all(equal(result, results[0]) for result in results) and not is_number(results[0]):
         return results[0]
     if isinstance(start, bool) and all(isinstance(result, bool) for result in results):
         return flipped(start, results, sizes, merge)
@@ -271,29 +146,6 @@ def flipped(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> A
 def unmerged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
     """No rule is known to fit."""
     raise NoFit
-
-
-class Trial(NamedTuple):
-    """What two micro-batches leave.
-
-    Attributes:
-        one: The first.
-        other: The second, beginning with what was there as well.
-        after: The second, beginning with what the first left.
-        whole: Both as one batch.
-        sizes: Samples of the two.
-    """
-
-    one: Any
-    other: Any
-    after: Any
-    whole: Any
-    sizes: tuple[int, int]
-
-    def entry(self, key: Any) -> "Trial":
-        """The same of one entry of dictionaries."""
-        one, other, after, whole = (left.get(key, MISSING) for left in self[:4])
-        return Trial(one, other, after, whole, self.sizes)
 
 
 _RULES: list[Rule] = [
@@ -324,7 +176,7 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
     Returns:
         None where none fits.
     """
-    rows = _rows(*trials[0][:2], trials[0].whole) if anew else None
+    rows = rows_in(*trials[0][:2], trials[0].whole) if anew else None
     if rows is not None and all(_fits(rows, start, trial, merge) for trial in trials):
         return rows
     if all(isinstance(value, dict) for trial in trials for value in trial[:4]):
@@ -400,10 +252,6 @@ def _rule_by_key(start: Any, trials: Sequence[Trial], merge: Merge) -> Rule | No
     return ByKey(rules)
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float | complex) and not isinstance(value, bool)
-
-
 def _are_tensors(start: Any, results: list[Any]) -> bool:
     values = [start, *results]
     return all(isinstance(value, Tensor) and value.dtype is not torch.bool for value in values) and all(
@@ -417,7 +265,7 @@ def _extreme(results: list[Any], of_tensors: Any, of_numbers: Any) -> Any:
         for result in results[1:]:
             found = of_tensors(found, result)
         return found
-    if not all(map(_is_number, results)):
+    if not all(map(is_number, results)):
         raise NoFit
     return of_numbers(results)
 
@@ -447,58 +295,3 @@ def _new_items(start: Any, results: list[Any]) -> list[list[Any]]:
 
 def _with(start: Any, items: list[Any]) -> Any:
     return deque([*start, *items], start.maxlen) if isinstance(start, deque) else [*start, *items]
-
-
-def equal(one: Any, other: Any) -> bool:
-    """Whether two values are the same up to rounding."""
-    if one is other:
-        return True
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and _close(one, other)
-    if isinstance(one, numpy.ndarray | numpy.generic) and type(one) is type(other):
-        return one.dtype == other.dtype and equal(one.tolist(), other.tolist())
-    if _is_number(one) and _is_number(other):
-        exact = isinstance(one, int) and isinstance(other, int)
-        return bool(one == other) if exact else abs(one - other) <= 1e-4 * max(abs(one), abs(other), 1e-6)
-    if isinstance(one, type) and isinstance(other, type):
-        return _are_made_alike(one, other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(equal(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple | deque):
-        return len(one) == len(other) and all(map(equal, one, other))
-    try:
-        return bool(one == other)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-
-
-def _are_made_alike(one: type, other: type) -> bool:
-    """Whether two classes are those that the same lines make when they run twice."""
-    if one is other:
-        return True
-    if (one.__module__, one.__qualname__) != (other.__module__, other.__qualname__):
-        return False
-    if vars(one).keys() != vars(other).keys() or len(one.__bases__) != len(other.__bases__):
-        return False
-    if not all(map(_are_made_alike, one.__bases__, other.__bases__)):
-        return False
-    return all(_are_written_alike(value, vars(other)[name]) for name, value in vars(one).items())
-
-
-def _are_written_alike(one: Any, other: Any) -> bool:
-    """Whether an entry of a class is what the same lines make; of what has no code that tells, its type."""
-    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
-        return one.__code__ == other.__code__ and one.__defaults__ == other.__defaults__
-    if isinstance(one, tuple | str | int | float | None):
-        return bool(one == other)
-    return type(one) is type(other)
-
-
-def _close(one: Tensor, other: Tensor) -> bool:
-    if one.device != other.device:
-        return False
-    if not (one.is_floating_point() or one.is_complex()):
-        return torch.equal(one, other)
-    return torch.allclose(one, other, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,37 @@
+"""How what micro-batches leave behind becomes what the batch leaves, and how that is found out."""
+
+from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
+from lightning_pipeline.model.rules.probe import Question, Rules, rules_of
+from lightning_pipeline.model.rules.rows import Rows, rows_by_shape, rows_of_each
+from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, summed, unmerged, usual
+from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
+from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule, Trial
+from lightning_pipeline.model.rules.values import equal, own_containers
+
+__all__ = [
+    "CHAINED",
+    "MadeUp",
+    "Merge",
+    "NoFit",
+    "Pieces",
+    "Question",
+    "Rows",
+    "Rule",
+    "Rules",
+    "StartRows",
+    "Trial",
+    "dimension_of",
+    "equal",
+    "goes_on",
+    "joined_values",
+    "made_up",
+    "own_containers",
+    "rows_by_shape",
+    "rows_of_each",
+    "rule_for",
+    "rules_of",
+    "same",
+    "summed",
+    "unmerged",
+    "usual",
+]
