@@ -1,9 +1,10 @@
 """How what micro-batches leave behind becomes what the batch leaves, and how that is found out."""
 
 from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
-from lightning_pipeline.model.rules.probe import Question, Rules, rules_of
+from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, rows_by_shape, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, summed, unmerged, usual
+from lightning_pipeline.model.rules.runs import Question
 from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, own_containers

@@ -6,71 +6,33 @@ the first two what the last has left is the rule.
 """
 
 import logging
-import operator
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
+from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.rows import Rows, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
-from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
+from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_whole, values_for
+from lightning_pipeline.model.rules.start_rows import StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
-from lightning_pipeline.model.rules.values import equal, own_containers
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
+from lightning_pipeline.model.rules.values import equal
+from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
     GradMode,
-    Kept,
-    Trace,
     UnitPatches,
     tensors_held,
 )
 
 _log = logging.getLogger(__name__)
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 _DRAWS = (1, 2, 3)  # seeds: a count of few draws comes out alike with one of them now and then
-
-
-@dataclass(frozen=True)
-class Question:
-    """Two micro-batches and both as one.
-
-    Attributes:
-        one: Arguments of the first, and what units return for it.
-        other: Of the second.
-        whole: Of both.
-        back: Of both, the second first.
-        sizes: Samples of the two.
-        really: Units that run for what they keep of their own, though what they return is made up.
-    """
-
-    one: tuple[Arguments, Trace]
-    other: tuple[Arguments, Trace]
-    whole: tuple[Arguments, Trace]
-    back: tuple[Arguments, Trace]
-    sizes: tuple[int, int]
-    really: frozenset[int] = frozenset()
-
-    def pieces(self, batch: Arguments) -> Pieces:
-        """Of the two, where the samples of these arguments are, which are of one, the other or both."""
-        first, second = (0, self.sizes[0]), (self.sizes[0], self.sizes[1])
-        known = {
-            id(self.one[0]): [first], id(self.other[0]): [second],
-            id(self.whole[0]): [first, second], id(self.back[0]): [second, first],
-        }  # fmt: skip
-        return known[id(batch)]
-
-    def swapped(self) -> "Question":
-        """The second first."""
-        sizes = self.sizes[1], self.sizes[0]
-        return Question(self.other, self.one, self.back, self.whole, sizes, self.really)
 
 
 @dataclass(frozen=True)
@@ -112,7 +74,7 @@ def rules_of(
     Raises:
         Exception: Whatever the step raises on made-up values.
     """
-    run = _Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
+    run = Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
     trials, again, observed = _trials(run, question)
     found: dict[str, Rule | None] = {}
     without = set()
@@ -144,7 +106,7 @@ def rules_of(
         found |= dict.fromkeys(in_order, CHAINED)
     readers: dict[str, set[int]] = {}
     one, other, whole = observed
-    if not _is_whole(one, other, whole, question.sizes):
+    if not is_whole(one, other, whole, question.sizes):
         readers = _readers(run, question, trials[0][0][0], other, found)
         return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
     chained = {label: rule for label, rule in found.items() if rule == CHAINED}
@@ -158,14 +120,14 @@ def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str
 
 
 def _readers(
-    run: "_Runs", question: Question, left: dict[str, Any], alone: Observed, rules: Mapping[str, Rule | None]
+    run: Runs, question: Question, left: dict[str, Any], alone: Observed, rules: Mapping[str, Rule | None]
 ) -> dict[str, set[int]]:
     """Places in which what the first micro-batch left would change what the second computes.
 
     Where the micro-batches apart do not compute what both as one batch do, these follow each other: what
     comes out is that of gradient accumulation, as it is on one device.
     """
-    _, other, _ = _values_for(question, 0)
+    _, other, _ = values_for(question, 0)
     found = {}
     for label, rule in rules.items():
         if rule is same or isinstance(rule, Rows):
@@ -184,40 +146,14 @@ def _identical(now: list[Tensor], then: list[Tensor]) -> bool:
     )
 
 
-def _is_whole(one: Observed, other: Observed, whole: Observed, sizes: tuple[int, int]) -> bool:
-    """Whether two micro-batches computed what both as one batch did: rows joined, means by samples."""
-    if not len(one) == len(other) == len(whole):
-        return False
-    for (_, first), (_, second), (_, both) in zip(one, other, whole, strict=True):
-        if not len(first) == len(second) == len(both):
-            return False
-        if not all(_joins(*tensors, sizes) for tensors in zip(first, second, both, strict=True)):
-            return False
-    return True
-
-
-def _joins(one: Tensor, other: Tensor, whole: Tensor, sizes: tuple[int, int]) -> bool:
-    spec = TensorSpec.of(whole)
-    try:
-        joined = joined_values([one, other], spec, sizes)
-    except ValueError:
-        return False
-    if joined.shape != whole.shape or joined.dtype != whole.dtype:
-        return False
-    precise = joined.dtype in (torch.float64, torch.complex128)
-    return bool(
-        torch.allclose(joined, whole, rtol=1e-9 if precise else 1e-4, atol=1e-10 if precise else 1e-5)
-    )
-
-
-def _trials(run: "_Runs", question: Question) -> tuple[list[Any], list[dict[str, Any]], list[Observed]]:
+def _trials(run: Runs, question: Question) -> tuple[list[Any], list[dict[str, Any]], list[Observed]]:
     """What is left with these values and, in the other order, with others; and once more with other draws.
 
     With it what the first, the second and both as one batch computed, in the first order.
     """
     trials, observed = [], []
     for seed, asked in enumerate((question, question.swapped())):
-        one, other, whole = _values_for(asked, seed)
+        one, other, whole = values_for(asked, seed)
         first, second = (asked.one[0], one), (asked.other[0], other)
         alone = []
         for parts in ([first], [second], [(asked.whole[0], whole)]):
@@ -232,7 +168,7 @@ def _trials(run: "_Runs", question: Question) -> tuple[list[Any], list[dict[str,
 
 
 def _later(
-    run: "_Runs", question: Question, rules: dict[str, Rule | None], first: Mapping[str, tuple[Any, Trial]]
+    run: Runs, question: Question, rules: dict[str, Rule | None], first: Mapping[str, tuple[Any, Trial]]
 ) -> dict[str, tuple[Any, Trial]]:
     """What is left by a batch that comes after another one, with what that has left; nothing if none can.
 
@@ -248,7 +184,7 @@ def _later(
         for label, rule in rules.items()
         if rule not in (None, unmerged, usual) and not isinstance(rule, Rows) and _is_carried(left[label])
     }
-    one, other, whole = _values_for(question, 2)
+    one, other, whole = values_for(question, 2)
     batches = (question.one[0], one), (question.other[0], other), (question.whole[0], whole)
     try:
         found = [run([part], carried=carried) for part in batches] if carried else [{}, {}, {}]
@@ -292,125 +228,6 @@ def _is_carried(value: Any) -> bool:
     if isinstance(value, list | tuple | deque | set):
         return all(map(_is_carried, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
-
-
-def _renewed(value: Any) -> Any:
-    """The same with containers of its own; items of lists stay what they are, to be known again."""
-    if type(value) is dict:
-        return {key: _renewed(item) for key, item in value.items()}
-    return value.copy() if isinstance(value, list | deque | set | dict) else value
-
-
-def _listed(value: Any) -> Iterator[Any]:
-    """Items of lists, and of lists in dictionaries."""
-    if isinstance(value, dict):
-        for item in value.values():
-            yield from _listed(item)
-    elif isinstance(value, list | deque):
-        yield from value
-
-
-def _put(effect: Effect, value: Any) -> None:
-    tensor = effect.place.get()
-    if effect.deep and isinstance(tensor, Tensor) and isinstance(value, Tensor):
-        tensor.data = value.clone()
-    else:
-        effect.place.put(value)
-
-
-class _Runs:
-    """Runs of the step, each from where things stand now."""
-
-    def __init__(
-        self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any,
-        begin: Callable[[Arguments], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._effects, self._function, self._patches, self._quiet = effects, function, patches, quiet
-        self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
-        self._begin = begin
-        self.anew: set[str] = set()
-        self.observed: Observed = []
-        self._known: set[int] = set()
-
-    def start(self, effect: Effect) -> Any:
-        kept = self._start[effect.place.label]
-        if kept.tensors:
-            return kept.tensors[0][1]
-        return kept.inner[0][1] if kept.inner and kept.inner[0][0] is kept.value else kept.value
-
-    def in_order(self, parts: Sequence[tuple[Arguments, Any]]) -> dict[str, Any]:
-        """One after the other; nothing where these cannot follow each other, being of other sizes."""
-        try:
-            return self(parts)
-        except Exception as error:
-            _log.debug("micro-batches do not follow each other: %s", error)
-            return dict.fromkeys(self._start, MISSING)
-
-    def __call__(
-        self, parts: Sequence[tuple[Arguments, Any]], seed: int = 0, carried: Mapping[str, Any] | None = None
-    ) -> dict[str, Any]:
-        with ExitStack() as stack:
-            stack.enter_context(self._quiet())
-            stack.enter_context(self._begin(parts[0][0]))
-            torch.manual_seed(seed)
-            self._known = {id(item) for value in (carried or {}).values() for item in _listed(value)}
-            try:
-                for effect in self._effects if carried else ():
-                    if carried is not None and effect.place.label in carried:
-                        _put(effect, _renewed(carried[effect.place.label]))
-                for (args, kwargs), values in parts:
-                    self._patches.runner = runner = values.again(self._patches.originals)
-                    copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-                    result = self._function(*copied[0], **copied[1])
-                    self.observed = [*runner.seen, (None, values_in(result))]
-                return {effect.place.label: self._found(effect) for effect in self._effects}
-            finally:
-                self._patches.runner = None
-                for effect in self._effects:
-                    self._start[effect.place.label].give_back(effect.place)
-
-    def _found(self, effect: Effect) -> Any:
-        value = effect.place.get()
-        start = self._start[effect.place.label]
-        if not effect.deep and (value is not start.value or _is_refilled(value, start)):
-            self.anew.add(effect.place.label)
-        if effect.deep and isinstance(value, Tensor) and not is_placeholder(value):
-            return value.detach().clone()
-        return own_containers(value, start.items() | self._known)
-
-
-def _is_refilled(value: Any, start: Kept) -> bool:
-    """Whether each item of a list or dictionary is another one than stood there, if any did."""
-    if not start.inner or start.inner[0][0] is not value or not value:
-        return False
-    before = start.inner[0][1]
-    if type(value) is list:
-        return len(value) == len(before) and all(map(operator.is_not, value, before))
-    return type(value) is dict and all(item is not before.get(key) for key, item in value.items())
-
-
-def _values_for(question: Question, seed: int) -> "tuple[MadeUp, MadeUp, MadeUp]":
-    """What units return for the two and, put together, for both."""
-    generator = torch.Generator().manual_seed(seed)
-    found: tuple[dict[Any, Any], dict[Any, Any], dict[Any, Any]] = ({}, {}, {})
-    triples = zip(question.one[1].calls, question.other[1].calls, question.whole[1].calls, strict=True)
-    for one, other, whole in triples:
-        lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        for specs in zip(one.specs, other.specs, whole.specs, strict=True):
-            first, second = made_up(specs[0], generator), made_up(specs[1], generator)
-            lists[0].append(first)
-            lists[1].append(second)
-            lists[2].append(joined_values([first, second], specs[2], question.sizes))
-        for call, tensors, table in zip((one, other, whole), lists, found, strict=True):
-            specs_of = [spec.requires_grad for spec in call.specs]
-            for tensor, needed in zip(tensors, specs_of, strict=True):
-                tensor.requires_grad_(needed)
-            table[call.unit, call.nth] = (tensors, call.structure)
-    traces = question.one[1], question.other[1], question.whole[1]
-    one_by, other_by, whole_by = (
-        MadeUp(table, trace, question.really) for table, trace in zip(found, traces, strict=True)
-    )
-    return one_by, other_by, whole_by
 
 
 def _is_finite(values: Sequence[Any]) -> bool:
