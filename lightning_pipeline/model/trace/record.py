@@ -396,7 +396,7 @@ class Observation:
         unit = self.patches.units[self.trace.calls[read.call].unit].name
         raise SplitError(
             f"the memory of an output of unit {unit!r}, which it shares with another of its outputs or with "
-            "its input, is changed in place between units and read afterwards through the other one: return "
+            "its input, is changed in place and read afterwards through the other one: return "
             f"a copy [at {read.name}]"
         )
 

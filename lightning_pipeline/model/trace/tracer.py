@@ -29,6 +29,7 @@ from lightning_pipeline.model.tensors import (
     selective_checkpoints,
     storage_key,
     tensors_in,
+    user_line,
     written_tensors,
 )
 from lightning_pipeline.model.trace.checkpointing import (
@@ -330,6 +331,7 @@ class Tracer:
             if self._is_outside(origin, call):
                 self.tags.add(tensor, own)
                 self.tags.add(origin, own)
+                self.observed.shared.written(origin, lambda: user_line(self.root))
         self._note_results(func, operands, list(operands_of((result,))), own)
         if not self._depth:  # else a part of an operation that fake tensors take apart to learn its shape
             self._fake.count(call, func, args, kwargs, result)

@@ -450,14 +450,54 @@ class OneAfterTheOther(TwoGiveBack):
         return changed + h
 
 
+class Writes(nn.Module):
+    """A layer that changes what it is given, as one that begins with `nn.ReLU(inplace=True)` does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.m(x.tanh_())
+
+
+class WrittenByALayer(SharedMemory):
+    """A layer writes into one of two outputs in one memory, and the other is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = Writes()
+
+    def body(self, h: Tensor) -> Tensor:
+        h, same = self.layers[0](h)
+        return self.layers[1](same) + self.layers[2](h)[0] + self.layers[3](h)[0]
+
+
+class WrittenAfterAView(WrittenByALayer):
+    """A layer writes into what another was given and gave back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[0] = GivesBack()
+
+    def body(self, h: Tensor) -> Tensor:
+        h = h * 1
+        same = self.layers[0](h)
+        return self.layers[1](h) + self.layers[2](same)[0] + self.layers[3](same)[0]
+
+
 @pytest.mark.parametrize("kind", [LastState, LastStateBefore, Interleaved, GivesItsInput])
 def test_one_of_several_outputs_in_one_memory_may_be_changed(kind):
     assert_works(kind, num_microbatches=3)
 
 
 @pytest.mark.parametrize(
-    "kind", [LastStateAfter, LastStateUnseen, SharedMemory, TwoGiveBack, OneAfterTheOther]
-)
+    "kind",
+    [
+        LastStateAfter, LastStateUnseen, SharedMemory, TwoGiveBack, OneAfterTheOther, WrittenByALayer,
+        WrittenAfterAView,
+    ],
+)  # fmt: skip
 def test_reading_what_was_changed_through_another_output_is_refused(kind):
     assert_refused(kind, r"memory of an output of unit 'layers.\d'.* read afterwards .*test_rules_inplace")
 
