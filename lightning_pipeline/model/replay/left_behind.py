@@ -3,8 +3,9 @@
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,21 +13,26 @@ from torch import nn
 
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Partition
+from lightning_pipeline.model.cut import Partition, StepRoutes
 from lightning_pipeline.model.rules import (
     CHAINED,
+    Gathered,
     Merge,
+    Outputs,
     Question,
     Rows,
     Rule,
     Rules,
+    Runs,
     StartRows,
+    at_end,
     rows_by_shape,
     rules_of,
     same,
     summed,
     unmerged,
     usual,
+    values_at_end,
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState
@@ -99,13 +105,16 @@ class LeftBehind:
         self._earlier: dict[str, tuple[dict[str, Rule | None], list[str]]] = {}
         self._rings: dict[str, set[str]] = {}
         self.doubtful: dict[str, list[str]] = {}
-        self._early: dict[str, frozenset[str]] = {}
+        self._doubted: dict[str, frozenset[str]] = {}
+        self._as_one = False  # whether the batch is known as one
         self.decided_by: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
     def new_state(
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
-        decided: Collection[Expression] = (),
+        ways: StepRoutes | None = None,
+        whole: MicrobatchArguments | None = None,
+        as_one: Callable[[MicrobatchArguments], tuple[Trace, Outputs]] | None = None,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
@@ -114,29 +123,81 @@ class LeftBehind:
             microbatches: Arguments of each.
             sizes: Samples of each.
             merge: Merges one value per micro-batch.
-            decided: What code between units has decided by numbers that change.
+            ways: Of the step, which know what code between units has decided by numbers that change.
+            whole: Arguments of the batch as one.
+            as_one: Its trace, and what units return for it.
         """
         step, several = trace.step, len(microbatches) > 1
-        if several and step not in self.doubtful:
-            rules = self._find_rules(trace, microbatches, sizes, merge)
-            before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
-            rules |= {label: rule for label, rule in before.items() if rule not in (usual, unmerged, same)}
-            states = {effect.place.label for effect in trace.effects if effect.deep}
-            wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
-            self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-            self.doubtful[step] = sorted({*wrong, *doubted, *self._early.pop(step, ())})
-            if len(self._stages) > 1:
-                self._refuse_chains(trace)
+        at_once, self._as_one = None, whole is not None
         if several:
-            self._look_at_counts(step, decided)
+            self._know(trace, microbatches, sizes, merge)
+            if whole is not None and as_one is not None and self._leaves_at_end(trace):
+                try:
+                    at_once = Gathered(whole, *as_one(whole), sizes)
+                except SplitError:  # the batch as one cannot be traced, though its micro-batches may be
+                    if at_end in self._rules[step].values():
+                        raise
+                self._know(trace, microbatches, sizes, merge)  # the batch as one may leave more
+            self._look_at_counts(step, () if ways is None else ways.decisions)
         own = {effect.place.label for effect in trace.effects} | {p.label for _, p in trace.unit_attributes}
         beside = [found for label, found in self._by_rows.items() if several and label not in own]
         if not (trace.effects or beside):
             return None
-        return StepState(
+        state = StepState(
             trace.effects, self._rules.setdefault(step, {}), sizes,
             is_last=self._has_last_stage, step=step, beside=beside,
         )  # fmt: skip
+        if state.waits and at_once is not None:
+            state.gathered, state.work_out = at_once, partial(self._work_out, trace)
+        return state
+
+    def _know(
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
+    ) -> None:
+        """Find the rules of a step, if they are not known."""
+        step = trace.step
+        if step in self.doubtful:
+            return
+        rules = self._find_rules(trace, microbatches, sizes, merge)
+        before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
+        known = {label: rule for label, rule in before.items() if rule not in (usual, unmerged, same)}
+        for label, rule in known.items():
+            found = rules.get(label)
+            if found is not at_end and not (rule is at_end and found is CHAINED and label in rules):
+                rules[label] = rule
+        states = {effect.place.label for effect in trace.effects if effect.deep}
+        wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
+        self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
+        doubts = {*wrong, *doubted, *self._doubted.pop(step, ())}
+        self.doubtful[step] = sorted(label for label in doubts if self._rules[step].get(label) is not at_end)
+        if len(self._stages) > 1:
+            self._refuse_chains(trace)
+
+    def _leaves_at_end(self, trace: Trace) -> bool:
+        """Whether the last stage may work out at the end of a batch what the step leaves."""
+        rules = self._rules[trace.step].values()
+        return any(e.deep and e.from_units for e in trace.effects) or any(rule is at_end for rule in rules)
+
+    def _work_out(self, trace: Trace, gathered: Gathered) -> dict[str, Any]:
+        """On the last stage, after a batch: what no rule puts together, from what units gave."""
+        effects = [e for e in trace.effects if not is_absent(e)]
+        try:
+            with self._guards.lifted(), self._left_as_it_is(effects):
+                function = step_function(self._root, trace.step)
+                around = Surroundings.of_attributes(self._find_glue_modules())
+                run = Runs(effects, function, self._patches, self._quiet, lambda batch: nullcontext())
+                found, known = gathered.work_out(run), {e.place.identity for e in effects}
+                more = [(p, p.get()) for p in around.look() if p.identity not in known]
+        except Exception as error:
+            names = ", ".join(repr(effect.place.label) for effect in effects)
+            raise SplitError(
+                f"what {trace.step} leaves behind ({names}) is worked out by a run of the code between units "
+                f"on the whole batch, which raised {type(error).__name__}: {error}. Change it in a hook such "
+                "as on_train_batch_end, or use num_microbatches=1"
+            ) from error
+        for place, value in more:  # such as a flag that is set where a queue is full
+            place.put(value)
+        return found
 
     def doubts(self, step: str) -> list[str]:
         """States of which no rule is known, in a batch too in which the step did more."""
@@ -356,7 +417,7 @@ class LeftBehind:
         self._know_units(trace, in_units, asked, merge, start, keep=keep)
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
-        self._early[trace.step] = found.early
+        self._doubted[trace.step] = found.doubted
         return found.by_place
 
     def _question(
@@ -422,11 +483,18 @@ class LeftBehind:
 
     def _try_out(self, effects: Sequence[Effect], asked: Question, merge: Merge, start: StartRows) -> Rules:
         """The rules, with everything as it is left as it is."""
-        function = step_function(self._root, asked.whole[1].step)
+        function, trace = step_function(self._root, asked.whole[1].step), asked.whole[1]
+        if self._as_one:
+            asked = replace(asked, given=values_at_end(trace) if self._has_last_stage else frozenset())
+        with self._left_as_it_is(effects):
+            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start)
+
+    @contextmanager
+    def _left_as_it_is(self, effects: Sequence[Effect]) -> Iterator[None]:
         kept = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in effects]
         saved, outside = ModuleState(self._root), Standing(self._others())
         try:
-            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start)
+            yield
         finally:
             saved.restore()
             outside.restore()

@@ -400,7 +400,8 @@ class SplitModel(OutsideSteps):
         sizes = self._sizes = sizes or [1] * len(microbatches)
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
-        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways.decisions)
+        as_one = partial(self._finder.as_one, self._step)
+        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways, at_once, as_one)
         for program in self._programs.values():
             program.state = self._state
             program.unit_state = self.in_units.state(trace, program.index, sizes)

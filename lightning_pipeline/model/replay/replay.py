@@ -1,6 +1,6 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -100,6 +100,10 @@ class Replay(GlueRun):
             view, self._seeds, self._returned, self._received if regions else {}, self._places,
             watches=regions or self.draws,
         )  # fmt: skip
+
+    def given(self, keys: Collection[ValueKey]) -> dict[ValueKey, Tensor]:
+        """Outputs of units that this stage has, as units returned them."""
+        return {key: self._raw[key] for key in keys if key in self._raw}
 
     def close(self) -> None:
         """Let go of all values. This object is part of a circle, which is collected some time later."""

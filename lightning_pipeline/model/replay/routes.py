@@ -381,6 +381,17 @@ class RouteFinder:
         named = (*self._root.named_parameters(), *self._root.named_buffers())
         return [tensor for name, tensor in named if set(self._needed.get(name, ())) != every]
 
+    def as_one(self, step: Step, whole: Microbatch) -> tuple[Trace, dict[tuple[int, int], TracedOutput]]:
+        """The trace of a batch in one, and what units return for it.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+        """
+        seeds = partial(step.seeds.microbatch, 0)
+        (route,) = self.routes(step.ways, [whole], lambda _: seeds())
+        return route.trace, self.outputs(route, whole, seeds)
+
     def outputs(
         self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
     ) -> dict[tuple[int, int], TracedOutput]:

@@ -101,6 +101,8 @@ class StageProgram(Stage):
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
                 replay.replayed.result = step.function(*args, **kwargs)
+            if self.is_last and isinstance(self.state, StepState) and self.state.gathered is not None:
+                self.state.gathered.take(microbatch, replay.given(self.state.gathered.keys))
             done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)

@@ -1,26 +1,31 @@
 """How what micro-batches leave behind becomes what the batch leaves, and how that is found out."""
 
+from lightning_pipeline.model.rules.at_end import Gathered, Outputs, at_end, values_at_end
 from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, rows_by_shape, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, summed, unmerged, usual
-from lightning_pipeline.model.rules.runs import Question
+from lightning_pipeline.model.rules.runs import Question, Runs
 from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, own_containers
 
 __all__ = [
     "CHAINED",
+    "Gathered",
     "MadeUp",
     "Merge",
     "NoFit",
+    "Outputs",
     "Pieces",
     "Question",
     "Rows",
     "Rule",
     "Rules",
+    "Runs",
     "StartRows",
     "Trial",
+    "at_end",
     "dimension_of",
     "equal",
     "goes_on",
@@ -35,4 +40,5 @@ __all__ = [
     "summed",
     "unmerged",
     "usual",
+    "values_at_end",
 ]

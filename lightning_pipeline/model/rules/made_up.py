@@ -1,6 +1,6 @@
 """Values that no unit has computed, given to the code between the units in their place."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ class MadeUp:
         trace: Of the step.
         really: Units that run all the same, for what they keep.
         originals: The units' own forwards.
+        sees: Whether what units are given is kept.
 
     Attributes:
         inside: Whether such a unit runs.
@@ -29,18 +30,32 @@ class MadeUp:
 
     def __init__(
         self, values: Mapping[tuple[int, int], Any], trace: Trace, really: frozenset[int],
-        originals: Sequence[Callable[..., Any]] = (),
+        originals: Sequence[Callable[..., Any]] = (), *, sees: bool = True,
     ) -> None:  # fmt: skip
         self.inside = False
         self._values, self._trace = values, trace
-        self._really, self._originals = really, originals
+        self._really, self._originals, self._sees = really, originals, sees
         self._counts: dict[int, int] = {}
         self._modules = list(trace.root.modules())
         self.seen: Observed = []
 
     def again(self, originals: Sequence[Callable[..., Any]]) -> "MadeUp":
         """The same, for another run, in which units have these forwards."""
-        return MadeUp(self._values, self._trace, self._really, originals)
+        return MadeUp(self._values, self._trace, self._really, originals, sees=self._sees)
+
+    def but(self, keys: Collection[tuple[int, int, int]]) -> "MadeUp":
+        """The same with other values for all outputs but these, by unit, number of the call and tensor."""
+        generator = torch.Generator().manual_seed(7)
+        values = {}
+        for call, (tensors, structure) in self._values.items():
+            others = [
+                tensor
+                if (*call, leaf) in keys
+                else made_up(TensorSpec.of(tensor), generator).requires_grad_(tensor.requires_grad)
+                for leaf, tensor in enumerate(tensors)
+            ]
+            values[call] = (others, structure)
+        return MadeUp(values, self._trace, self._really, self._originals, sees=self._sees)
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call."""
@@ -55,7 +70,8 @@ class MadeUp:
                 self.inside = False
         nth = self._counts.get(unit, 0)
         self._counts[unit] = nth + 1
-        self.seen.append((unit, values_in((args, kwargs))))
+        if self._sees:
+            self.seen.append((unit, values_in((args, kwargs))))
         tensors, structure = self._values[unit, nth]
         fresh = [alias(t.clone().requires_grad_()) if t.requires_grad else t.clone() for t in tensors]
         given, ports = Given(args, kwargs), self._trace.ports.get((unit, nth))

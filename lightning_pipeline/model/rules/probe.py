@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.rules.at_end import Wait, at_end, waiting
 from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.rows import Rows, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
@@ -42,13 +43,13 @@ class Rules:
     Attributes:
         by_place: The rule for each place, by label; `CHAINED` where micro-batches have to follow each other.
         readers: Of chained places those that change what the next micro-batch computes: units that see it.
-        early: Of chained places those that the next micro-batch reads, where the batch as one reads what the
-            batch before has left, such as a queue that is read and then appended to.
+        doubted: Of chained places without a rule those that are read, where the batch as one reads something
+            else.
     """
 
     by_place: dict[str, Rule | None]
     readers: dict[str, set[int]]
-    early: frozenset[str] = frozenset()
+    doubted: frozenset[str] = frozenset()
 
 
 def rules_of(
@@ -102,16 +103,24 @@ def rules_of(
         for label in found
         if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
     } - {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
-    if without & in_order:
-        found |= dict.fromkeys(in_order, CHAINED)
     readers: dict[str, set[int]] = {}
     one, other, whole = observed
-    if not is_whole(one, other, whole, question.sizes):
+    computed = is_whole(one, other, whole, question.sizes)
+    wait = Wait(False)
+    if computed and without and question.given is not None and not question.really:
+        wait = waiting(run, question, without | in_order, trials[0][0][3])
+    if wait.can:
+        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {})
+    if without & in_order:
+        found |= dict.fromkeys(in_order, CHAINED)
+    if not computed:
         readers = _readers(run, question, trials[0][0][0], other, found)
-        return Rules({**found, **dict.fromkeys(readers, CHAINED)}, readers)
+        found |= dict.fromkeys(readers, CHAINED)
+        doubted = {label for label in without if readers and found[label] is CHAINED}
+        return Rules(found, readers, frozenset(doubted))
     chained = {label: rule for label, rule in found.items() if rule == CHAINED}
     early = _readers(run, question, trials[0][0][0], other, chained) if chained else {}
-    return Rules(found, {}, frozenset(early))
+    return Rules(found, {}, frozenset({*early, *(without if wait.is_read else ())}))
 
 
 def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str) -> Trial:

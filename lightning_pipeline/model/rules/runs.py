@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
 from lightning_pipeline.model.rules.start_rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
-from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches
+from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches, stub_sinks
 
 _log = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,6 +32,7 @@ class Question:
         back: Of both, the second first.
         sizes: Samples of the two.
         really: Units that run for what they keep of their own, though what they return is made up.
+        given: Outputs of units that this rank has at the end of the step; None where that is of no use.
     """
 
     one: tuple[Arguments, Trace]
@@ -40,6 +41,7 @@ class Question:
     back: tuple[Arguments, Trace]
     sizes: tuple[int, int]
     really: frozenset[int] = frozenset()
+    given: frozenset[tuple[int, int, int]] | None = None
 
     def pieces(self, batch: Arguments) -> Pieces:
         """Of the two, where the samples of these arguments are, which are of one, the other or both."""
@@ -53,11 +55,18 @@ class Question:
     def swapped(self) -> "Question":
         """The second first."""
         sizes = self.sizes[1], self.sizes[0]
-        return Question(self.other, self.one, self.back, self.whole, sizes, self.really)
+        return Question(self.other, self.one, self.back, self.whole, sizes, self.really, self.given)
 
 
 class Runs:
-    """Runs of the step, each from where things stand now."""
+    """Runs of the step, each from where things stand now.
+
+    Attributes:
+        anew: Labels of places in which another object stood after a run.
+        observed: What the last run computed.
+        listens: The LightningModule, where what runs log is to be known.
+        told: What the last run logged then.
+    """
 
     def __init__(
         self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any,
@@ -68,10 +77,17 @@ class Runs:
         self._begin = begin
         self.anew: set[str] = set()
         self.observed: Observed = []
+        self.listens: nn.Module | None = None
+        self.told: list[Tensor] = []
         self._known: set[int] = set()
 
     def start(self, effect: Effect) -> Any:
-        kept = self._start[effect.place.label]
+        """What stood there before."""
+        return self.start_of(effect.place.label)
+
+    def start_of(self, label: str) -> Any:
+        """What stood in a place before."""
+        kept = self._start[label]
         if kept.tensors:
             return kept.tensors[0][1]
         return kept.inner[0][1] if kept.inner and kept.inner[0][0] is kept.value else kept.value
@@ -89,6 +105,10 @@ class Runs:
     ) -> dict[str, Any]:
         with ExitStack() as stack:
             stack.enter_context(self._quiet())
+            if self.listens is not None:
+                self.told = []
+                names = [name for name in ("log", "log_dict") if hasattr(self.listens, name)]
+                stack.enter_context(stub_sinks(self.listens, names, self._logged))
             stack.enter_context(self._begin(parts[0][0]))
             torch.manual_seed(seed)
             self._known = {id(item) for value in (carried or {}).values() for item in _listed(value)}
@@ -106,6 +126,13 @@ class Runs:
                 self._patches.runner = None
                 for effect in self._effects:
                     self._start[effect.place.label].give_back(effect.place)
+
+    def _logged(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
+        args, kwargs = given
+        logged = [*args, kwargs.get("value"), kwargs.get("dictionary")]
+        for value in [item for one in logged for item in (one.values() if isinstance(one, dict) else [one])]:
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and not is_placeholder(value)):
+                self.told.append(torch.as_tensor(value, dtype=torch.float64).detach().clone())
 
     def _found(self, effect: Effect) -> Any:
         value = effect.place.get()

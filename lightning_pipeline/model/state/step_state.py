@@ -1,13 +1,24 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.rules import CHAINED, Merge, NoFit, Rows, Rule, equal, own_containers, usual
+from lightning_pipeline.model.rules import (
+    CHAINED,
+    Gathered,
+    Merge,
+    NoFit,
+    Rows,
+    Rule,
+    at_end,
+    equal,
+    own_containers,
+    usual,
+)
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
@@ -29,6 +40,8 @@ class StepState:
 
     Attributes:
         unfit: After `settle`, labels of what a unit leaves and no rule puts together.
+        gathered: What units give to micro-batches, where something is worked out at the end.
+        work_out: Makes of that what the batch leaves, by label.
         divided: After `settle`, labels of places that some micro-batches have changed and others have not.
     """
 
@@ -52,6 +65,9 @@ class StepState:
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
         self._all = list(effects)
+        self._waiting = [e for e in self._effects if rules.get(e.place.label, usual) is at_end]
+        self.gathered: Gathered | None = None
+        self.work_out: Callable[[Gathered], Mapping[str, Any]] = lambda gathered: {}
         self._beside = [
             (place, Kept.of(value), rows)
             for place, rows in beside
@@ -113,12 +129,17 @@ class StepState:
             kept.give_back(place)
         self._fresh = not any(effect.deep for effect in self._all)
 
+    @property
+    def waits(self) -> bool:
+        """Whether something is worked out at the end of the batch; see `Gathered`."""
+        return self._several and bool(self._waiting)
+
     def _is_chained(self, effect: Effect) -> bool:
         return self._several and self._rules.get(effect.place.label, usual) is CHAINED
 
     def _found(self, effect: Effect) -> Any:
         """What stands in the place now, with containers of its own."""
-        if self._is_chained(effect):
+        if self._is_chained(effect) or effect in self._waiting:
             return None
         value, start = effect.place.get(), self._start[effect.place.label]
         if effect.deep and isinstance(value, Tensor):
@@ -141,9 +162,22 @@ class StepState:
             kept.give_back(place)
         if self._several and self._results:
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
+            found = self._worked_out()
             for effect in self._effects:
-                if not self._is_chained(effect):
+                if effect.place.label in found:
+                    self._put(effect, self._start[effect.place.label], found[effect.place.label])
+                elif not self._is_chained(effect):
                     self._merge(effect, sizes, merge)
+
+    def _worked_out(self) -> dict[str, Any]:
+        gathered, self.gathered = self.gathered, None
+        if gathered is None:
+            return {}
+        for effect in self._effects:
+            if not self._is_chained(effect):
+                self._start[effect.place.label].give_back(effect.place)
+        found = self.work_out(gathered)
+        return {effect.place.label: found[effect.place.label] for effect in self._waiting}
 
     def _merge(self, effect: Effect, sizes: list[int], merge: Merge) -> None:
         place, start = effect.place, self._start[effect.place.label]
@@ -223,7 +257,7 @@ class StepState:
         return {
             e.place.label: e.place.get()
             for e in self._effects
-            if is_told_as_attribute(e) and (e.from_units or self._is_at_end(e))
+            if is_told_as_attribute(e) and (e.from_units or self._is_at_end(e) or e in self._waiting)
         }
 
     def _is_at_end(self, effect: Effect) -> bool:

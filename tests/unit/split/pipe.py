@@ -102,12 +102,13 @@ def piped(
     step: str = "training_step", how: str | Sequence[str] = "uniform", units: Sequence[str] | None = None,
     seed: int = 0, split_by: str | None = None, split_backward: bool = False,
     ranks: list[list[int]] | None = None, follow: bool = False, over_batch: bool = False,
-    each: Callable[[Any, int], Any] | None = None,
+    each: Callable[[Any, int], Any] | None = None, as_one: bool = False,
 ) -> Outcome:  # fmt: skip
     """The same through `stages` stages, each with a copy of the module, in this process.
 
     `each`: called with each copy of the module before each step, and gives its batch.
     `follow`: divisors are followed, as the strategy does by default; `loss` and `logs` are the batch's then.
+    `as_one`: the batch is known as one, as with the strategy, to which outcomes then are compared.
     `over_batch`: the end of the step runs once for the batch, so that there is one loss.
     """
     logged: list[tuple[int, str, Any]] = []
@@ -148,11 +149,12 @@ def piped(
             microbatches, weights = split_arguments(batch, 1, count if each is not None else 0)
         entire = ((batch, count if each is not None else 0), {})
         whole = (entire, weights, 1.0) if follow else None
-        at_once = ((batch, 0), {}) if over_batch else None
+        at_once = ((batch, 0), {}) if over_batch else entire if as_one else None
         try:
             _run_batch(
-                splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire
-            )
+                splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire,
+                over_batch,
+            )  # fmt: skip
             outcome.logs.update({name: together(found) for name, found in bent.items()})
         except BaseException:
             for split in dict.fromkeys(splits):
@@ -174,11 +176,12 @@ def _run_batch(
     whole: Any = None,
     at_once: Any = None,
     entire: Any = None,
+    over_batch: bool = False,
 ) -> None:
     training = step == "training_step"
     with torch.set_grad_enabled(training):
         for split in dict.fromkeys(splits):
-            weighted = ([1.0] if at_once else weights) if training else None
+            weighted = ([1.0] if over_batch else weights) if training else None
             sizes = [batch_size_of(args[0]) for args, _ in microbatches]
             split.begin(
                 step, microbatches, weights=weighted, key=(0, count), split_backward=split_backward,
@@ -199,7 +202,7 @@ def _run_batch(
         _settle(list(results), splits[-1], step, entire)
     last = results[splits[-1]]
     outcome.losses.extend(last.losses)
-    if training and None not in last.losses and not at_once:
+    if training and None not in last.losses and not over_batch:
         parts = zip(last.parts, last.losses, weights, strict=True)
         outcome.loss = sum(loss * weight if part is None else part for part, loss, weight in parts)
     outcome.outputs.extend(last.outputs)

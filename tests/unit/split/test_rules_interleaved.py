@@ -13,7 +13,6 @@ from tests.unit.split.test_rules_random import ManyDraws, Mixup, NumpyGenerator
 from tests.unit.split.test_rules_states import (
     AnnealedFirst,
     HookOnUnit,
-    Queue,
 )
 from tests.unit.split.test_rules_steps import Collecting, Logging, Metrics
 from tests.unit.split.test_rules_values import Siamese, UNet
@@ -69,7 +68,7 @@ def test_lists_that_a_step_fills_are_filled_once(ranks):
     assert last.names == reference.names
 
 
-@pytest.mark.parametrize("kind", [AnnealedFirst, Queue])
+@pytest.mark.parametrize("kind", [AnnealedFirst])
 def test_what_each_stage_of_a_rank_does_is_left_once(kind):
     module = seeded(kind)
     found = piped(module, batch_of(), stages=4, ranks=LOOPED, steps=2)

@@ -266,22 +266,6 @@ class CodebookUnused(CodebookAverage):
     used = False
 
 
-class Queue(Net):
-    """MoCo: a queue of keys and its pointer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("queue", torch.zeros(8, WIDTH, dtype=torch.float64))
-        self.register_buffer("pointer", torch.zeros(1, dtype=torch.long))
-
-    def loss(self, h, batch):
-        logits = h @ self.queue.clone().T
-        start = int(self.pointer)
-        self.queue[start : start + h.shape[0]] = h.detach()
-        self.pointer[0] = (start + h.shape[0]) % 8
-        return super().loss(h, batch) + logits.pow(2).mean()
-
-
 class BufferFromBatch(Net):
     once_per_batch = ("steps",)
 
@@ -306,7 +290,7 @@ class BufferReplaced(Net):
         return super().loss(h - self.avg, batch)
 
 
-@pytest.mark.parametrize("kind", [CodebookAverage, Queue, BufferFromBatch, BufferReplaced])
+@pytest.mark.parametrize("kind", [CodebookAverage, BufferFromBatch, BufferReplaced])
 def test_buffers_that_a_step_writes_are_right_or_refused(kind):
     same_or_refused(kind, "written by training_step|another stage|together", steps=3, num_microbatches=3)
 
@@ -375,9 +359,8 @@ def test_an_average_that_nobody_reads_in_the_step_is_that_of_the_whole_batch():
     torch.testing.assert_close(found.buffers["avg"], expected.buffers["avg"], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [Queue, BufferFromBatch])
-def test_buffers_written_and_read_at_one_place_work(kind):
-    assert_works(kind, steps=3)
+def test_a_buffer_written_and_read_at_one_place_works():
+    assert_works(BufferFromBatch, steps=3)
 
 
 class Normed(Net):
