@@ -242,6 +242,17 @@ class PlaceholderMode(FakeTensorMode):
         """A fresh placeholder in the place of a real tensor."""
         return self.make(TensorSpec.of(tensor))
 
+    def part(self, base: Tensor, tensor: Tensor) -> Tensor:
+        """A placeholder in the place of a real tensor, in the memory of another one."""
+        watchers = self.watcher, self.idle
+        self.watcher = self.idle = None
+        try:
+            with self, torch.inference_mode(False), torch.enable_grad():
+                made = base.detach().as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+                return alias(made.requires_grad_()) if tensor.requires_grad else made
+        finally:
+            self.watcher, self.idle = watchers
+
 
 class _Rooted(torch.autograd.Function):
     """A tensor that was just made, as no leaf of autograd."""

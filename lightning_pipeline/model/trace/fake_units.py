@@ -1,7 +1,7 @@
 """Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,6 +21,7 @@ from lightning_pipeline.model.tensors import (
     alias,
     is_placeholder,
     map_tensors,
+    storage_key,
     tensors_in,
     user_line,
 )
@@ -172,8 +173,10 @@ class FakeRun:
 
     def _on_made_up_input(self, call: Call, given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
         unit = self._observed.patches.units[call.unit]
+        before = list(tensors_in((args, kwargs)))
         args, kwargs = map_tensors(self._new, (args, kwargs))
-        copies = Given(args, kwargs)
+        made_up = list(tensors_in((args, kwargs)))
+        versions, copies = list(map(_version, made_up)), Given(args, kwargs)
         call.saved.clear()
         call.recomputed.clear()
         call.activation_bytes = 0
@@ -191,7 +194,10 @@ class FakeRun:
             self._observed.runs_really = False
         call.flops = call.cost = counter.total
         call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
-        return given.carry_over(copies, output, self._observed.mode.like)
+        again = zip(before, made_up, versions, strict=True)
+        self._observed.written_inside(call, [one for one, new, old in again if _version(new) != old])
+        likeness = _Likeness(self._observed.mode, zip(before, made_up, strict=True))
+        return given.carry_over(copies, output, likeness.of)
 
     def _new(self, tensor: Tensor) -> Tensor:
         made_up = _made_up(tensor)
@@ -299,6 +305,45 @@ def _fitted(known: Call, call: Call) -> list[TensorSpec] | None:
     return [spec.resized(tuple(changed.get(size, size) for size in spec.shape)) for spec in known.specs]
 
 
+class _Likeness:
+    """Placeholders for what a unit has made of made-up values, in one memory where these are.
+
+    Args:
+        mode: Makes them.
+        given: What the unit was called with, each with what was made up for it.
+    """
+
+    def __init__(self, mode: PlaceholderMode, given: Iterable[tuple[Tensor, Tensor]]) -> None:
+        self._mode = mode
+        self._memory = {storage_key(new): one for one, new in given if is_placeholder(one) and _fills(new)}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """That for a real tensor."""
+        if tensor.layout is not torch.strided:
+            return self._mode.like(tensor)
+        base, key = self._memory.get(storage_key(tensor)), storage_key(tensor)
+        if base is None:
+            entries = (tensor.untyped_storage().nbytes() // tensor.element_size(),)
+            whole = TensorSpec.of(tensor)._replace(shape=entries, stride=(1,), requires_grad=False)
+            base = self._memory[key] = self._mode.like(tensor) if _fills(tensor) else self._mode.make(whole)
+            if base.shape == tensor.shape:
+                return base
+        if base.dtype != tensor.dtype or not base.is_contiguous():
+            return self._mode.like(tensor)
+        return self._mode.part(base, tensor)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _fills(tensor: Tensor) -> bool:
+    """Whether all of its memory is in order of its entries."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return False
+    return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Operators that cannot run fake are run really; torch need not log each as an error."""
@@ -323,7 +368,9 @@ def _made_up(tensor: Tensor) -> Tensor:
         return tensor
     options: dict[str, Any] = {"dtype": tensor.dtype, "device": tensor.device}
     if tensor.is_floating_point() or tensor.is_complex():
-        return torch.randn(tensor.shape, **options).requires_grad_(tensor.requires_grad)
+        made = torch.randn(tensor.shape, **options)
+        with torch.enable_grad():
+            return alias(made.requires_grad_()) if tensor.requires_grad else made
     return torch.zeros(tensor.shape, **options)
 
 

@@ -386,6 +386,14 @@ class Observation:
         if self.batch.of(written):
             self.trace.writes_batch = True
 
+    def written_inside(self, call: Call, tensors: Iterable[Tensor]) -> None:
+        """A unit has written into what is not its own."""
+        own = frozenset({Tag("effect", call.index)})
+        for tensor in tensors:
+            self.tags.add(tensor, own)
+            self.tags.add(self.origin(tensor), own)
+            self.shared.written(self.origin(tensor), lambda: user_line(self.root))
+
     def check_changed(self) -> None:
         """Refuse a step that reads what it has changed through another output of the same unit."""
         read = next(

@@ -29,7 +29,6 @@ from lightning_pipeline.model.tensors import (
     selective_checkpoints,
     storage_key,
     tensors_in,
-    user_line,
     written_tensors,
 )
 from lightning_pipeline.model.trace.checkpointing import (
@@ -329,9 +328,7 @@ class Tracer:
             origin = self.observed.origin(tensor)
             self.observed.note_batch(origin)
             if self._is_outside(origin, call):
-                self.tags.add(tensor, own)
-                self.tags.add(origin, own)
-                self.observed.shared.written(origin, lambda: user_line(self.root))
+                self.observed.written_inside(call, [tensor])
         self._note_results(func, operands, list(operands_of((result,))), own)
         if not self._depth:  # else a part of an operation that fake tensors take apart to learn its shape
             self._fake.count(call, func, args, kwargs, result)

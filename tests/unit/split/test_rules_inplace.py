@@ -473,6 +473,43 @@ class WrittenByALayer(SharedMemory):
         return self.layers[1](same) + self.layers[2](h)[0] + self.layers[3](h)[0]
 
 
+class LooksAtNumbers(SharedMemory.Twice):
+    """A layer that is traced on made-up values, for it looks at them."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(x * 2 if float(x.detach().sum()) > 1e6 else x)
+
+
+class SharedUnseen(SharedMemory):
+    """Two outputs of such a layer share memory."""
+
+    def __init__(self) -> None:
+        Net.__init__(self, LooksAtNumbers)
+
+
+class GivesBackUnseen(TwoGiveBack):
+    """Such a layer gives back what it is given."""
+
+    class Layer(GivesBack):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * 2 if float(x.detach().sum()) > 1e6 else x)
+
+    def __init__(self) -> None:
+        Net.__init__(self, GivesBackUnseen.Layer)
+
+
+class WritesUnseen(WrittenByALayer):
+    """Such a layer writes into what it is given."""
+
+    class Layer(Writes):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * (2.0 if float(x.detach().sum()) > 1e6 else 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[1] = WritesUnseen.Layer()
+
+
 class WrittenAfterAView(WrittenByALayer):
     """A layer writes into what another was given and gave back."""
 
@@ -495,7 +532,7 @@ def test_one_of_several_outputs_in_one_memory_may_be_changed(kind):
     "kind",
     [
         LastStateAfter, LastStateUnseen, SharedMemory, TwoGiveBack, OneAfterTheOther, WrittenByALayer,
-        WrittenAfterAView,
+        WrittenAfterAView, SharedUnseen, GivesBackUnseen, WritesUnseen,
     ],
 )  # fmt: skip
 def test_reading_what_was_changed_through_another_output_is_refused(kind):
