@@ -68,7 +68,12 @@ class SharedMetrics:
 
         @wraps(original)
         def increment(tracker: MetricTracker) -> None:
-            original(tracker)
+            metrics = [m for m in tracker.modules() if isinstance(m, Metric)]
+            without = [patch(m, "process_group", None) for m in metrics]  # a group cannot be copied
+            try:
+                original(tracker)
+            finally:
+                all_undone(without)()
             name, place = names.get(id(tracker)), len(tracker) - 1
             if name is not None:
                 self._share({f"{name}.{place}": tracker[place]})

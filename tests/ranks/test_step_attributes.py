@@ -140,12 +140,15 @@ def test_a_sum_and_a_count_that_are_divided_are_those_of_one_device(ranks: Ranks
         assert found["average"] == pytest.approx(expected)
 
 
-class Sometimes(Regression):
-    """What is neither a mean nor a sum of the micro-batches' values has none for the batch."""
+class Bent(Regression):
+    """What is neither a mean nor a sum of the micro-batches' values is worked out once more at the batch's end."""
+
+    def made_of(self, loss: Tensor) -> Tensor:
+        return loss.exp()
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = self.loss(batch)
-        self.odd = loss.detach().exp()
+        self.odd = self.made_of(loss.detach())
         return loss
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -153,9 +156,24 @@ class Sometimes(Regression):
             self.log("odd", self.odd.mean())
 
 
+class ReadsItAgain(Bent):
+    """What follows from it in the step is each micro-batch's own, so that there is none for the batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("again", self.odd + 1.0)
+        return loss
+
+
+def test_what_bends_the_loss_is_that_of_the_batch(ranks: Ranks) -> None:
+    expected = logs_of(None, Bent)["odd"]
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Bent):
+        assert found["odd"] == pytest.approx(expected)
+
+
 def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="attribute 'odd' of the LightningModule is set by training_step"):
-        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Sometimes)
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, ReadsItAgain)
 
 
 class Confusion(Regression):
