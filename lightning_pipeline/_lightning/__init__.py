@@ -35,7 +35,7 @@ from lightning_pipeline._lightning.outputs import (
     NO_LOSS,
     explain_output,
     skip_without_loss,
-    write_no_predictions,
+    write_predictions_once,
 )
 from lightning_pipeline._lightning.trainer import (
     STEPS,
@@ -186,5 +186,5 @@ __all__ = [
     "validate_by_the_clock_of",
     "will_sanity_check",
     "with_state",
-    "write_no_predictions",
+    "write_predictions_once",
 ]

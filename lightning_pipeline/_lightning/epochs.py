@@ -85,7 +85,7 @@ def resume_from(trainer: Trainer, choose: Callable[[], str | None]) -> Callable[
     return patch(connector, "resume_start", resume_start)
 
 
-def restore(trainer: Trainer, path: Any, *, data: bool = True) -> None:
+def restore(trainer: Trainer, path: Any, data: Callable[[Any], bool] = lambda checkpoint: True) -> None:
     """Load what stands in a checkpoint but for optimizers, schedulers and loops. Since 1.5.
 
     For a strategy that loads after its setup, Lightning does so after `on_fit_start`. To be deleted when it
@@ -94,14 +94,13 @@ def restore(trainer: Trainer, path: Any, *, data: bool = True) -> None:
     Args:
         trainer: Of the run.
         path: Of the checkpoint, if there is one.
-        data: Whether the data module, too.
+        data: Whether the data module, too, as the checkpoint is once `on_load_checkpoint` has seen it.
     """
     connector: Any = trainer._checkpoint_connector
-    if data:
-        connector._restore_modules_and_callbacks(path)
-        return
     connector.resume_start(path)
     connector.restore_model()
+    if data(connector._loaded_checkpoint):
+        connector.restore_datamodule()
     connector.restore_callbacks()
 
 

@@ -1,8 +1,11 @@
 """What a step returned, as Lightning reads it and hands it on. Checked against lightning 2.6."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 
@@ -10,6 +13,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from torch import Tensor
 
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.patching import Undo, all_undone, patch
 
 NO_LOSS = object()
@@ -34,19 +38,65 @@ def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
     return patch(loop, "output_result_cls", Result)
 
 
-def write_no_predictions(trainer: Trainer) -> Undo:
-    """Leave prediction writers alone on a rank that has no predictions; gives the undoing. Since 1.5.
+_COLLECTIVES = (
+    "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
+    "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter",
+    "scatter_object_list",
+)  # fmt: skip
 
-    They would write `None`, and often over what the rank that has them writes by the same name.
+
+def write_predictions_once(trainer: Trainer, *, has: bool) -> Undo:
+    """Let prediction writers run on the ranks that have predictions alone; gives the undoing. Since 1.5.
+
+    Elsewhere they would write `None`, and often over what a rank that has them writes by the same name.
+
+    Args:
+        trainer: Of the run.
+        has: Whether this rank has them. What a writer asks of all ranks raises there: they do not come.
     """
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     writers = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
     hooks = "write_on_batch_end", "write_on_epoch_end"
-    return all_undone([patch(writer, hook, _written_elsewhere) for writer in writers for hook in hooks])
+    return all_undone(
+        [
+            patch(writer, hook, _without_others(getattr(writer, hook)) if has else _written_elsewhere)
+            for writer in writers
+            for hook in hooks
+        ]
+    )
 
 
 def _written_elsewhere(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _without_others(write: Callable[..., None]) -> Callable[..., None]:
+    @wraps(write)
+    def alone(*args: Any, **kwargs: Any) -> None:
+        refused = all_undone([patch(dist, name, _refusing(name)) for name in _COLLECTIVES])
+        try:
+            write(*args, **kwargs)
+        finally:
+            refused()
+
+    return alone
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    original = getattr(dist, name)
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        group = signature.bind(*args, **kwargs).arguments.get("group")
+        if group is None or group is dist.group.WORLD:
+            raise SplitError(
+                f"a prediction writer calls torch.distributed.{name} for all ranks, and runs on those with "
+                "predictions alone, which are whole there: write them as on one device"
+            )
+        return original(*args, **kwargs)
+
+    return collective
 
 
 def explain_output(kind: type, keys: Sequence[Any]) -> None:

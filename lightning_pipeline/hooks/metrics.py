@@ -42,6 +42,7 @@ class SharedMetrics:
             several = replicas is not None and replicas.size() > 1
             self._gathers = {"process_group": replicas} if several else {"distributed_available_fn": _alone}
         self._undo: list[Undo] = []
+        self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
         self._share(named_metrics(module))
         trackers = {name: m for name, m in module.named_modules() if isinstance(m, MetricTracker)}
         if trackers:
@@ -50,6 +51,7 @@ class SharedMetrics:
     def restore(self) -> None:
         """Give the metrics their own `compute` and group back."""
         undo, self._undo = self._undo, []
+        self._own.clear()
         all_undone(undo)()
 
     def _share(self, held: Mapping[str, nn.Module]) -> None:
@@ -58,18 +60,22 @@ class SharedMetrics:
         }
         named = {id(m): (name, m) for name, m in parts.items() if isinstance(m, Metric)}
         for name, metric in named.values():
+            self._own[id(metric)] = metric, {key: getattr(metric, key) for key in self._gathers}
             changed = {"compute": partial(self._compute, name, metric, metric.compute), **self._gathers}
             self._undo += [patch(metric, key, value) for key, value in changed.items()]
 
     def _watch(self, trackers: Mapping[str, MetricTracker]) -> Undo:
-        """Share also the copies of metrics that trackers of the module make, one for each `increment`."""
+        """Share also the copies of metrics that trackers of the module make, one for each `increment`.
+
+        A copy is of a metric as it was before: it is asked after the run, too, and groups are not copied.
+        """
         names = {id(tracker): name for name, tracker in trackers.items()}
         original = MetricTracker.increment
 
         @wraps(original)
         def increment(tracker: MetricTracker) -> None:
-            metrics = [m for m in tracker.modules() if isinstance(m, Metric)]
-            without = [patch(m, "process_group", None) for m in metrics]  # a group cannot be copied
+            known = [self._own[id(m)] for m in tracker.modules() if id(m) in self._own]
+            without = [patch(m, key, value) for m, own in known for key, value in own.items()]
             try:
                 original(tracker)
             finally:

@@ -13,9 +13,9 @@ from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.replay import OutsideSteps
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
+from lightning_pipeline.patching import all_undone
 
 _Undo = Callable[[], None]
-_SHOWN = 4
 
 
 @dataclass(frozen=True)
@@ -178,33 +178,37 @@ def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:
             )
 
 
-def refuse_strangers(optimizers: Iterable[Optimizer], module: nn.Module) -> None:
-    """Refuse parameters that are not the module's: no stage would collect what steps add to their gradients.
+def refuse_strangers(optimizers: Iterable[Optimizer], module: nn.Module) -> _Undo:
+    """Refuse gradients of parameters that are not the module's: no stage would collect them.
 
-    An optimizer that is not torch's may list copies that it makes itself.
+    One that no gradient reaches is left alone. Optimizers of others may list copies of their own.
 
     Args:
         optimizers: Of the run; their groups list what the module does.
         module: As it is cut.
 
-    Raises:
-        ConfigurationError: Naming the groups.
+    Returns:
+        Undoes it. Until then the backward raises `ConfigurationError`, which names the group.
     """
     known = {id(parameter) for parameter in module.parameters()}
-    told = [
-        f"group {place} of optimizer {number} has a parameter of shape {tuple(parameter.shape)}"
-        for number, optimizer in enumerate(optimizers)
-        if is_torchs(optimizer)
-        for place, group in enumerate(optimizer.param_groups)
-        for parameter in group["params"]
-        if parameter.requires_grad and id(parameter) not in known
-    ]
-    if told:
-        raise ConfigurationError(
-            f"{', '.join(told[:_SHOWN])}{', ...' if len(told) > _SHOWN else ''} that is not among the "
-            "module's own, and stages keep and send gradients of these: let the module know it, as an "
-            "nn.Parameter that is its attribute, or in an nn.ParameterList or nn.Module that is"
-        )
+    return all_undone(
+        [
+            parameter.register_hook(partial(_refuse_gradient, f"group {place} of optimizer {number}")).remove
+            for number, optimizer in enumerate(optimizers)
+            if is_torchs(optimizer)
+            for place, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) not in known
+        ]
+    )
+
+
+def _refuse_gradient(group: str, gradient: Tensor) -> None:
+    raise ConfigurationError(
+        f"{group} has a parameter of shape {tuple(gradient.shape)} that is not among the module's own, and "
+        "stages keep and send gradients of these: let the module know it, as an nn.Parameter that is its "
+        "attribute, or in an nn.ParameterList or nn.Module that is"
+    )
 
 
 def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:

@@ -1,6 +1,7 @@
 """The strategy's hooks for checkpoints."""
 
 import os
+import pickle
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -76,7 +77,8 @@ class CheckpointHooks(Answers, PlainStrategy):
     def __init__(self) -> None:
         self._unlink: list[Callable[[], None]] = []
         self._expected: Any = None
-        self._restored = self._data_restored = False
+        self._restored = False
+        self._data_restored: tuple[str, bytes] | None = None
         super().__init__()
 
     def note_names(self, trainer: Trainer) -> None:
@@ -118,7 +120,7 @@ class CheckpointHooks(Answers, PlainStrategy):
     def leave_callbacks(self) -> None:
         """The run ends: its callbacks may be used in another."""
         undo, self._unlink = self._unlink, []
-        self._restored = self._data_restored = False
+        self._restored, self._data_restored = False, None
         all_undone(undo)()
 
     @property
@@ -205,8 +207,8 @@ class CheckpointHooks(Answers, PlainStrategy):
             return
         rest = checkpoints.rest(path, get)
         if name in rest:
+            self._data_restored = name, pickle.dumps(rest[name])  # before it is used, and may be changed
             load(rest[name])
-            self._data_restored = True
 
     def restore_before_fit(self, trainer: Trainer) -> None:
         """The module is split, and `on_fit_start` comes next, which sees what was loaded, as on one device.
@@ -214,7 +216,11 @@ class CheckpointHooks(Answers, PlainStrategy):
         Args:
             trainer: Of this run; it would load once those hooks have run.
         """
-        _lightning.restore(trainer, self._expected, data=not self._data_restored)
+        before = self._data_restored
+        _lightning.restore(
+            trainer, self._expected,
+            lambda checkpoint: before is None or pickle.dumps(checkpoint.get(before[0])) != before[1],
+        )  # fmt: skip
         self._restored = True
 
     @pipelined

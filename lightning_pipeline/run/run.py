@@ -134,8 +134,8 @@ class Pipeline:
             clock = partial(members.from_zero.share, what="asking for the time to validate")
             self._undo.append(_lightning.validate_by_the_clock_of(trainer, clock))
         last, here = self._placement.num_stages - 1, self._placement.stages_of(self.groups.rank)
-        if trainer.predicting and last not in here:
-            self._undo.append(_lightning.write_no_predictions(trainer))
+        if trainer.predicting and self._placement.num_ranks > 1:
+            self._undo.append(_lightning.write_predictions_once(trainer, has=last in here))
         if first is None:
             return
         step, args = first

@@ -223,7 +223,7 @@ class Stages:
         refuse_unserved(optimizers)
         exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
         if self._module.automatic_optimization:  # else every rank runs the step whole
-            refuse_strangers(optimizers, self._module)
+            self._undo.append(refuse_strangers(optimizers, self._module))
         self.own_parts = OwnParts(optimizers)
 
         def whole() -> None:

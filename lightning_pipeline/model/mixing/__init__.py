@@ -12,3 +12,4 @@ from lightning_pipeline.model.mixing.rows import Given as Given
 from lightning_pipeline.model.mixing.rows import Rows as Rows
 from lightning_pipeline.model.mixing.rows import Seen as Seen
 from lightning_pipeline.model.mixing.rows import is_cut_by_rows as is_cut_by_rows
+from lightning_pipeline.model.mixing.rows import sums_of_parts as sums_of_parts

@@ -7,7 +7,7 @@ all of it where they have the same shape, as `x.mean(0)` has.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +48,7 @@ class Called(NamedTuple):
         lengths: Of how many things its result may be numbers.
         reads: Whether it gave Python a value that units have computed.
         picked: Whether it gave as many samples as a mask picked, or as values say.
+        read: What a number would be read from, where the batch's is given in its place.
     """
 
     func: Any
@@ -58,6 +59,7 @@ class Called(NamedTuple):
     lengths: frozenset[int] = frozenset()
     reads: bool = False
     picked: bool = False
+    read: Tensor | None = None
 
 
 class Functions:
@@ -100,6 +102,7 @@ class Seen(Functions):
         calls: Of functions and units, in order.
         lines: Of each of them.
         host: Where numpy's and Python's generators stood at the first unit.
+        returns_more: Whether the step returned something beside its loss.
     """
 
     def __init__(
@@ -109,6 +112,7 @@ class Seen(Functions):
         self.lines: list[str] = []
         self._root = root
         self.host: int | None = None
+        self.returns_more = False
         self._whole: list[Called] = [] if whole is None else whole.calls
         self._elsewhere = {id(one): one for one in elsewhere}
         """These and what is made of them, which ranks may know or not."""
@@ -121,6 +125,10 @@ class Seen(Functions):
         if self.host is None:
             self.host = seeds.host_place()
         self._note(Called(number))
+
+    def end(self, result: Any) -> None:
+        """The step has returned this."""
+        self.returns_more = not isinstance(result, Tensor | None)
 
     def _note(self, called: Called) -> None:
         self.calls.append(called)
@@ -146,7 +154,9 @@ class Seen(Functions):
             self._elsewhere.update((id(one), one) for one in tensors_in(result))
         reads = unknown and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
         numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
-        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked))
+        asked = answer is not None and func in _NUMBERS
+        read = args[0].detach().clone() if asked else None
+        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked, read))
         return result
 
     def _of_whole(self, func: Any) -> Called | None:
@@ -258,13 +268,14 @@ class Followed(Functions):
         whole: The step's run for the batch.
         own: For the micro-batch, with its own values.
         rows: Of the micro-batch.
+        added: Places of numbers that add up; see `sums_of_parts`.
 
     Attributes:
         failed: Whether that cannot be done.
     """
 
-    def __init__(self, whole: Seen, own: Seen, rows: Rows) -> None:
-        self._whole, self._own, self._rows = whole.calls, own.calls, rows
+    def __init__(self, whole: Seen, own: Seen, rows: Rows, added: Collection[int] = ()) -> None:
+        self._whole, self._own, self._rows, self._added = whole.calls, own.calls, rows, added
         alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
         self.failed = not alike or whole.host != own.host
         self._before = True  # no unit has been called
@@ -332,6 +343,8 @@ class Followed(Functions):
             if part is None:
                 raise _CannotError
             return _Answer(whole.func, is_given=True, value=part, writes=True)
+        if not self._before and len(self.answers) in self._added:
+            return None
         if whole.func in _NUMBERS:
             return _Answer(whole.func, is_given=True, value=whole.result)
         if not self._before and self._positions.are_all(whole.func):
@@ -368,6 +381,35 @@ class Followed(Functions):
             raise _CannotError
         if not all(self._rows.holds(*pair) for pair in zip(theirs, mine, strict=True)):
             raise _CannotError
+
+
+def sums_of_parts(whole: Seen, parts: Sequence[Seen]) -> set[int]:
+    """Places of sums and numbers, such as counts, that the micro-batches' own add up to.
+
+    What a step makes of one may take the number of samples (`hits / len(y)`), which a micro-batch has of its
+    own: so it has its own of these, and what is logged is put together as other means are.
+
+    Args:
+        whole: The step's run for the batch.
+        parts: For each micro-batch.
+    """
+    calls = zip(whole.calls, *(part.calls for part in parts), strict=False)
+    return {
+        place
+        for place, (one, *own) in enumerate(calls)
+        if _add_up(one.result, [part.result if one.func not in _NUMBERS else part.read for part in own])
+    }
+
+
+def _add_up(whole: Any, parts: Sequence[Any]) -> bool:
+    if type(whole) in (int, float):
+        whole = torch.tensor(whole)
+    if not isinstance(whole, Tensor) or whole.dtype is torch.bool or whole.is_complex():
+        return False
+    alike = [part for part in parts if isinstance(part, Tensor) and part.shape == whole.shape]
+    if len(alike) < len(parts) or whole.layout is not torch.strided:
+        return False
+    return torch.allclose(torch.stack(alike).double().sum(0), whole.to(alike[0].device).double(), rtol=1e-6)
 
 
 class Beside(Functions):

@@ -25,6 +25,7 @@ from lightning_pipeline.model.mixing import (
     Seen,
     is_cut_by_rows,
     placed_between,
+    sums_of_parts,
 )
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
@@ -61,6 +62,10 @@ _FAR = ((97.31058578630049, 0.25, 97), (-97.31058578630049, 0.25, 97))  # beyond
 
 class _EndlessError(Exception):
     """A loop goes on for as long as made-up numbers say so."""
+
+
+class _UnknownWholeError(Exception):
+    """The whole batch cannot be traced, though its micro-batches may be."""
 
 
 class Rehearsal(Replay):
@@ -322,10 +327,6 @@ class DryRuns:
             run.close()
 
 
-class _UnknownWholeError(Exception):
-    """The whole batch cannot be traced, though its micro-batches may be."""
-
-
 class Divisors:
     """What one device divides losses and logged values by, where that is not the number of samples.
 
@@ -564,9 +565,13 @@ class Mixing:
         with self._apart(step.name):
             elsewhere = self._finder.on_some_stages()
             batch = self._run(step, whole, 0, route, Seen(elsewhere))
-            for number, (part, size) in enumerate(zip(step.microbatches, sizes, strict=True)):
-                own = self._run(step, part, number, step.routes[number], Seen(elsewhere, batch))
-                one = Followed(batch, own, Rows(start, size, sum(sizes)))
+            parts = [
+                self._run(step, part, number, step.routes[number], Seen(elsewhere, batch))
+                for number, part in enumerate(step.microbatches)
+            ]
+            added = sums_of_parts(batch, parts) if step.trace.tells_numbers or batch.returns_more else ()
+            for number, (part, own, size) in enumerate(zip(step.microbatches, parts, sizes, strict=True)):
+                one = Followed(batch, own, Rows(start, size, sum(sizes)), added)
                 if not one.failed:
                     self._run(step, part, number, step.routes[number], one)
                 if one.failed or len(one.answers) != len(batch.calls):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline._torch import in_a_transform
+from lightning_pipeline._torch import in_a_transform, tree_leaves
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
@@ -24,6 +24,7 @@ from lightning_pipeline.model.tensors import (
     TagStore,
     TensorSpec,
     is_changed,
+    is_placeholder,
     storage_key,
     tensors_in,
     user_line,
@@ -119,6 +120,7 @@ class Trace:
         handed: Number of the memory behind each value (call, leaf).
         side_writes: Attributes with tensors that the forward of units sets: module number and name.
         ports: What calls (unit, nth) give away beside their output.
+        tells_numbers: Whether it logs, or gives metrics, what no unit has computed, or numbers of Python.
         transient: Containers that units fill and the end of the step empties.
         losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
         weighted_inside: Those by weights of the classes: the unit's name, and the line.
@@ -177,6 +179,7 @@ class Trace:
     handed: dict[tuple[int, int], int] = field(default_factory=dict)
     side_writes: set[PortPlace] = field(default_factory=set)
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
+    tells_numbers: bool = False
     transient: frozenset[PortPlace] = frozenset()
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
     weighted_inside: dict[str, str] = field(default_factory=dict)
@@ -380,6 +383,16 @@ class Observation:
         self.trace.tail |= {
             tag for tensor in tensors_in(value) if self.is_poisoned(tensor) for tag in self.tags.of(tensor)
         }
+
+    def told(self, call: Any) -> None:
+        """The step logs, or gives a metric, what it calls these methods with."""
+        self.tail_read(call)
+        self.trace.tells_numbers |= any(map(self._is_plain, tree_leaves(call)))
+
+    def _is_plain(self, value: Any) -> bool:
+        if not isinstance(value, Tensor):
+            return isinstance(value, float)
+        return not is_placeholder(value) and not any(tag.kind == "value" for tag in self.tags.of(value))
 
     def note_batch(self, written: Tensor) -> None:
         """Note a write into the memory of the batch."""

@@ -136,10 +136,8 @@ class Tracer:
             observed.batch.add(tensor, frozenset({Tag("batch")}))
         self.glue.mixing.begin((args, kwargs))
         with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self._fake.reentrant:
-            stack.enter_context(stub_sinks(self.root, self._sinks, self.observed.tail_read))
-            stack.enter_context(
-                stub_metrics(metrics_of(self.root), self.observed.tail_read, self._fake.scalar)
-            )
+            stack.enter_context(stub_sinks(self.root, self._sinks, self.observed.told))
+            stack.enter_context(stub_metrics(metrics_of(self.root), self.observed.told, self._fake.scalar))
             self.patches.runner, observed.mode.watcher = self, self
             stack.enter_context(forward_context())
             stack.enter_context(GlueFunctions(observed, self.glue))

@@ -332,6 +332,25 @@ def test_what_no_operation_shows_to_mix_samples_is_one_devices(function, number,
     assert not told(recwarn)
 
 
+class LogsShares(Regression):
+    """A count over the number of samples, both of which a micro-batch has of its own."""
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        out = self.net((x - x.mean(0)) / (x.std(0) + 0.1))
+        self.log("share", (y[:, 0] > -0.3).sum().item() / len(y))
+        return nn.functional.mse_loss(out, y)
+
+
+def test_a_share_that_a_mended_step_logs_is_that_of_one_device():
+    def logged(pipeline):
+        run = trainer(pipeline, enable_progress_bar=False)
+        run.fit(LogsShares(), loader(8))
+        return float(run.callback_metrics["share"])
+
+    assert logged({**STAGED, "num_microbatches": 2}) == pytest.approx(logged(None))
+
+
 class Predicts(Regression):
     """Gives what a unit returned in numbers of the batch."""
 
