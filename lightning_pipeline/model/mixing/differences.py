@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.mixing.looks import Reached
+from lightning_pipeline.model.mixing.looks import AsGiven, Reached
 from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
 from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between
 from lightning_pipeline.model.tensors import map_tensors
@@ -33,6 +33,18 @@ class Comparison:
         elsewhere: Sequence[Tensor], sizes: Sequence[int],
     ) -> None:  # fmt: skip
         self._run, self._root, self._elsewhere, self._sizes = run, root, elsewhere, sizes
+
+    def is_as_given(self, part: int, batch: Any, elsewhere: Sequence[Tensor]) -> bool:
+        """Whether the step takes a micro-batch as it stands, so that there is nothing to compare.
+
+        Args:
+            part: Its number.
+            batch: Its arguments.
+            elsewhere: Parameters and buffers that some ranks do not have.
+        """
+        seen = AsGiven(self._root, elsewhere, batch)
+        self._run(part, seen, lambda given: given)
+        return seen.is_so
 
     def lines(self, number: int, *, steered: bool) -> dict[str, tuple[str, int]]:
         """Lines at which it mixes samples, by which function, and how many calls of units there had been.

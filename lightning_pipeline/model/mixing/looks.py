@@ -1,12 +1,12 @@
 """What a run of a step without units gives to units, and what of the batch alone meets values of theirs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.mixing.meetings import Meetings, picks
+from lightning_pipeline.model.mixing.meetings import Meetings, may_be_of_batch, picks
 from lightning_pipeline.model.mixing.rows import FORM, Functions, Run, target_of
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
 from lightning_pipeline.model.tensors import is_placeholder, tensors_in, user_line
@@ -110,6 +110,74 @@ class Reached(Functions):
         """A copy, where every rank has it: not of what is made of weights, which one stage alone may have."""
         plain = tensor.layout is torch.strided and not is_placeholder(tensor)
         return tensor.detach().clone() if plain and id(tensor) not in self._elsewhere else None
+
+
+class AsGiven(Functions):
+    """One run of a step, of which is noted whether it takes the batch and its states as they stand.
+
+    It does where functions give nothing but tensors, and all that values of units meet, or that units are
+    given, are arguments and states themselves. Whatever is exchanged in the batch, nothing else differs then,
+    and a micro-batch has its rows of the batch's.
+
+    Args:
+        root: The LightningModule.
+        elsewhere: Parameters and buffers that some ranks do not have.
+        batch: The arguments of the step, and of these the keyword ones.
+    """
+
+    def __init__(
+        self, root: nn.Module, elsewhere: Iterable[Tensor], batch: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> None:
+        self._given = {id(one): one for one in tensors_in(batch)}
+        self._of_units = {id(one): one for one in elsewhere}
+        self._states = {id(one) for one in (*root.parameters(), *root.buffers())}
+        self._apart: dict[int, Tensor] = {}  # what is made of the batch alone, held: no identity comes twice
+        self._is_so = all(map(_is_of_tensors, (*batch[0][:1], *batch[1].values())))
+        self._ended = False
+
+    @property
+    def is_so(self) -> bool:
+        """Whether it does, up to the end of the step."""
+        return self._is_so and self._ended
+
+    def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
+        """A unit is called."""
+        self._is_so = self._is_so and all(map(self._is_known, tensors_in(given)))
+
+    def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
+        """A function is called."""
+        tensors = list(tensors_in((args, kwargs)))
+        of_units = [one for one in tensors if self._is_of_units(one)]
+        result = run(func, args, kwargs)
+        made, target = list(tensors_in(result)), target_of(func, args)
+        self._is_so = self._is_so and bool(made) and (target is None or self._is_of_units(target))
+        if of_units:
+            self._of_units.update((id(one), one) for one in made)
+            numbers = [one for one in _each(args, kwargs) if not isinstance(one, Tensor)]
+            has_rows = any(one.dim() for one in (*of_units, *made))
+            self._is_so = self._is_so and all(map(self._is_known, tensors))
+            self._is_so = self._is_so and not (has_rows and may_be_of_batch(func, numbers))
+        else:
+            self._apart.update((id(one), one) for one in made)
+        return result
+
+    def end(self, result: Any) -> None:
+        """The step has returned this."""
+        self._ended = True
+
+    def _is_of_units(self, one: Tensor) -> bool:
+        return id(one) in self._of_units or is_placeholder(one) or one.requires_grad
+
+    def _is_known(self, one: Tensor) -> bool:
+        known = id(one) in self._given or id(one) in self._states
+        return (known or self._is_of_units(one)) and id(one) not in self._apart
+
+
+def _is_of_tensors(value: Any) -> bool:
+    """Whether it has nothing but tensors, so that no list is as long as there are samples."""
+    if isinstance(value, Mapping):
+        return all(map(_is_of_tensors, value.values()))
+    return all(map(_is_of_tensors, value)) if type(value) in (list, tuple) else isinstance(value, Tensor)
 
 
 def _each(args: Any, kwargs: Any) -> Iterator[Any]:

@@ -35,6 +35,11 @@ def is_set(func: Any) -> bool:
     return name_of(func) in _SETS
 
 
+def may_be_of_batch(func: Any, numbers: Iterable[Any]) -> bool:
+    """Whether numbers that a function is given may follow from samples, or from how many there are."""
+    return any(type(one) is float or name_of(func) in _NUMBERS for one in numbers)
+
+
 def picks(func: Any, args: Any) -> bool:
     """Whether a function picks as many samples as values say."""
     name = name_of(func)

@@ -482,8 +482,7 @@ class Mixing:
             sizes: Samples of each micro-batch.
         """
         numbers, step.ways.unlooked = step.ways.unlooked, []
-        if first := step.name not in self._looks:
-            numbers = [0, *filter(None, numbers)]
+        numbers = [0, *filter(None, numbers)] if (first := step.name not in self._looks) else numbers
         takes = any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)  # from an iterator
         if takes or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
             return
@@ -512,10 +511,11 @@ class Mixing:
             with self._apart(step.name):
                 self._run(step, changed(batch), number, route, seen)
 
-        elsewhere = self._finder.on_some_stages() if self._is_known(trace) else []
-        compared = Comparison(run, self._root, elsewhere, sizes)
-        of_whole = step.routes[number]
+        absent, of_whole = self._finder.on_some_stages(), step.routes[number]
+        compared = Comparison(run, self._root, absent if self._is_known(trace) else [], sizes)
         try:
+            if not trace.draws_unseen and compared.is_as_given(number, step.microbatches[number], absent):
+                return {}
             with suppress(SplitError):  # of what cannot be run at this size the micro-batch alone tells
                 (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
                 return compared.lines(number, steered=trace.steered)
