@@ -1,15 +1,5 @@
 """A notebook's cells, without a guard: processes are forked from one that has imported everything."""
 
-import lightning.pytorch as pl
+from tests.ranks.launched_once import train
 
-from lightning_pipeline import PipelineStrategy
-from tests.ranks.lightning_cases import Regression, loader
-
-trainer = pl.Trainer(
-    accelerator="cpu", devices=2, max_epochs=1, logger=False, enable_checkpointing=False,
-    enable_progress_bar=False, strategy=PipelineStrategy(2, num_microbatches=2, start_method="fork"),
-)  # fmt: skip
-module = Regression()
-trainer.fit(module, loader(), loader(seed=4))
-total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
-print(f"total {total:.6f} val_loss {float(trainer.callback_metrics['val_loss']):.6f}", flush=True)
+train("fork")

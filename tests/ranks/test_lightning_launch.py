@@ -14,6 +14,7 @@ import pytest
 
 from tests.pool import Pool
 from tests.ranks import launched
+from tests.ranks.launched_once import totals
 from tests.ranks.lightning_cases import Regression, loader, trainer
 
 Ranks = Callable[[int], Pool]
@@ -92,8 +93,7 @@ def test_a_notebook_forks_its_ranks() -> None:
 def on_one_device() -> str:
     module, run = Regression(), trainer(None, max_epochs=1)
     run.fit(module, loader(), loader(seed=4))
-    total = sum(float(parameter.detach().abs().sum()) for parameter in module.parameters())
-    return f"total {total:.6f} val_loss {float(run.callback_metrics['val_loss']):.6f}"
+    return totals(module, run)
 
 
 def test_a_script_spawns_its_ranks() -> None:

@@ -18,6 +18,33 @@ CUTS: Cuts = (["layers.1"], ["layers.0", "layers.2", "layers.3"])
 MORE_CUTS: Cuts = (["layers.0"], ["layers.2"], ["layers.3"], ["head"], ["layers.1", "layers.2"])
 
 
+class Anew(torch.autograd.Function):
+    """Runs layers without a graph, and once more in the backward, as reversible nets do."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        layers: Sequence[nn.Module],
+        again: Callable[[Any, Tensor], Tensor] = nn.Module.__call__,
+    ) -> Tensor:
+        ctx.layers, ctx.again = layers, again
+        ctx.save_for_backward(x)
+        for layer in layers:
+            x = layer(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None]:
+        (saved,) = ctx.saved_tensors
+        x = start = saved.detach().requires_grad_()
+        with torch.enable_grad():
+            for layer in ctx.layers:
+                x = ctx.again(layer, x)
+        torch.autograd.backward(x, gradient)
+        return start.grad, None, None
+
+
 class Block(nn.Module):
     """A tanh and a linear map; its output may be changed in place."""
 

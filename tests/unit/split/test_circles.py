@@ -2,8 +2,6 @@
 is one module keep the end of the step.
 """
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.model.cut import opened
 from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step
+from tests.unit.split.nets import Anew
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
@@ -50,38 +49,21 @@ def batch_of_rows() -> tuple[Tensor, Tensor]:
     return torch.randn(8, 6), torch.randn(8, 6)
 
 
-@pytest.mark.parametrize("stages", [2, 3])
-def test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage(stages: int) -> None:
+def assert_trains(kind: type[Module], stages: int) -> None:
     torch.manual_seed(0)
-    module = Normalised().double()
+    module = kind().double()
     batch = tuple(part.double() for part in batch_of_rows())
     assert_same(piped(module, batch, stages=stages), alone(module, batch))
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage(stages: int) -> None:
+    assert_trains(Normalised, stages)
 
 
 def test_one_with_buffers_keeps_what_is_between_on_its_stage() -> None:
     with pytest.raises(PartitionError, match="circle.*'norm' is called again"):
         piped(Normalised(buffers=True), batch_of_rows())
-
-
-class Run(torch.autograd.Function):
-    """Runs layers without a graph, and again in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
-        ctx.layers = layers
-        ctx.save_for_backward(x)
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        x = start = ctx.saved_tensors[0].detach().requires_grad_()
-        with torch.enable_grad():
-            for layer in ctx.layers:
-                x = layer(x)
-        torch.autograd.backward(x, gradient)
-        return start.grad, None
 
 
 class Encoder(nn.Module):
@@ -91,7 +73,7 @@ class Encoder(nn.Module):
         self.norm = nn.LayerNorm(6)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(Run.apply(x, self.layers))
+        return self.norm(Anew.apply(x, self.layers))
 
 
 class Reversing(Module):
@@ -104,20 +86,17 @@ class Reversing(Module):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         h = torch.tanh(self.emb(batch[0]))
-        h = self.encoder(h) if self.apart else self.encoder.norm(Run.apply(h, self.encoder.layers))
+        h = self.encoder(h) if self.apart else self.encoder.norm(Anew.apply(h, self.encoder.layers))
         return F.mse_loss(self.head(h), batch[1])
 
 
 @pytest.mark.parametrize("stages", [2, 3])
 def test_layers_in_a_function_of_autograd_are_one_unit_where_units_are_too_few(stages: int) -> None:
-    torch.manual_seed(0)
-    module = Reversing().double()
-    batch = tuple(part.double() for part in batch_of_rows())
-    assert_same(piped(module, batch, stages=stages), alone(module, batch))
+    assert_trains(Reversing, stages)
 
 
 def test_where_the_step_calls_the_function_its_layers_stay_at_the_end() -> None:
-    with pytest.raises(PartitionError, match="autograd function Run calls units in its forward"):
+    with pytest.raises(PartitionError, match="autograd function Anew calls units in its forward"):
         piped(Reversing(apart=False), batch_of_rows(), stages=3)
 
 

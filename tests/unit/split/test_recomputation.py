@@ -15,7 +15,16 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from tests.unit.split.nets import WIDTH, Net, assert_refused, assert_works, batch_of, same_or_refused, seeded
+from tests.unit.split.nets import (
+    WIDTH,
+    Anew,
+    Net,
+    assert_refused,
+    assert_works,
+    batch_of,
+    same_or_refused,
+    seeded,
+)
 from tests.unit.split.pipe import assert_same, piped
 from tests.whole import chosen
 
@@ -230,28 +239,6 @@ def test_glue_between_layers_of_a_region_gets_its_own_saved_tensors_back(region,
     assert_works(partial(WithoutDraws, region), batch_of(6), cuts, num_microbatches=3, steps=2)
 
 
-class Reversed(torch.autograd.Function):
-    """Runs layers without a graph, and their inside again in the backward, as reversible nets do."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layers: list[Any]) -> Tensor:
-        ctx.layers = layers
-        ctx.save_for_backward(x)
-        for layer in layers:
-            x = layer(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None]:
-        (saved,) = ctx.saved_tensors
-        x = start = saved.detach().requires_grad_()
-        with torch.enable_grad():
-            for layer in ctx.layers:
-                x = x + layer.inside(x)
-        torch.autograd.backward(x, gradient)
-        return start.grad, None
-
-
 class Undropped(Dropping):
     def __init__(self) -> None:
         super().__init__()
@@ -262,13 +249,13 @@ class InOneFunction(Net):
     """Two layers in a function of the user's, and two that stand free."""
 
     def body(self, h):
-        h = Reversed.apply(h.tanh(), [self.layers[0], self.layers[1]])
+        h = Anew.apply(h.tanh(), [self.layers[0], self.layers[1]], lambda layer, x: x + layer.inside(x))
         return self.layers[3](self.layers[2](h))
 
 
 def test_units_that_a_function_of_autograd_calls_stay_where_its_output_is_used():
     kind = partial(InOneFunction, Undropped)
-    assert same_or_refused(kind, "autograd function Reversed calls units", cuts=(2, 3)) == [True, False]
+    assert same_or_refused(kind, "autograd function Anew calls units", cuts=(2, 3)) == [True, False]
 
 
 class KeepsAll(Net):
