@@ -5,7 +5,7 @@ from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, units_at_end
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
-from lightning_pipeline.hooks.lockstep import LockSteps, UncutBatch
+from lightning_pipeline.hooks.lockstep import LockSteps, Reads, UncutBatch
 from lightning_pipeline.hooks.loggers import complete_in_loggers
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
@@ -13,9 +13,11 @@ from lightning_pipeline.hooks.optimizers import (
     OwnParts,
     called_once,
     exchange,
+    give_states,
     is_torchs,
     refuse_strangers,
     refuse_unserved,
+    states_of,
 )
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
@@ -32,6 +34,7 @@ __all__ = [
     "LockSteps",
     "LogRecorder",
     "OwnParts",
+    "Reads",
     "RemoteUnits",
     "Report",
     "ReportChannel",
@@ -44,6 +47,7 @@ __all__ = [
     "exchange",
     "fill_copies",
     "first_not_finite",
+    "give_states",
     "is_torchs",
     "join_scaler",
     "loss_of",
@@ -51,6 +55,7 @@ __all__ = [
     "refuse_strangers",
     "refuse_unserved",
     "replay",
+    "states_of",
     "tell_of_units",
     "units_at_end",
     "zeroed_unseen",

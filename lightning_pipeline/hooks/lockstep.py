@@ -3,12 +3,12 @@
 A loop over tokens that ends early, a branch on what a layer gave, a backward in the middle of the step: what
 no pipeline of micro-batches can run, all ranks run together on the whole batch. The code between the units
 runs on every rank, on real values; each unit runs where it is. So the result is that of one device, and the
-stages work one after the other.
+stages work one after the other. A step that is cut, and was traced late, gets what it reads before its batch.
 """
 
 import pickle
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -19,6 +19,7 @@ from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.model.cut import Microbatch
+from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.trace import step_function
 from lightning_pipeline.ranks import Company, Outlet
@@ -125,3 +126,62 @@ class UncutBatch:
         with self.around():
             output = self._steps.run(self._step, self._args)
         return output if self._keeps else None
+
+
+class Reads:
+    """Brings to stages what they were not known to read when the module was cut.
+
+    That is what hooks have made of several stages' weights (`self.old = {n: p.clone() for n, p in ...}`), and
+    the weights of other stages that a step reads which was traced only now, for it reads what hooks set.
+
+    Args:
+        split: This rank's stages of it.
+        meeting: Completes values of several stages.
+        gather: Collects an object of each pipeline rank; told for what.
+        spread: Gives more stages copies of parameters, by name; all ranks call.
+    """
+
+    def __init__(
+        self, split: SplitModel, meeting: Meeting, gather: Callable[[Any, str], list[Any]],
+        spread: Callable[[Mapping[str, Set[int]]], None],
+    ) -> None:  # fmt: skip
+        self._split, self._meeting, self._gather, self._spread = split, meeting, gather, spread
+        # Those of the whole module lack nothing, unless hooks are yet to set what ends them early.
+        self._looked_at = {trace.step: trace for trace in split.known.traces if not trace.ended_early}
+
+    def bring(self, step: str, first: Callable[[], Sequence[Any]]) -> None:
+        """All ranks call this before a batch.
+
+        Args:
+            step: Name of the user's method.
+            first: Gives the arguments of its first micro-batch.
+        """
+        known = self._split.known
+        while step not in known or known[step] is not self._looked_at.get(step):
+            microbatch: Microbatch = tuple(first()), {}
+            with self._meeting.aside():
+                try:
+                    known.of(step, microbatch, again=False)
+                except SplitError:
+                    return  # it is raised where the batch begins, and told there
+            self._looked_at[step] = known[step]
+            self._come(step)
+        with self._meeting.aside():
+            self._meeting.settle(known[step].tensors_read)
+
+    def _come(self, step: str) -> None:
+        """A step was traced when the module was cut already: bring what it lacks, and have it traced anew."""
+        places = {place.label: place for place in self._split.known[step].tensors_read}
+        own = self._meeting.incomplete(places.values()), self._split.lacks(step)
+        told = self._gather(own, f"looking at what {step} reads")
+        labels = {label for found, _ in told for label in found}
+        with self._meeting.aside():
+            self._meeting.settle(place for label, place in sorted(places.items()) if label in labels)
+        wider: dict[str, set[int]] = {}
+        for _, found in told:
+            for name, stages in found.items():
+                wider.setdefault(name, set()).update(stages)
+        if wider:
+            self._spread(wider)
+        elif labels:
+            self._split.changed()

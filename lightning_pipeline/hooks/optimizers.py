@@ -1,6 +1,6 @@
 """Optimizers of one stage: their groups list the whole model, and a step goes over this stage's part."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -12,6 +12,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.state import Sent
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
 from lightning_pipeline.patching import all_undone
 
@@ -162,6 +163,41 @@ def exchange(optimizers: Iterable[Optimizer], others: Mapping[int, Tensor]) -> N
             group["params"][:] = [others.get(id(parameter), parameter) for parameter in group["params"]]
         for parameter in [p for p in optimizer.state if id(p) in others]:
             del optimizer.state[parameter]
+
+
+def states_of(optimizers: Iterable[Optimizer], names: Mapping[int, str]) -> list[dict[str, Sent]]:
+    """What each optimizer knows of some of this rank's parameters, by name, ready to travel.
+
+    Args:
+        optimizers: Of the run.
+        names: Of the parameters, by identity.
+    """
+    return [
+        {
+            names[id(parameter)]: Sent.of(dict(state))
+            for parameter, state in optimizer.state.items()
+            if id(parameter) in names and not is_placeholder(parameter)
+        }
+        for optimizer in optimizers
+    ]
+
+
+def give_states(
+    optimizers: Iterable[Optimizer], parameters: Mapping[str, nn.Parameter],
+    told: Iterable[Sequence[Mapping[str, Sent]]],
+) -> None:  # fmt: skip
+    """Let optimizers know of copies of parameters what those of other ranks do.
+
+    Args:
+        optimizers: Of the run.
+        parameters: This rank's new copies, by name.
+        told: By rank, from `states_of`.
+    """
+    for states in told:
+        for optimizer, known in zip(optimizers, states, strict=True):
+            for name in parameters.keys() & known.keys():
+                parameter = parameters[name]
+                optimizer.state[parameter] = known[name].received(parameter.device)
 
 
 def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:

@@ -1,6 +1,6 @@
 """What a run has once its module is split: this rank's stages, and all that works on them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -20,13 +20,16 @@ from lightning_pipeline.hooks import (
     LockSteps,
     LogRecorder,
     OwnParts,
+    Reads,
     ReportChannel,
     UncutBatch,
     exchange,
+    give_states,
     is_torchs,
     join_scaler,
     refuse_strangers,
     refuse_unserved,
+    states_of,
 )
 from lightning_pipeline.model.replay import SplitModel
 from lightning_pipeline.patching import all_undone
@@ -77,6 +80,7 @@ class Stages:
         hooks: On gradients, where one rank alone has registered them.
         meeting: Completes values of several stages in the user's hooks.
         run: What is known of it, and what its steps did.
+        reads: Brings to stages what steps read there.
         steps: What its batches have in common.
     """
 
@@ -149,6 +153,7 @@ class Stages:
             self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
             split.forward_context, keeps=split.has_last_stage,
         )  # fmt: skip
+        self.reads = Reads(split, self.meeting, members.gather, self._spread)
         reports = ReportChannel(members.from_last, self._device, groups.pipeline)
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
         if looks and trainer.training and scaled is None:
@@ -211,6 +216,21 @@ class Stages:
         exchange(self._trainer.optimizers, {id(tensor): made for tensor, made in split.stand_ins.items()})
         groups.share((shared.stages for shared in split.shared), self._placement)
         self._start_equal()
+        self.gradients.list_anew()
+        self.hooks = self._hooks_elsewhere()
+
+    def _spread(self, wider: Mapping[str, Set[int]]) -> None:
+        """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""
+        split, groups, optimizers = self.split, self._members.groups, self._trainer.optimizers
+        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        states = states_of(optimizers, {key: name for key, name in names.items() if name in wider})
+        made = split.spread(wider)
+        exchange(optimizers, made)
+        groups.share((shared.stages for shared in split.shared), self._placement)
+        start_equal((), [one for one in split.shared if one.name in wider], groups, self._placement)
+        self._equal = list(held_states(self._module).values())
+        told = self._members.gather(states, "sharing what optimizers know of parameters")
+        give_states(optimizers, {names[key]: parameter for key, parameter in made.items()}, told)
         self.gradients.list_anew()
         self.hooks = self._hooks_elsewhere()
 
@@ -290,6 +310,7 @@ class Stages:
         if not self._module.automatic_optimization:
             self._uncut_begins()
             return self.lockstep.batch("training_step", args)
+        self.reads.bring("training_step", self._first_part(args))
         of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
         batch = Batch(self.steps, "training_step", args, (of_run,), trainer.accumulate_grad_batches)
 
@@ -312,14 +333,15 @@ class Stages:
         """
         trainer = self._trainer
         self.take_in()
-        uncut = self.lockstep.takes(
-            step, lambda: split_arguments(self._module, args, self.steps.num_microbatches).args[0]
-        )
+        first = self._first_part(args)
+        uncut = self.lockstep.takes(step, first)
         aside = nullcontext if uncut else self.meeting.aside
         batch: Batch | UncutBatch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
         if uncut:
             self._uncut_begins()
             batch = self.lockstep.batch(step, args)
+        else:
+            self.reads.bring(step, first)
 
         @contextmanager
         def around() -> Iterator[None]:
@@ -330,6 +352,10 @@ class Stages:
 
         batch.around = around
         return batch
+
+    def _first_part(self, args: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+        """Gives the arguments of a batch's first micro-batch."""
+        return lambda: split_arguments(self._module, args, self.steps.num_microbatches).args[0]
 
     def _uncut_begins(self) -> None:
         """A batch comes whose step runs whole, and may leave something in the units that it calls."""

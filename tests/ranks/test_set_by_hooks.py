@@ -171,6 +171,63 @@ def test_what_hooks_set_is_read_in_the_step(ranks: Ranks, tmp_path: Path, case: 
         assert_same(found, expected)
 
 
+class Anchored(Regression):
+    """Elastic weight consolidation: weights are kept by a hook, and held near in the step."""
+
+    def on_fit_start(self) -> None:
+        self.old = {name: 0.9 * p.detach().clone() for name, p in self.named_parameters()}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        far = sum(((p - self.old[name]) ** 2).sum() for name, p in self.named_parameters())
+        self.log("far", far)
+        return super().training_step(batch, batch_idx) + 0.1 * far
+
+
+class AnchoredAnew(Anchored):
+    """Each epoch holds near what the one before has ended with."""
+
+    def on_fit_start(self) -> None:
+        """Nothing yet."""
+
+    def on_train_epoch_start(self) -> None:
+        super().on_fit_start()
+
+
+class AnchoredInValidation(Anchored):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        far = [(p - self.old[name]).abs().max() for name, p in self.named_parameters()]
+        self.log("val_far", torch.stack(far).max())
+
+
+@pytest.mark.parametrize(("case", "stages"), [(Anchored, 2), (AnchoredAnew, 3), (AnchoredInValidation, 2)])
+def test_weights_that_a_hook_keeps_are_read_on_all_stages(
+    ranks: Ranks, tmp_path: Path, case: Any, stages: int
+) -> None:
+    expected = fitted(None, case, str(tmp_path / "one"))
+    for found in ranks(stages)(
+        fitted, {"stages": stages, "num_microbatches": 2}, case, str(tmp_path / "two")
+    ):
+        assert_same(found, expected)
+
+
+def resumed(pipeline: dict[str, Any] | None, folder: str) -> Any:
+    """The optimizer has its momentum when the first step reads the weights."""
+    first = trainer(pipeline, max_epochs=1)
+    first.fit(Anchored(), loader(24))
+    first.save_checkpoint(f"{folder}/one.ckpt")
+    module, run = Anchored(), trainer(pipeline and {**pipeline, "gather_weights": "all"}, max_epochs=3)
+    run.fit(module, loader(24), ckpt_path=f"{folder}/one.ckpt")
+    run.save_checkpoint(f"{folder}/two.ckpt")
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_a_resume_gives_weights_that_a_hook_keeps_their_momentum(ranks: Ranks, tmp_path: Path) -> None:
+    expected = resumed(None, str(tmp_path / "one"))
+    for found in ranks(2)(resumed, TWO, str(tmp_path / "two")):
+        assert_same(found, expected)
+
+
 class Misspelled(Regression):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self.lost(batch)

@@ -93,6 +93,8 @@ class KnownSteps:
             self._seen_again.add(step)
             anew = self.traced(step, microbatch)
             trace.effects, trace.unit_attributes = anew.effects, anew.unit_attributes
+            trace.tail |= {tag for tag in anew.tail if tag.kind == "state"}
+            trace.tensors_read = anew.tensors_read
         return trace, liveness
 
     def traced(

@@ -34,12 +34,16 @@ from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
 from lightning_pipeline.model.tensors import (
     SET_DATA,
     TensorSpec,
+    filled_by,
     is_placeholder,
+    items_of,
+    map_tensors,
     storage_key,
     tensors_in,
     user_line,
     written_tensors,
 )
+from lightning_pipeline.model.trace import Place, tensors_held
 from lightning_pipeline.patching import patched
 
 UNTOLD = 2**20
@@ -100,6 +104,12 @@ class Sources:
             }
         self._derived = {key: entry for key, entry in self._derived.items() if not entry[0].expired()}
         self._stale = False
+
+    def is_listed(self, tensor: Tensor) -> bool:
+        """Whether it is one of the module's own, or a view of one."""
+        if self._stale:
+            self._look()
+        return storage_key(tensor) in self._known
 
     def note(self, tensor: Tensor, names: Names) -> None:
         """A result comes from these; a tensor of the module stays what it is, whatever is written into it."""
@@ -340,6 +350,34 @@ class Meeting:
             return value
         return self._completed("value", value, [], any_size=any_size)
 
+    def incomplete(self, places: Iterable[Place]) -> list[str]:
+        """Labels of attributes that hold tensors which only some stages have, as hooks have left them.
+
+        Args:
+            places: The attributes.
+        """
+        return [place.label for place in places if any(map(self._derived, tensors_held(place.get())))]
+
+    def settle(self, places: Iterable[Place]) -> None:
+        """Complete these tensors on all ranks, before a step that reads them between its units.
+
+        Args:
+            places: The attributes; the same ones, in the same order, on every rank.
+        """
+        for place in places:
+            value = place.get()
+            found = [tensor for tensor in tensors_held(value) if self._derived(tensor)]
+            if not found:
+                continue
+            told = self._completed("what a hook has left for the step", found, [], any_size=True)
+            by_id = {id(tensor): whole for tensor, whole in zip(found, told, strict=True)}
+            filled = _filled(value, by_id)
+            if filled is not value:
+                place.put(filled)
+
+    def _derived(self, tensor: Tensor) -> bool:
+        return bool(self._names(tensor)) and not self.sources.is_listed(tensor)
+
     def _completed(self, what: str, value: Any, written: list[Tensor], *, any_size: bool = False) -> Any:
         with disable_current_modes(), DisableTorchFunctionSubclass():
             return self._complete(what, value, written, any_size)
@@ -450,6 +488,25 @@ class _Reads(TorchFunctionMode):
             self._meeting.sources.note(result, self._meeting.sources.of(args[0]))
             return result
         return func(*args, **kwargs)
+
+
+def _filled(value: Any, told: Mapping[int, Tensor], depth: int = 3) -> Any:
+    """The same with other tensors in the place of some, by their `id`; containers stay the same ones."""
+    if isinstance(value, Tensor):
+        return told.get(id(value), value)
+    held = filled_by(value) if depth else None
+    if held is None or isinstance(held, tuple):
+        return map_tensors(lambda tensor: told.get(id(tensor), tensor), value)
+    changed = {
+        key: new for key, item in items_of(held) if (new := _filled(item, told, depth - 1)) is not item
+    }
+    if isinstance(held, set):
+        held.difference_update([item for key, item in enumerate(list(held)) if key in changed])
+        held.update(changed.values())
+    else:
+        for key, item in changed.items():
+            held[key] = item
+    return value
 
 
 def _checksum(tensor: Tensor) -> str:

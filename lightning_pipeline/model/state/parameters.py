@@ -1,6 +1,6 @@
 """Which parameters and buffers live on this rank, and what stands for the others."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -119,6 +119,46 @@ class StageParameters:
         self.shared = self._find_shared()
         self._adopt_copies()
         self.drop()
+
+    def spread(self, wider: Mapping[str, Collection[int]]) -> dict[int, nn.Parameter]:
+        """Let more stages keep copies of parameters; the one that owns them stays the same.
+
+        Args:
+            wider: The stages that need a copy from now on, by any name.
+
+        Returns:
+            This rank's new copies, which have no values yet, by the identity of what has stood for them.
+        """
+        by_name = dict(self._listed)
+        tied: dict[int, list[str]] = {}
+        for name, tensor in self._listed:
+            tied.setdefault(id(tensor), []).append(name)
+        made: dict[int, nn.Parameter] = {}
+        for name, stages in wider.items():
+            stand_in = by_name[name]
+            new = [stage for stage in sorted(stages) if stage not in self.needed[name]]
+            for one in tied[id(stand_in)]:
+                self.needed[one] = (*self.needed[one], *new)
+            if is_placeholder(stand_in) and self._stages & set(new):
+                made[id(stand_in)] = self._copy_for(stand_in)
+        self.shared = self._find_shared()
+        self._listed = _every_tensor(self._root)
+        return made
+
+    def _copy_for(self, stand_in: Tensor) -> nn.Parameter:
+        """A parameter in all places of what has stood for it."""
+        tensor = next(one for one, made in self.stand_ins.items() if made is stand_in)
+        items = [item for item in self._dropped if item.tensor is tensor]
+        spec = items[0].spec
+        copy = nn.Parameter(
+            torch.empty(spec.shape, dtype=spec.dtype, device=self._device),
+            requires_grad=stand_in.requires_grad,
+        )
+        for item in items:
+            item.module._parameters[item.name] = copy
+            self._dropped.remove(item)
+        del self.stand_ins[tensor], self._gradients[id(stand_in)]
+        return copy
 
     def _adopt_copies(self) -> None:
         """What was copied from what stands for tensors of other stages stands for tensors of its own."""

@@ -43,6 +43,8 @@ class EffectsSeen:
         self._unknown = False  # what comes now may depend on values of units without a trace of it
         self._stood: dict[int, tuple[int, Any]] = {}  # tensors at the start: the place of each, by id
         self._read: dict[tuple[int, Any], int] = {}
+        self._standing: dict[tuple[int, Any], Place] = {}
+        self._read_between: set[tuple[int, Any]] = set()
         self._held: dict[int, Place] = {}  # tensors that no module has as its own, by their memory
 
     def start(self) -> None:
@@ -57,11 +59,12 @@ class EffectsSeen:
             self._iterators.append((place, replayed, replayed.at))
         self._around.look()
         self._buffers = dict(self._observed.root.named_buffers())
-        self._stood, self._held = {}, {}
+        self._stood, self._held, self._standing = {}, {}, {}
         stood = {}  # looked at before it is watched: to ask a tensor for its layout is to read it
         for place, value in self._around.standing():
             for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED)):
                 stood[id(tensor)] = place.identity
+                self._standing[place.identity] = place
                 if not is_placeholder(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
                     held = TensorOwner(tensor, f"{place.label} {number}").place("")
                     self._held.setdefault(storage_key(tensor), held)
@@ -92,6 +95,8 @@ class EffectsSeen:
             place = self._stood.get(id(tensor))
             if place is not None:
                 self._read.setdefault(place, len(self._observed.trace.calls))
+                if self._observed.inside is None:
+                    self._read_between.add(place)
 
     def _next_taken(self, replayed: Replayed) -> None:
         """Something was taken from an iterator."""
@@ -106,6 +111,7 @@ class EffectsSeen:
         self._around = Surroundings(nn.Module())
         self._stood.clear()
         self._held.clear()
+        self._standing.clear()
         for _, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
@@ -157,6 +163,8 @@ class EffectsSeen:
                 self._take(effect)
         for name, place in states.items():
             self._take(self._state_effect(name, place))
+        read = [self._standing[key] for key in self._read if key in self._read_between]
+        trace.tensors_read = [place for place in read if place.label not in self._buffers]
         trace.unit_attributes = [
             (unit, place) for key, (unit, place) in self._by_units.items() if key not in self._found
         ]

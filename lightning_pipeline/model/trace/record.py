@@ -121,6 +121,7 @@ class Trace:
         side_writes: Attributes with tensors that the forward of units sets: module number and name.
         ports: What calls (unit, nth) give away beside their output.
         tells_numbers: Whether it logs, or gives metrics, what no unit has computed, or numbers of Python.
+        tensors_read: Attributes that hold, when the step begins, tensors that code between units reads.
         transient: Containers that units fill and the end of the step empties.
         losses_inside: Means over classes inside units: the unit's name, and the class that is left out.
         weighted_inside: Those by weights of the classes: the unit's name, and the line.
@@ -180,6 +181,7 @@ class Trace:
     side_writes: set[PortPlace] = field(default_factory=set)
     ports: dict[tuple[int, int], PortSpec] = field(default_factory=dict)
     tells_numbers: bool = False
+    tensors_read: list[Place] = field(default_factory=list)
     transient: frozenset[PortPlace] = frozenset()
     losses_inside: set[tuple[str, int]] = field(default_factory=set)
     weighted_inside: dict[str, str] = field(default_factory=dict)
