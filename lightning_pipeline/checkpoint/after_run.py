@@ -52,6 +52,7 @@ def save_whole(
         tensors=state, optimizers=optimizers, names=names, schedulers=schedulers, order=order,
         parameters=set(order), owned=set(names.values()), extra=set(), load_extra=lambda values: None,
         position=lambda: stood, topology={"ranks": numbering.num_ranks}, objects=objects, put=put,
+        listed=list(dumped["state_dict"]),
     )  # fmt: skip
     with outside_a_run(path, options, numbering) as checkpoints:
         checkpoints.save(path, {**dumped, "state_dict": state}, held)

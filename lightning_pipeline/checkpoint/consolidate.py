@@ -108,7 +108,9 @@ def _read(
     tensors = _Mapped(reader, beside)
     checkpoint = read_meta(folder, trust=trust, state=lambda name: tensors.get(f"{MODEL}.{name}"))
     own = checkpoint.pop(OURS, {})
-    states = {name: tensors.get(f"{MODEL}.{name}") for name in reader.under(MODEL)}
+    stored = reader.under(MODEL)
+    names = dict.fromkeys([*(name for name in own.get("listed", ()) if name in stored), *stored])
+    states = {name: tensors.get(f"{MODEL}.{name}") for name in names}  # in the order of one device
     checkpoint["state_dict"] = {**states, **own.get("extra", {})}
     if "lr_schedulers" in checkpoint:
         checkpoint["optimizer_states"], checkpoint["lr_schedulers"] = _training_state(reader, tensors, own)

@@ -100,6 +100,7 @@ class Holdings:
         objects: What was pickled already, and where it stands in what Lightning dumps.
         put: Saves one-file checkpoints in place of us, as a plugin does.
         get: Reads them.
+        listed: Names of parameters and buffers of all ranks, in the order of the module's `state_dict`.
     """
 
     tensors: Mapping[str, Tensor]
@@ -116,6 +117,7 @@ class Holdings:
     objects: Sequence[tuple[tuple[str, ...], bytes]] = ()
     put: Put | None = None
     get: Get | None = None
+    listed: Sequence[str] = ()
 
 
 def _rest(dumped: Mapping[str, Any]) -> dict[str, Any]:
@@ -302,6 +304,7 @@ class Checkpoints:
             "ranks": [{key: entry[key] for key in ("lr_schedulers", "groups")} for entry in first],
             "replicas": [entry["position"] for entry in speaking],
             "order": list(held.order),
+            "listed": list(held.listed),
             "schedulers": list(held.schedulers),
             "extra": {name: entry.value for name, entry in added.items() if not entry.is_tensor},
         }

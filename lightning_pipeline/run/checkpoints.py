@@ -46,7 +46,7 @@ from lightning_pipeline.run.answers import Answers
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.run import Pipeline
-from lightning_pipeline.run.setup import held_states
+from lightning_pipeline.run.setup import held_states, listed_states
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import fillers, holds_weights_only, load_weights, save_weights
 
@@ -405,6 +405,7 @@ class CheckpointHooks(Answers, PlainStrategy):
             load_extra=partial(load_extra_states, module),
             position=self._position,
             topology=topology,
+            listed=listed_states(module),
         )
 
     def _order(self) -> list[str]:

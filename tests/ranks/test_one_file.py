@@ -54,6 +54,7 @@ def test_several_stages_write_the_file_that_one_device_writes(
     for name in names:
         own, plain = (torch.load(tmp_path / kind / name, weights_only=False) for kind in ("two", "plain"))
         assert own.keys() - plain.keys() == {"lightning_pipeline"} and not plain.keys() - own.keys()
+        assert list(own["state_dict"]) == list(plain["state_dict"])
         for key in ("state_dict", "optimizer_states", "lr_schedulers"):
             torch.testing.assert_close(own[key], plain[key], rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(

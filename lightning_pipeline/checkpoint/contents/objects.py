@@ -144,7 +144,7 @@ def _check_meta(path: Path, meta: Any) -> None:
     if not wrong:
         wrong += [f"loops[{n!r}]" for n, loop in meta.get("loops", {}).items() if not _is_loop(loop)]
         own = meta.get(OURS, {})
-        lists = ("ranks", "replicas", "order", "schedulers", _OBJECTS)
+        lists = ("ranks", "replicas", "order", "listed", "schedulers", _OBJECTS)
         inner: dict[str, type] = {"extra": dict, **dict.fromkeys(lists, list)}
         wrong += [f"{OURS}[{n!r}]" for n, kind in inner.items() if not isinstance(own.get(n, kind()), kind)]
         wrong += [f"{OURS}['ranks']" for rank in own.get("ranks", ()) if not _is_rank(rank)][:1]

@@ -13,7 +13,14 @@ from lightning_pipeline.run.setup.trainer import (
     loggers_set_aside,
     seed_of_run,
 )
-from lightning_pipeline.run.setup.whole import held_states, kept_by_units, make_whole, move, start_equal
+from lightning_pipeline.run.setup.whole import (
+    held_states,
+    kept_by_units,
+    listed_states,
+    make_whole,
+    move,
+    start_equal,
+)
 
 __all__ = [
     "BY_HAND",
@@ -33,6 +40,7 @@ __all__ = [
     "hooks_undone",
     "kept_by_units",
     "lazy_layers",
+    "listed_states",
     "loggers_set_aside",
     "make_lazy_layers",
     "make_whole",

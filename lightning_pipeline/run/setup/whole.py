@@ -39,6 +39,15 @@ def held_states(module: LightningModule, *, transient: bool = False) -> dict[str
     return held
 
 
+def listed_states(module: LightningModule) -> list[str]:
+    """Names of all parameters and persistent buffers, in the order of one device's `state_dict`."""
+    names = []
+    for prefix, part in module.named_modules(remove_duplicate=False):
+        kept = [name for name in part._buffers if name not in part._non_persistent_buffers_set]
+        names += [f"{prefix}.{name}" if prefix else name for name in (*part._parameters, *kept)]
+    return names
+
+
 def move(module: LightningModule, device: torch.device) -> None:
     """Move what this rank holds. `Module.to` would trip over what stands for other stages' tensors."""
     for part in module.modules():
