@@ -22,7 +22,7 @@ WITHOUT_WEIGHTS = frozenset(
         "vgg19_bn", "vit_l_16", "vit_h_14",
     )
 )  # fmt: skip
-_SIDES = {"inception_v3": 96, "quantized_inception_v3": 96, "maxvit_t": 224, "vit_h_14": 56}
+_SIDES = {"inception_v3": 299, "quantized_inception_v3": 299, "maxvit_t": 224, "vit_h_14": 56}
 
 
 def _build(name: str, **options: Any) -> nn.Module:
