@@ -332,6 +332,27 @@ class LogRecorder:
             return torch.stack([value.double() for value in call.values]).mean()
         return torch.stack([value.double() for value in call.values]).sum() if way == "sum" else None
 
+    def warn_of(self, name: str, mine: float, theirs: float | None, lines: Sequence[str]) -> None:
+        """Say that one device logs something else.
+
+        Args:
+            name: The key.
+            mine: What is logged.
+            theirs: What one device logs; None for nothing.
+            lines: At which the step reads numbers.
+        """
+        if name in self._warned:
+            return
+        self._warned.add(name)
+        reads = f" It reads numbers at {', '.join(lines)}." if lines else ""
+        other = "nothing" if theirs is None else f"{theirs:.6g}"
+        warnings.warn(
+            f"what self.log({name!r}, ...) is given is {mine:.6g} from the micro-batches of a batch, and "
+            f"{other} where the code between units runs once for all of it, as on one device.{reads} Log the "
+            "tensors that it is made of, log a torchmetrics object, or work it out in on_train_epoch_end or "
+            "on_validation_epoch_end"
+        )
+
     def _warn(self, name: str, what: str, taken: str) -> None:
         self._warned.add(name)
         warnings.warn(

@@ -179,6 +179,11 @@ class Follower:
         self._path = Path()
         return self._path
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether something was said of the losses."""
+        return bool(self._said)
+
     def left(self) -> None:
         """The step of the micro-batch is over: only its way is kept, none of its values."""
         if self._shares is not None:

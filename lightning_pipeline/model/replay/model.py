@@ -20,7 +20,7 @@ from lightning_pipeline.model.replay.over_batch import OverBatch
 from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns, Mixing
 from lightning_pipeline.model.replay.routes import RouteFinder
 from lightning_pipeline.model.replay.stage import StageProgram
-from lightning_pipeline.model.replay.told import Sink, Told
+from lightning_pipeline.model.replay.told import Sink, Told, ToldAsOne
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.rules import Merge
 from lightning_pipeline.model.state import (
@@ -94,6 +94,7 @@ class SplitModel(OutsideSteps):
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
         known: What is known of each step.
+        as_one: What steps tell of some batches as one.
         in_units: What units keep of their own.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
         count: That of the last step in which it was counted.
@@ -168,6 +169,7 @@ class SplitModel(OutsideSteps):
             root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted,
             self._apart_in_silence, self._quiet,
         )  # fmt: skip
+        self.as_one = ToldAsOne(root, self.told, self._patches, self._apart_in_silence, self._quiet)
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -417,6 +419,7 @@ class SplitModel(OutsideSteps):
             self._open.enter_context(self.told.metrics_by_batch(step, sizes))
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._divisors.follow(self._step, whole)
+            self.as_one.begin(self._step, self._state, whole[0], sizes, as_one)
             if self._state is not None:
                 self._state.start_again()
         if self._step.mixing or self._step.follower is not None:
@@ -592,7 +595,3 @@ class SplitModel(OutsideSteps):
     ) -> AbstractContextManager[None]:
         """Outside a step: give calls of `root.log(...)` and the like to `record`, with the method's name."""
         return self.told.to(record)
-
-    def metrics(self) -> list[Any]:
-        """The module's torchmetrics objects."""
-        return list(self.told.metrics)

@@ -13,7 +13,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.loss import seeds_of
 from lightning_pipeline.model.replay.between_units import Recomputation
 from lightning_pipeline.model.replay.replay import Replay, Replayed
-from lightning_pipeline.model.replay.view import StageView, Step
+from lightning_pipeline.model.replay.view import Gathers, StageView, Step
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
 from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import copied_at_end, map_tensors
@@ -101,8 +101,9 @@ class StageProgram(Stage):
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
                 replay.replayed.result = step.function(*args, **kwargs)
-            if self.is_last and isinstance(self.state, StepState) and self.state.gathered is not None:
-                self.state.gathered.take(microbatch, replay.given(self.state.gathered.keys))
+            if self.is_last:
+                for gathered in self._gathered(step):
+                    gathered.take(microbatch, replay.given(gathered.keys))
             done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)
@@ -114,6 +115,11 @@ class StageProgram(Stage):
         if microbatch in self._saved:
             self._saved[microbatch].queue = queue
         return done.outgoing
+
+    def _gathered(self, step: Step) -> list[Gathers]:
+        """Who keeps what units give, until the batch ends."""
+        left = self.state.gathered if isinstance(self.state, StepState) else None
+        return [one for one in (step.gathered, left) if one is not None]
 
     @contextmanager
     def _replaying(

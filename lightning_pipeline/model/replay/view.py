@@ -1,9 +1,9 @@
 """What one stage sees of a step: its own calls, what arrives and what leaves, and what it remembers."""
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -32,6 +32,14 @@ Returned = dict[CallKey, tuple[Structure, tuple[TensorSpec, ...], States]]
 """What units of earlier stages returned for a micro-batch, by unit and number of the call."""
 
 
+class Gathers(Protocol):
+    """Keeps what units give to micro-batches, until the batch ends."""
+
+    keys: Collection[ValueKey]
+
+    def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None: ...
+
+
 @dataclass(slots=True)
 class Step:
     """One batch on its way through the stages of this rank.
@@ -57,6 +65,7 @@ class Step:
         count: Counts what the stages hold, in the steps that are looked at.
         mixing: By micro-batch, what gives it its samples of what the step mixes; empty where it does not.
         telling: Around each run: what it prints.
+        gathered: On the last stage what units give, where the batch is looked at as one.
     """
 
     name: str
@@ -79,6 +88,7 @@ class Step:
     count: SavedCount | None = None
     mixing: Sequence[Callable[[], Functions]] = ()
     telling: Callable[[], AbstractContextManager[None]] = nullcontext
+    gathered: Gathers | None = None
 
     @property
     def trace(self) -> Trace:

@@ -6,6 +6,7 @@ each unit answers with the rows that it gave the micro-batches.
 """
 
 import logging
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -126,11 +127,12 @@ class Gathered:
 
     Attributes:
         keys: Of what is gathered.
+        whole: The arguments.
     """
 
     def __init__(self, whole: Arguments, trace: Trace, outputs: Outputs, sizes: Sequence[int]) -> None:
-        self.keys = values_at_end(trace)
-        self._whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
+        self.keys: Collection[ValueKey] = values_at_end(trace)
+        self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
 
     def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None:
@@ -146,9 +148,23 @@ class Gathered:
         Raises:
             NoFit: Units did not give each micro-batch the same kind of values.
         """
+        return run([(self.whole, self.values())])
+
+    def values(self) -> MadeUp:
+        """What units give the batch as one; nothing of it is kept any longer.
+
+        Raises:
+            NoFit: Units did not give each micro-batch the same kind of values.
+        """
         found = {call: (self._joined(call), structure) for call, (structure, _) in self._outputs.items()}
         self._given.clear()
-        return run([(self._whole, MadeUp(found, self._trace, frozenset(), sees=False))])
+        return MadeUp(found, self._trace, frozenset(), sees=False)
+
+    @property
+    def bytes(self) -> int:
+        """Of all that is gathered."""
+        specs = [self._outputs[unit, nth][1][leaf] for unit, nth, leaf in self.keys]
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
     def _joined(self, call: tuple[int, int]) -> list[Tensor]:
         made, generator = [], torch.Generator().manual_seed(0)  # for what nothing depends on

@@ -1,7 +1,8 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Owner, Place, Replayed, TensorOwner
+
+_SMALL = 4096  # elements of a tensor that is compared
 
 
 class StepState:
@@ -128,6 +131,32 @@ class StepState:
         for place, kept in self._aside:
             kept.give_back(place)
         self._fresh = not any(effect.deep for effect in self._all)
+
+    @contextmanager
+    def as_begun(self) -> Iterator[None]:
+        """After `settle`: inside, everything is as when the batch began."""
+        held = [(e.place, Kept.of(e.place.get(), deep=e.deep)) for e in self._effects]
+        for effect in self._effects:
+            self._start[effect.place.label].give_back(effect.place)
+        try:
+            yield
+        finally:
+            for place, kept in held:
+                kept.give_back(place)
+
+    def numbers(self) -> dict[str, Tensor]:
+        """By label, numbers and small tensors that stand in the places of the step, in copies."""
+        found = {e.place.label: e.place.get() for e in self._effects}
+        return {
+            label: torch.as_tensor(value).detach().double().clone()
+            for label, value in found.items()
+            if isinstance(value, int | float) or (isinstance(value, Tensor) and _is_compared(value))
+        }
+
+    @property
+    def takes(self) -> bool:
+        """Whether the step takes from an iterator."""
+        return any(isinstance(effect.place.get(), Replayed) for effect in self._all)
 
     @property
     def waits(self) -> bool:
@@ -338,6 +367,11 @@ class AsOne:
 
     def after(self, *, counts: bool) -> None:
         """There is nothing to put together."""
+
+
+def _is_compared(tensor: Tensor) -> bool:
+    plain = tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_complex())
+    return plain and tensor.numel() <= _SMALL and tensor.device.type == "cpu"
 
 
 def is_told_as_attribute(effect: Effect) -> bool:

@@ -1,5 +1,6 @@
 """One batch of a run: it is split, its plan is run, and every rank gets what Lightning expects of a step."""
 
+import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,12 +13,21 @@ from torch import Tensor
 from lightning_pipeline._torch import tree_leaves, tree_map_only
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.executor import Executor
-from lightning_pipeline.hooks import LogRecorder, ReportChannel, SharedMetrics, loss_of, replay, tell_of_units
+from lightning_pipeline.hooks import (
+    LogRecorder,
+    Report,
+    ReportChannel,
+    SharedMetrics,
+    loss_of,
+    replay,
+    tell_of_units,
+)
 from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.run.batch.as_one import told_otherwise
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
@@ -206,6 +216,7 @@ class Batch:
             self._warn_unforeseen()
             if steps.split.has_last_stage:
                 report, output = self._report(), self._merged()
+                self._look_at_it_as_one(report)
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
@@ -220,6 +231,22 @@ class Batch:
         known = weights.losses if weights.settled else self.result.worth
         chosen = (losses, known) if known is not None and self.trains else ()
         return self._steps.recorder.report(loss, *chosen)
+
+    def _look_at_it_as_one(self, report: Report) -> None:
+        """Compare, in some batches, with what the step tells for the batch as one."""
+        split = self._steps.split
+        if split.mixed(self.step) or split.decides_apart(self.step):
+            return  # which has been said
+        doubtful, left = split.doubtful(self.step), list[str]()
+        for name, mine, theirs, lines in told_otherwise(report, split.as_one.runs):
+            if name is None or mine is None:
+                left += [] if name is None or name in doubtful else [name]
+                if mine is not None:
+                    self._warn_of_loss(mine, theirs, lines)
+            else:
+                self._steps.recorder.warn_of(name, mine, theirs, lines)
+        if left:
+            self._warn_of_left(left)
 
     def _merged(self) -> Any:
         outputs = self.result.outputs
@@ -287,6 +314,30 @@ class Batch:
                 f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
                 "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
                 "num_microbatches)` on the LightningModule",
+            )
+
+    def _warn_of_loss(self, mine: float, theirs: float | None, lines: Sequence[str]) -> None:
+        kind = ("loss as one", self.step)
+        if kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            reads = f"; it reads numbers at {', '.join(lines)}" if lines else ""
+            warnings.warn(
+                f"what {self.step} returns for a batch is {theirs:.6g} where the code between units runs "
+                f"once for all of it, as on one device, and {mine:.6g} from its {len(self.parts.args)} "
+                "micro-batches: its loss is made of what each micro-batch has otherwise, so that gradients "
+                f"are not those of one device{reads}. Work it out in on_after_batch_transfer, or use "
+                "PipelineStrategy(loss_over_batch=True, schedule='GPipe')"
+            )
+
+    def _warn_of_left(self, names: Sequence[str]) -> None:
+        kind = ("left as one", self.step)
+        if kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            warnings.warn(
+                f"{self.step} leaves another number in {', '.join(map(repr, names))} than one device, where "
+                "the code between units runs once for the whole batch: it is put together from those of "
+                f"{len(self.parts.args)} micro-batches. Work it out in on_train_batch_end from what the step "
+                "returns, or use self.log or a torchmetrics object"
             )
 
     def _warn_without_loss(self) -> None:

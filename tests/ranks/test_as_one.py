@@ -1,0 +1,89 @@
+"""What no rule follows is seen where a batch is looked at as one: another number than one device's is said."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
+PIPELINE = {"stages": 1, "num_microbatches": 4}
+SAYS = "runs once for all of it, as on one device"
+Step = Callable[[Any, Tensor, Tensor], Tensor]
+
+
+def smoothed(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    classes = y.argmax(1)
+    known = int(classes.max()) + 1
+    return -(out.log_softmax(1) * (F.one_hot(classes, 3) * 0.9 + 0.1 / known)).sum(1).mean()
+
+
+def cut_to_a_size(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    known = int(y[:, 0].sum().clamp(1, 3))
+    return (out[:, :known] - y[:, :known]).pow(2).mean()
+
+
+def counted(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    classes = y.argmax(1)
+    self.log("n", torch.zeros(3).index_add_(0, classes, (out.argmax(1) >= 0).float()).max())
+    return F.mse_loss(out, y)
+
+
+def least_of_all(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(out, y)
+    self.least = min(self.least, float(loss.detach()))
+    return loss
+
+
+def plain(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    loss = F.mse_loss(F.dropout(out, 0.3), y)
+    self.log("loss", loss)
+    self.log("largest", (out - y).abs().max())
+    self.log("n", len(y))
+    self.log("error", self.error(out, y))
+    return loss
+
+
+def fit(step: Step, pipeline: dict[str, Any] | None) -> tuple[dict[str, float], list[str]]:
+    """What is logged, and the warnings of what is not one device's."""
+
+    class Told(Regression):
+        least = 1.15
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return step(self, self.net(batch[0]), batch[1])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(pipeline, max_epochs=1, enable_progress_bar=False, limit_val_batches=0)
+        run.fit(Told(), loader(samples=8))
+    said = [str(one.message) for one in caught]
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    logged["left"] = run.lightning_module.least
+    return logged, [text for text in said if "micro-batch" in text]
+
+
+@pytest.mark.parametrize("step", [smoothed, cut_to_a_size])
+def test_a_loss_that_goes_by_a_number_of_each_micro_batch_is_warned_of(step: Step) -> None:
+    _, said = fit(step, PIPELINE)
+    assert any(SAYS in text and f"in {step.__name__}" in text for text in said), said
+
+
+def test_what_one_device_logs_otherwise_is_warned_of() -> None:
+    logged, said = fit(counted, PIPELINE)
+    assert logged["n"] != fit(counted, None)[0]["n"]
+    assert any("self.log('n'" in text for text in said), said
+
+
+def test_what_one_device_leaves_otherwise_is_warned_of() -> None:
+    logged, said = fit(least_of_all, PIPELINE)
+    assert logged["left"] != pytest.approx(fit(least_of_all, None)[0]["left"])
+    assert any("another number in 'least'" in text for text in said), said
+
+
+def test_a_plain_step_is_not() -> None:
+    assert not fit(plain, PIPELINE)[1]
