@@ -39,6 +39,12 @@ def least_of_all(self: Any, out: Tensor, y: Tensor) -> Tensor:
     return loss
 
 
+def share_of_few(self: Any, out: Tensor, y: Tensor) -> Tensor:
+    few = y[:, 0] > 0.5
+    self.log("n", torch.where(few, (out > y).double().mean(1), 0.0)[few].sum() / len(y))
+    return F.mse_loss(out, y)
+
+
 def plain(self: Any, out: Tensor, y: Tensor) -> Tensor:
     loss = F.mse_loss(F.dropout(out, 0.3), y)
     self.log("loss", loss)
@@ -83,6 +89,11 @@ def test_what_one_device_leaves_otherwise_is_warned_of() -> None:
     logged, said = fit(least_of_all, PIPELINE)
     assert logged["left"] != pytest.approx(fit(least_of_all, None)[0]["left"])
     assert any("another number in 'least'" in text for text in said), said
+
+
+def test_a_choice_by_a_mask_is_one_devices_in_micro_batches_of_one_sample() -> None:
+    logged, _ = fit(share_of_few, {"stages": 1, "num_microbatches": 8})
+    assert logged["n"] == pytest.approx(fit(share_of_few, None)[0]["n"], rel=1e-6)
 
 
 def test_a_plain_step_is_not() -> None:
