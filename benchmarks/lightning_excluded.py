@@ -31,6 +31,7 @@ _OF_RANK_1 = (
 """Fails on rank 1 alone: warnings, lines of the log and progress bars are rank 0's."""
 _RANK_1_LEAVES = (
     r"progress/test_\w+\.py::",  # bars are rank 0's
+    r"callbacks/test_prediction_writer\.py::",  # writers run where the predictions are
     r"test_hparams_pickle_warning",  # so are warnings
     # So is what loggers write, and a version that their service gives.
     r"loggers/test_all\.py::test_loggers_fit_test_all\[CometLogger\]",
