@@ -81,7 +81,13 @@ class HookLogs:
 
     def _install(self) -> None:
         module = self._module
-        undo = [patch(one, "log", self.log) for one in (module, *self._callbacks)]
+
+        def log(
+            *args: Any, **kwargs: Any
+        ) -> None:  # a hook may copy callbacks, and a method would bring us along
+            self.log(*args, **kwargs)
+
+        undo = [patch(one, "log", log) for one in (module, *self._callbacks)]
         undo += [patch(module, name, self._then(getattr(module, name), self.settle)) for name in _ENDS]
         end = self._then(module.on_train_batch_end, self._end_batch)
         undo.append(patch(module, "on_train_batch_end", end))

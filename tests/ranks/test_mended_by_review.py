@@ -1,5 +1,6 @@
 """What reviewers of the hooks at a run's ends have found: writers, strangers and data modules' states."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -121,3 +122,20 @@ def test_a_file_with_weights_only_has_no_state_of_a_data_module(ranks: Ranks, tm
     for loaded, found in ranks(2)(validate_weights, TWO, str(tmp_path / "weights.pt")):
         assert loaded == []
         assert found == pytest.approx(expected, rel=1e-10)
+
+
+class Copies(pl.Callback):
+    """As Lightning's own test of restored callbacks does it."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.copies = copy.deepcopy(trainer.callbacks)
+
+
+def fit_copying() -> int:
+    keeps = Copies()
+    trainer(TWO, max_epochs=1, callbacks=[keeps]).fit(Regression(), loader())
+    return len(keeps.copies)
+
+
+def test_a_hook_may_copy_the_callbacks(ranks: Ranks) -> None:
+    assert min(ranks(2)(fit_copying)) > 0
