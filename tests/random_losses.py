@@ -504,6 +504,7 @@ _ABOUT_LOSS = (
     "taken for a mean over samples",
     "weighted by samples",
     "its loss is",
+    "mixes samples of the batch",
 )
 
 
