@@ -281,7 +281,7 @@ class ToldAsOne:
             return
         known.add(tuple(sizes))
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
-            gathered = Gathered(whole, *as_one(whole), sizes)
+            gathered = Gathered(whole, *as_one(whole), sizes, copied=True)
             if gathered.bytes <= _LARGEST:
                 step.gathered = gathered
                 self._kept = step, state, gathered

@@ -124,20 +124,26 @@ class Gathered:
         trace: Of the step on its way.
         outputs: What units return for the whole batch.
         sizes: Samples of each micro-batch.
+        copied: Whether copies are kept, so that activations go with their backward, and count as in others.
 
     Attributes:
         keys: Of what is gathered.
         whole: The arguments.
     """
 
-    def __init__(self, whole: Arguments, trace: Trace, outputs: Outputs, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, whole: Arguments, trace: Trace, outputs: Outputs, sizes: Sequence[int], *, copied: bool = False
+    ) -> None:
+        self._copied = copied
         self.keys: Collection[ValueKey] = values_at_end(trace)
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
 
     def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None:
         """Keep what a micro-batch was given, in no graph."""
-        self._given[microbatch] = {key: tensor.detach() for key, tensor in given.items()}
+        self._given[microbatch] = {
+            key: tensor.detach().clone() if self._copied else tensor.detach() for key, tensor in given.items()
+        }
 
     def work_out(self, run: Runs) -> dict[str, Any]:
         """What the batch as one leaves, by label.
