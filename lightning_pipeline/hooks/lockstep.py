@@ -156,7 +156,7 @@ class Reads:
             step: Name of the user's method.
             first: Gives the arguments of its first micro-batch.
         """
-        known = self._split.known
+        known, settled = self._split.known, set[str]()
         while step not in known or known[step] is not self._looked_at.get(step):
             microbatch: Microbatch = tuple(first()), {}
             with self._meeting.aside():
@@ -165,12 +165,15 @@ class Reads:
                 except SplitError:
                     return  # it is raised where the batch begins, and told there
             self._looked_at[step] = known[step]
-            self._come(step)
+            self._come(step, settled)
         with self._meeting.aside():
             self._meeting.settle(known[step].tensors_read)
 
-    def _come(self, step: str) -> None:
-        """A step was traced when the module was cut already: bring what it lacks, and have it traced anew."""
+    def _come(self, step: str, settled: set[str]) -> None:
+        """A step was traced when the module was cut already: bring what it lacks, and have it traced anew.
+
+        What was settled before is not waited for again: if it is not whole then, it is refused when read.
+        """
         places = {place.label: place for place in self._split.known[step].tensors_read}
         own = self._meeting.incomplete(places.values()), self._split.lacks(step)
         told = self._gather(own, f"looking at what {step} reads")
@@ -183,5 +186,6 @@ class Reads:
                 wider.setdefault(name, set()).update(stages)
         if wider:
             self._spread(wider)
-        elif labels:
+        elif labels - settled:
             self._split.changed()
+        settled |= labels

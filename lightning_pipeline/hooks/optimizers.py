@@ -200,6 +200,33 @@ def give_states(
                 optimizer.state[parameter] = known[name].received(parameter.device)
 
 
+def gradients_of(module: nn.Module, names: Mapping[int, str]) -> dict[str, Sent]:
+    """What this rank's parameters have accumulated, ready to travel.
+
+    Args:
+        module: That has them.
+        names: Of those that are asked for, by identity.
+    """
+    return {
+        names[id(parameter)]: Sent.of({"grad": parameter.grad})
+        for parameter in module.parameters()
+        if id(parameter) in names and not is_placeholder(parameter) and parameter.grad is not None
+    }
+
+
+def give_gradients(parameters: Mapping[str, nn.Parameter], told: Iterable[Mapping[str, Sent]]) -> None:
+    """Let copies of parameters go on from what was accumulated, as in the middle of accumulated batches.
+
+    Args:
+        parameters: This rank's new copies, by name.
+        told: By rank, from `gradients_of`.
+    """
+    for known in told:
+        for name in parameters.keys() & known.keys():
+            parameter = parameters[name]
+            parameter.grad = known[name].received(parameter.device)["grad"]
+
+
 def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:
     """Refuse optimizers that run the step a number of times which each rank decides for itself.
 

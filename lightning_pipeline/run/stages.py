@@ -24,7 +24,9 @@ from lightning_pipeline.hooks import (
     ReportChannel,
     UncutBatch,
     exchange,
+    give_gradients,
     give_states,
+    gradients_of,
     is_torchs,
     join_scaler,
     refuse_strangers,
@@ -223,14 +225,17 @@ class Stages:
         """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""
         split, groups, optimizers = self.split, self._members.groups, self._trainer.optimizers
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        states = states_of(optimizers, {key: name for key, name in names.items() if name in wider})
+        asked = {key: name for key, name in names.items() if name in wider}
+        own = states_of(optimizers, asked), gradients_of(self._module, asked)
         made = split.spread(wider)
         exchange(optimizers, made)
         groups.share((shared.stages for shared in split.shared), self._placement)
         start_equal((), [one for one in split.shared if one.name in wider], groups, self._placement)
         self._equal = list(held_states(self._module).values())
-        told = self._members.gather(states, "sharing what optimizers know of parameters")
-        give_states(optimizers, {names[key]: parameter for key, parameter in made.items()}, told)
+        told = self._members.gather(own, "sharing what optimizers know of parameters")
+        copies = {names[key]: parameter for key, parameter in made.items()}
+        give_states(optimizers, copies, [states for states, _ in told])
+        give_gradients(copies, [found for _, found in told])
         self.gradients.list_anew()
         self.hooks = self._hooks_elsewhere()
 

@@ -211,6 +211,33 @@ def test_weights_that_a_hook_keeps_are_read_on_all_stages(
         assert_same(found, expected)
 
 
+class WatchedInValidation(Anchored):
+    """Training reads the weights of its own stages alone."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return Regression.training_step(self, batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("val_far", sum(((p - self.old[name]) ** 2).sum() for name, p in self.named_parameters()))
+
+
+def accumulated(pipeline: dict[str, Any] | None) -> Any:
+    """The first step that reads the weights is a validation between two batches of one optimizer step."""
+    module = WatchedInValidation()
+    run = trainer(
+        pipeline, accumulate_grad_batches=2, val_check_interval=1, num_sanity_val_steps=0, max_epochs=2
+    )
+    run.fit(module, loader(24), loader(seed=4))
+    return {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+def test_copies_of_weights_go_on_from_accumulated_gradients(ranks: Ranks) -> None:
+    expected = accumulated(None)
+    for found in ranks(2)(accumulated, TWO):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 def resumed(pipeline: dict[str, Any] | None, folder: str) -> Any:
     """The optimizer has its momentum when the first step reads the weights."""
     first = trainer(pipeline, max_epochs=1)
