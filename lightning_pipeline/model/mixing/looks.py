@@ -115,7 +115,7 @@ class Reached(Functions):
 class AsGiven(Functions):
     """One run of a step, of which is noted whether it takes the batch and its states as they stand.
 
-    It does where functions give nothing but tensors, and all that values of units meet, or that units are
+    It does where each function gives one tensor, and all that values of units meet, or that units are
     given, are arguments and states themselves. Whatever is exchanged in the batch, nothing else differs then,
     and a micro-batch has its rows of the batch's.
 
@@ -148,9 +148,11 @@ class AsGiven(Functions):
         """A function is called."""
         tensors = list(tensors_in((args, kwargs)))
         of_units = [one for one in tensors if self._is_of_units(one)]
+        so_far, self._is_so = self._is_so, False  # what raises may be caught, and tell something
         result = run(func, args, kwargs)
         made, target = list(tensors_in(result)), target_of(func, args)
-        self._is_so = self._is_so and bool(made) and (target is None or self._is_of_units(target))
+        one = isinstance(result, Tensor)  # of several, such as rows, the number tells something
+        self._is_so = so_far and one and (target is None or self._is_of_units(target))
         if of_units:
             self._of_units.update((id(one), one) for one in made)
             numbers = [one for one in _each(args, kwargs) if not isinstance(one, Tensor)]

@@ -26,6 +26,22 @@ ROOT.register_buffer("scale", torch.full((4, 3), 2.0))
 NUMPY = torch.ones(4, 3).numpy()
 
 
+def tanh_for_each_row(x, y, unit):
+    h = unit(x)
+    for _ in x.unbind():
+        h = h.tanh()
+    return h.sum()
+
+
+def tanh_where_no_other_form_fits(x, y, unit):
+    h = unit(x)
+    try:
+        x.view(5, 3)
+    except RuntimeError:
+        h = h.tanh()
+    return h.sum()
+
+
 def looked_at(step, more=None, ends=True):
     """Whether a step that gives a unit `x` and has `h` from it takes all as it stands."""
     x, y = torch.randn(4, 3), torch.randn(4, 3)
@@ -66,6 +82,8 @@ NOT_AS_GIVEN = {
     "a write": lambda x, y, unit: (y.sub_(1), (unit(x) - y).sum()),
     "a write into a view": lambda x, y, unit: (y[:, 0].zero_(), (unit(x) - y).sum()),
     "a draw": lambda x, y, unit: (unit(x) + torch.randn(4, 3)).sum(),
+    "how many rows": tanh_for_each_row,
+    "what a function refuses": tanh_where_no_other_form_fits,
     "a condition": lambda x, y, unit: unit(x).sum() if y.sum() > 0 else unit(x).mean(),
 }  # fmt: skip
 
