@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import lightning.pytorch as pl
 import lightning_utilities.core.rank_zero as rank_zero
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import BatchEncoding
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, trainer, weights
 from tests.unit.runtime.test_microbatch import ReadOnly, Written
+from tests.unit.split.test_later_shapes import Packed, padded_texts
 
 Ranks = Callable[[int], Pool]
 
@@ -260,4 +262,46 @@ def fit_mappings(pipeline: dict[str, Any] | None, kind: Any) -> Any:
 def test_batches_that_are_mappings_of_any_class_train_as_on_one_device(ranks: Ranks, kind: Any) -> None:
     expected = fit_mappings(None, kind)
     for found in ranks(2)(fit_mappings, {"stages": 2, "num_microbatches": 2}, kind, group=False):
+        assert_same(found, expected)
+
+
+class Tagger(pl.LightningModule):
+    """Packed texts, each batch as wide as its longest."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = Packed()
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return Packed.training_step(self.net, batch, 0)
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_epoch=True, batch_size=len(batch["x"]))
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("error", self.loss(batch), batch_size=len(batch["x"]))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def cut_to_width(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    width = int(batch["lengths"].max())
+    return {name: part[:, :width] if part.dim() > 1 else part for name, part in batch.items()}
+
+
+def fit_texts(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Tagger(), trainer(pipeline)
+    texts = [cut_to_width(padded_texts(number, samples)) for number, samples in enumerate((4, 4, 4, 3))]
+    run.fit(module, DataLoader(texts, batch_size=None), DataLoader(texts[::-1], batch_size=None))
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("error:.*calls other functions")
+def test_packed_texts_of_other_lengths_train_as_on_one_device(ranks: Ranks) -> None:
+    expected = fit_texts(None)
+    for found in ranks(2)(fit_texts, {"stages": 2, "num_microbatches": 2}):
         assert_same(found, expected)

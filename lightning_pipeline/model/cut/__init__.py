@@ -24,7 +24,14 @@ from lightning_pipeline.model.cut.table import (
     units_text,
 )
 from lightning_pipeline.model.cut.trials import Trials
-from lightning_pipeline.model.cut.ways import Microbatch, Route, StageDone, StepRoutes, TracedOutput
+from lightning_pipeline.model.cut.ways import (
+    Microbatch,
+    Route,
+    StageDone,
+    StepRoutes,
+    TracedOutput,
+    TracedOutputs,
+)
 
 __all__ = [
     "Liveness",
@@ -38,6 +45,7 @@ __all__ = [
     "StageTable",
     "StepRoutes",
     "TracedOutput",
+    "TracedOutputs",
     "Trials",
     "ValueKey",
     "backward_edges",

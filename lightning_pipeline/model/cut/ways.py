@@ -20,6 +20,7 @@ from lightning_pipeline.model.trace import (
     Place,
     PortSpec,
     Trace,
+    inputs_of,
     leaves_of,
     outcome,
     plain_leaves,
@@ -30,6 +31,20 @@ _MOST_KEYS, _MOST_DECISIONS, _MOST_HIDDEN = 20, 200, 32
 _BY_INDEX: Expression = (AT, INDEX)
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
 TracedOutput = tuple[Structure, list[TensorSpec]]
+
+
+class TracedOutputs(dict[tuple[int, int], TracedOutput]):
+    """What calls of units, by unit and number of the call, return."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        super().__init__({(call.unit, call.nth): (call.structure, call.specs) for call in calls})
+        self._calls = {(call.unit, call.nth): call for call in calls}
+
+    def given(self, unit: int, nth: int, arguments: Any) -> TracedOutput:
+        """What a call returns, where values such as lengths or a mask may give its arguments other sizes."""
+        call, inputs = self._calls[unit, nth], inputs_of(arguments)
+        specs = None if inputs == call.inputs else call.resized(inputs)
+        return call.structure, call.specs if specs is None else specs
 
 
 @dataclass(frozen=True, slots=True)

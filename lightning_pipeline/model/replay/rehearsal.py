@@ -1,7 +1,7 @@
 """Runs of a step without any unit: to see which it calls, and what one device would divide by."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline._torch import DynamicOutputShapeException
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutput
+from lightning_pipeline.model.cut import Microbatch, Route, StageDone, StepRoutes, TracedOutputs
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, rehearsed, told_apart
 from lightning_pipeline.model.mixing import (
     Beside,
@@ -82,7 +82,7 @@ class Rehearsal(Replay):
     def __init__(
         self,
         view: StageView,
-        outputs: Mapping[tuple[int, int], TracedOutput],
+        outputs: TracedOutputs,
         seeds: MicrobatchSeeds,
         observer: Observer,
         draws: Draws,
@@ -122,7 +122,7 @@ class Rehearsal(Replay):
         nth = self._counts[unit]
         self._counts[unit] = nth + 1
         self._observer.unit(unit, nth)
-        structure, specs = self._outputs[unit, nth]
+        structure, specs = self._outputs.given(unit, nth, (args, kwargs))
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)
         if self._view.host_random:
@@ -284,7 +284,7 @@ class DryRuns:
         self._view, self.patches = view, patches
 
     def rehearse(
-        self, batch: Microbatch, outputs: Mapping[tuple[int, int], TracedOutput], number: int,
+        self, batch: Microbatch, outputs: TracedOutputs, number: int,
         observer: Observer, draws: Draws, mixing: Functions | None = None,
     ) -> None:  # fmt: skip
         """Run the step with the seeds of a micro-batch. See `Rehearsal`."""

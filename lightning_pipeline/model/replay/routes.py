@@ -23,6 +23,7 @@ from lightning_pipeline.model.cut import (
     StageDone,
     StepRoutes,
     TracedOutput,
+    TracedOutputs,
     backward_edges,
     goes_on,
     states_by_stage,
@@ -105,7 +106,7 @@ class RouteFinder:
         self._root, self._cut, self._needed, self._walk = root, cut, needed, walk
         self._traced, self._traced_like, self._apart = traced, traced_like, apart
         self._in_silence, self._forget = in_silence, forget
-        self._outputs: dict[Hashable, dict[tuple[int, int], TracedOutput]] = {}
+        self._outputs: dict[Hashable, TracedOutputs] = {}
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
         self._flags: tuple[bool, ...] = ()  # that the last look has read
@@ -392,9 +393,7 @@ class RouteFinder:
         (route,) = self.routes(step.ways, [whole], lambda _: seeds())
         return route.trace, self.outputs(route, whole, seeds)
 
-    def outputs(
-        self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
-    ) -> dict[tuple[int, int], TracedOutput]:
+    def outputs(self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]) -> TracedOutputs:
         """What units return for arguments of these shapes, on this way.
 
         Args:
@@ -412,7 +411,7 @@ class RouteFinder:
                         trace = self._traced(step, batch, seeds(), ())
                     else:
                         trace = self._traced_like(step, batch)
-            self._outputs[key] = {(call.unit, call.nth): (call.structure, call.specs) for call in trace.calls}
+            self._outputs[key] = TracedOutputs(trace.calls)
         return self._outputs[key]
 
     def _changes(self, effects: Sequence[Effect], writes: WritesSeen) -> Callable[[], bool]:

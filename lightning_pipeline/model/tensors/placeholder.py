@@ -4,7 +4,8 @@ They are PyTorch's fake tensors in a mode of our own. Glue may do anything with 
 value; everything else is told to a watcher, which raises our error or, while tracing, records it.
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -141,6 +142,17 @@ def _knows_by_shapes(func: Operation, args: tuple[Any, ...]) -> bool:
     return any(map(is_placeholder, args)) and next(written_tensors(func, args, {}), None) is None
 
 
+def _is_of_numbers(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation only reads, and only real integers."""
+    operands = list(operands_of(args, kwargs))
+    return (
+        bool(operands)
+        and all(type(one) is Tensor and not one.is_meta for one in operands)
+        and not any(one.is_floating_point() or one.is_complex() for one in operands)
+        and next(written_tensors(func, args, kwargs), None) is None
+    )
+
+
 class PlaceholderMode(FakeTensorMode):
     """A fake-tensor mode whose operations pass through the current `watcher`, or the `idle` one."""
 
@@ -148,6 +160,16 @@ class PlaceholderMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.watcher: Watcher | None = None
         self.idle: Watcher | None = None
+        self._counts = False
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """What is made of real integers alone has values here, such as the lengths of packed sequences."""
+        before, self._counts = self._counts, True
+        try:
+            yield
+        finally:
+            self._counts = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlaceholderMode":
         """A copy of a placeholder stands for a value of the same stages."""
@@ -159,6 +181,9 @@ class PlaceholderMode(FakeTensorMode):
         base, args = super().dispatch, real_masks_counted(func, args)
 
         def run() -> Any:
+            if self._counts and _is_of_numbers(func, args, kwargs):
+                with NoDispatch():
+                    return func(*args, **kwargs)
             made = shapes_by_rule(func, args, kwargs)
             if made is None:
                 return self._known(base, func, types, self._all_without_values(func, args), kwargs)

@@ -50,7 +50,7 @@ from lightning_pipeline.model.trace.places import (
     tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
-from lightning_pipeline.model.trace.record import Call, Trace, step_function, untraced
+from lightning_pipeline.model.trace.record import Call, Trace, inputs_of, step_function, untraced
 from lightning_pipeline.model.trace.sinks import (
     ToldOnce,
     around_metrics,
@@ -107,6 +107,7 @@ __all__ = [
     "has_backward_hooks",
     "holds_noted",
     "index_of",
+    "inputs_of",
     "is_tensor_read",
     "leaves_of",
     "makes_guard",

@@ -133,6 +133,14 @@ class FakeRun:
             )
 
     def _try_fake(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._fake(call, args, kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            return self._run_really(call, args, kwargs, error)
+
+    def _fake(self, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         original = self._observed.patches.originals[call.unit]
         objects, modules = (
             ObjectState((args, kwargs)),
@@ -144,13 +152,11 @@ class FakeRun:
                 return original(*args, **kwargs)
         except SplitError:
             raise
-        except Exception as error:
+        except Exception:
             objects.restore()
-            for registered, before in parameters:
-                registered.update(before)
             if self._observed.watch is not None:
                 self._observed.watch.restart()
-            return self._run_really(call, args, kwargs, error)
+            raise
         finally:  # `self.gate.to(self.dtype)` in a forward registers fake ones
             for registered, before in parameters:
                 registered.update(before)
@@ -160,7 +166,7 @@ class FakeRun:
         unit = self._observed.patches.units[call.unit]
         given = Given(args, kwargs)
         if self._is_absent:
-            return self._as_before(call, given, cause)
+            return self._as_before(call, given, args, kwargs, cause)
         with ExitStack() as stack:
             if self._observed.stand_ins is not None and not stack.enter_context(
                 self._observed.stand_ins.with_values(unit.module)
@@ -205,17 +211,24 @@ class FakeRun:
             self._observed.note_made([made_up])
         return made_up
 
-    def _as_before(self, call: Call, given: Given, cause: Exception) -> Any:
+    def _as_before(self, call: Call, given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes, or of others, in a trace of the whole module."""
-        unit = self._observed.patches.units[call.unit]
         known = self._seen(call) or self._in_other_sizes(call)
-        if known is None:
+        if known is not None:
+            return self._again(call, known, given)
+        unit = self._observed.patches.units[call.unit]
+        try:
+            with self._observed.mode.counting():
+                return self._fake(call, args, kwargs)
+        except SplitError:
+            raise
+        except Exception as error:
+            _log.debug("unit %d does not run with real integers: %s", call.unit, error)
             raise SplitError(
                 f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
                 "called with other shapes than when the module was whole, keep it and its neighbours whole "
                 f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
             ) from cause
-        return self._again(call, known, given)
 
     def _seen(self, call: Call) -> Call | None:
         calls = filter(self._fits_ports, self._observed.seen)
@@ -230,7 +243,7 @@ class FakeRun:
         """What an earlier call returned, with the sizes of this one; None where that is not clear."""
         for known in filter(self._fits_ports, self._observed.seen):
             if known.unit == call.unit:
-                specs = _fitted(known, call)
+                specs = known.resized(call.inputs)
                 if specs is not None:
                     return replace(known, specs=specs)
         return None
@@ -287,22 +300,6 @@ class FakeRun:
     def scalar(self) -> Tensor:
         """A number that is not known yet."""
         return self._observed.mode.make(TensorSpec((), (), torch.float32, self._observed.device.type, False))
-
-
-def _fitted(known: Call, call: Call) -> list[TensorSpec] | None:
-    """The outputs of a call, where other sizes come in; None where a size could stand for several."""
-    if [(len(shape), dtype) for shape, dtype in known.inputs] != [
-        (len(s), dtype) for s, dtype in call.inputs
-    ]:
-        return None
-    sizes: dict[int, int] = {}
-    for (before, _), (now, _) in zip(known.inputs, call.inputs, strict=True):
-        if any(sizes.setdefault(one, other) != other for one, other in zip(before, now, strict=True)):
-            return None
-    changed = {one: other for one, other in sizes.items() if one != other}
-    if any(spec.shape.count(size) > 1 for spec in known.specs for size in changed):
-        return None
-    return [spec.resized(tuple(changed.get(size, size) for size in spec.shape)) for spec in known.specs]
 
 
 class _Likeness:

@@ -37,6 +37,14 @@ from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, W
 from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 
+Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+"""Shapes and types of the tensors that a unit is called with."""
+
+
+def inputs_of(arguments: Any) -> Inputs:
+    """Those of the tensors among arguments."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(arguments))
+
 
 @dataclass(slots=True)
 class Call:
@@ -68,7 +76,7 @@ class Call:
     unit: int
     nth: int
     reads: set[Tag] = field(default_factory=set)
-    inputs: tuple[tuple[tuple[int, ...], torch.dtype], ...] = ()
+    inputs: Inputs = ()
     structure: Structure = NOTHING
     specs: list[TensorSpec] = field(default_factory=list)
     flops: float = 0.0
@@ -82,6 +90,27 @@ class Call:
     activation_bytes: int = 0
     asked: Structure = NOTHING
     closed: bool = True
+
+    def resized(self, inputs: Inputs) -> list[TensorSpec] | None:
+        """Its output tensors where others come in; None where a size could stand for several."""
+        then, now = ([(len(shape), dtype) for shape, dtype in given] for given in (self.inputs, inputs))
+        if then != now:
+            return None
+        sizes: dict[int, set[int]] = {}
+        for (before, _), (after, _) in zip(self.inputs, inputs, strict=True):
+            for one, other in zip(before, after, strict=True):
+                sizes.setdefault(one, set()).add(other)
+        changed = {one: others for one, others in sizes.items() if others != {one}}
+        if any(
+            len(changed.get(size, ())) > 1 or (size in changed and spec.shape.count(size) > 1)
+            for spec in self.specs
+            for size in spec.shape
+        ):
+            return None
+        return [
+            spec.resized(tuple(next(iter(changed.get(size, {size}))) for size in spec.shape))
+            for spec in self.specs
+        ]
 
 
 @dataclass(slots=True)

@@ -58,6 +58,7 @@ from lightning_pipeline.model.trace.record import (
     Observation,
     Trace,
     in_function_transform,
+    inputs_of,
     refuse,
     step_function,
 )
@@ -224,7 +225,7 @@ class Tracer:
         call.reads |= self.tags.union(inputs) | self.keeping.take_waiting() | self.glue.steering
         given = Given(args, kwargs)
         self.glue.mixing.reaches_unit(inputs)
-        call.inputs = tuple((tuple(tensor.shape), tensor.dtype) for tensor in inputs)
+        call.inputs = inputs_of(inputs)
         call.asked, arguments = describe((args, kwargs), []), set(call.reads)
         self.observed.watch = self._watch(unit, given)
         with self.observed.watch or nullcontext():

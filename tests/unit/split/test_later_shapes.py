@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from lightning_pipeline.errors import SplitError
 from tests.unit.split.pipe import Module, alone, assert_same, piped
@@ -102,3 +103,58 @@ def test_the_last_call_may_be_that_of_a_stage_before_the_last() -> None:
     module = SecondPassOfOne()
     for stages in (2, 3):
         assert_same(piped(module, batch, stages, 3), alone(module, batch, 3))
+
+
+PADDED, LEFT_OUT = 8, -100
+
+
+def padded_texts(number: int, samples: int = 4) -> dict[str, Tensor]:
+    """Texts of other lengths for each number, all of one width."""
+    generator = torch.Generator().manual_seed(number)
+    lengths = torch.randint(2, PADDED + 1, (samples,), generator=generator)
+    tokens = torch.randint(1, 20, (samples, PADDED), generator=generator)
+    tokens[torch.arange(PADDED) >= lengths[:, None]] = 0
+    return {"x": tokens, "y": torch.where(tokens > 0, tokens % 4, LEFT_OUT), "lengths": lengths}
+
+
+class Packed(Module):
+    """A layer is called with as many rows as there are words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(20, 6), nn.Linear(10, 4)
+        self.recurrent = nn.LSTM(6, 5, bidirectional=True, batch_first=True)
+        self.double()
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        words = self.embedding(batch["x"])
+        packed = pack_padded_sequence(words, batch["lengths"], batch_first=True, enforce_sorted=False)
+        found, _ = pad_packed_sequence(
+            self.recurrent(packed)[0], batch_first=True, total_length=batch["x"].shape[1]
+        )
+        return F.cross_entropy(self.head(found).mT, batch["y"], ignore_index=LEFT_OUT)
+
+
+class Selected(Packed):
+    """The same, by a mask."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        found, _ = self.recurrent(self.embedding(batch["x"]))
+        mask = batch["x"] > 0
+        return F.cross_entropy(self.head(found[mask]), batch["y"][mask])
+
+
+@pytest.mark.filterwarnings("error:.*taken for a mean over samples")
+@pytest.mark.parametrize("kind", [Packed, Selected])
+@pytest.mark.parametrize("number", [1, 2])
+def test_sizes_by_values_are_those_of_each_batch(kind: type[Packed], number: int) -> None:
+    torch.manual_seed(0)
+    module = kind()
+
+    def each(root: Module, number: int) -> dict[str, Tensor]:
+        return padded_texts(number)
+
+    one = alone(module, None, 1, steps=number + 1, each=each)
+    mine = piped(module, each(module, 0), 2, 2, steps=number + 1, follow=True, each=each)
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-10, atol=1e-10)

@@ -221,12 +221,20 @@ class Forecast(Module):
         return F.mse_loss(self.head(out), batch["target"])
 
 
-def test_a_whole_batch_of_which_nobody_knows_the_shapes_is_warned_of_and_not_refused() -> None:
+def forecasts(length: float) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(3)
     past, future = (torch.randn(8, 4, 4, generator=generator) for _ in range(2))
-    given = {"past": past, "future": future, "lengths": torch.full((8,), 4), "target": past[..., :1]}
+    return {"past": past, "future": future, "lengths": torch.full((8,), length), "target": past[..., :1]}
+
+
+def test_a_whole_batch_of_which_nobody_knows_the_shapes_is_warned_of_and_not_refused() -> None:
     with pytest.warns(UserWarning, match=r"cannot be traced for the batch as a whole \(unit 'encoder'"):
-        assert_whole(Forecast(), given, 2, 2)
+        assert_whole(Forecast(), forecasts(4.0), 2, 2)
+
+
+@pytest.mark.filterwarnings("error:.*cannot be traced for the batch as a whole")
+def test_a_unit_that_reads_integers_of_the_batch_is_known_for_the_batch_as_a_whole() -> None:
+    assert_whole(Forecast(), forecasts(4), 2, 2)
 
 
 class Doubles(Padded):
