@@ -47,6 +47,7 @@ from lightning_pipeline.model.trace import (
     Trace,
     UnitPatches,
     holds_noted,
+    inputs_of,
     is_tensor_read,
     reentrant_checkpoint_replaced,
 )
@@ -159,7 +160,8 @@ class Rehearsal(Replay):
                 result = self._counts_of(*args, **kwargs)
             if result is None:
                 raise
-        return _noted(self._guesses, func, args, kwargs, result)
+        self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
+        return result
 
     def _counts_of(self, value: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         dtype = torch.int64 if weights is None else weights.dtype
@@ -242,7 +244,8 @@ class Walk(Replay):
             result = of_most(func, args, kwargs, self._view.mode.make)
             if result is None:
                 raise
-        return _noted(self._guesses, func, args, kwargs, result)
+        self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
+        return result
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""
@@ -256,7 +259,8 @@ class Walk(Replay):
             raise _NewWay
         call = node.through.trace.calls[self._depth]
         self._node, self._depth = node, self._depth + 1
-        specs = [self._fit(node.through, spec) for spec in call.specs]
+        known = call.resized(inputs_of((args, kwargs)))
+        specs = known or [self._fit(node.through, spec) for spec in call.specs]
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)
         if self._view.host_random and not self._seeds.host_is_users():
@@ -265,11 +269,6 @@ class Walk(Replay):
 
     def _reads_value(self, reason: str) -> BaseException:
         return StageDone()
-
-
-def _noted(guesses: Guesses, func: Any, args: Any, kwargs: Any, result: Any) -> Any:
-    guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
-    return result
 
 
 class DryRuns:
