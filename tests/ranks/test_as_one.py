@@ -98,3 +98,85 @@ def test_a_choice_by_a_mask_is_one_devices_in_micro_batches_of_one_sample() -> N
 
 def test_a_plain_step_is_not() -> None:
     assert not fit(plain, PIPELINE)[1]
+
+
+def given(self: Any, out: Tensor, y: Tensor) -> Any:
+    return {"out": out, "best": out.argmax(1), "names": [f"{n:.1f}" for n in y[:, 0]], "pair": (out, y)}
+
+
+def centred(self: Any, out: Tensor, y: Tensor) -> Any:
+    return {"out": out, "centred": out - out.mean(0)}
+
+
+def over_samples(self: Any, out: Tensor, y: Tensor) -> Any:
+    return out.softmax(0)
+
+
+def ordered(self: Any, out: Tensor, y: Tensor) -> Any:
+    return (out, out[:, 0].argsort())
+
+
+def in_a_list(self: Any, out: Tensor, y: Tensor) -> Any:
+    return [float(one) for one in out[:, 0] / out[:, 0].sum()]
+
+
+def largest_alone(self: Any, out: Tensor, y: Tensor) -> Any:
+    return out[:, 0].topk(2).values
+
+
+def returned(step: Any, name: str) -> list[str]:
+    """The warnings where a step returns this."""
+
+    class Told(Regression):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            out = self.net(batch[0])
+            return {"loss": F.mse_loss(out, batch[1]), "extra": step(self, out.detach(), batch[1])}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(self, self.net(batch[0]), batch[1])
+
+        def test_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(self, self.net(batch[0]), batch[1])
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            return step(self, self.net(batch[0]), batch[1])
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = trainer(PIPELINE, max_epochs=1, enable_progress_bar=False)
+        getattr(run, name)(Told(), loader(samples=8))
+    return [str(one.message) for one in caught if "micro-batches:" in str(one.message)]
+
+
+@pytest.mark.parametrize(
+    ("step", "says"),
+    [
+        (centred, "entry ['centred'] has"),
+        (over_samples, ": it has"),
+        (ordered, "entry [1] has"),
+        (in_a_list, ": it has"),
+        (largest_alone, "shape (2,) there and shape (8,) here"),
+    ],
+)
+def test_predictions_that_mix_what_the_model_gives_are_warned_of(step: Step, says: str) -> None:
+    said = returned(step, "predict")
+    assert len(said) == 1, said
+    assert "what predict_step returns" in said[0]
+    assert says in said[0]
+    assert "on_predict_batch_end" in said[0]
+
+
+@pytest.mark.parametrize(("name", "step"), [("validate", "validation_step"), ("test", "test_step")])
+def test_what_evaluation_returns_is_looked_at_too(name: str, step: str) -> None:
+    (said,) = returned(over_samples, name)
+    assert f"what {step} returns" in said
+
+
+def test_what_a_training_step_returns_beside_its_loss_is_looked_at_too() -> None:
+    (said,) = returned(centred, "fit")
+    assert "entry ['extra']['centred'] has" in said
+
+
+@pytest.mark.parametrize("name", ["fit", "predict"])
+def test_what_is_returned_sample_by_sample_is_not_warned_of(name: str) -> None:
+    assert not returned(given, name)

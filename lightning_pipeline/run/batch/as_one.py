@@ -2,10 +2,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from lightning_pipeline.hooks import Report
 from lightning_pipeline.model.replay import Heard
@@ -30,20 +32,97 @@ class Otherwise(NamedTuple):
     lines: list[str]
 
 
-def told_otherwise(report: Report, runs: Callable[[], Iterator[Heard]]) -> list[Otherwise]:
-    """Numbers of a report that the step does not tell for the batch as one.
+class Returned(NamedTuple):
+    """A part of what a step returned that is another one for the batch as one.
+
+    Attributes:
+        name: Where it stands.
+        mine: What was put together, in words.
+        theirs: What the batch as one has, in words.
+    """
+
+    name: str
+    mine: str
+    theirs: str
+
+
+class Compared(NamedTuple):
+    """What differs.
+
+    Attributes:
+        told: Numbers.
+        returned: Rows of samples that the step returned.
+    """
+
+    told: list[Otherwise]
+    returned: list[Returned]
+
+
+def told_otherwise(
+    report: Report, output: Any, samples: int | None, runs: Callable[[], Iterator[Heard]]
+) -> Compared:
+    """What a step does not tell for the batch as one.
 
     Args:
         report: Of the batch.
+        output: What the step returned for the micro-batches, merged by our rules; None where by others.
+        samples: Of the batch.
         runs: Runs the step for the batch as one, twice.
     """
-    found: list[Otherwise] | None = None
+    found: Compared | None = None
     for one in runs():
-        now = list(_differing(report, one))
-        found = now if found is None else [each for each in found if _is_again(each, now)]
-        if not found:
-            return []
-    return found or []
+        told, rows = list(_differing(report, one)), list(_rows(output, one.returned, "", samples))
+        if found is not None:
+            told = [each for each in found.told if _is_again(each, told)]
+            rows = [each for each in found.returned if each in rows]
+        found = Compared(told, rows)
+        if not told and not rows:
+            break
+    return found or Compared([], [])
+
+
+def _rows(mine: Any, theirs: Any, where: str, samples: int | None) -> Iterator[Returned]:
+    """Rows that differ; a number of the batch, such as a loss, is the mean over samples by our rules."""
+    mine, theirs = _as_tensor(mine, samples), _as_tensor(theirs, samples)
+    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+        yield from _other_rows(mine, theirs, where, samples)
+    elif isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        for key in mine:
+            if key in theirs:
+                yield from _rows(mine[key], theirs[key], f"{where}[{key!r}]", samples)
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        if len(mine) != len(theirs):
+            yield Returned(where, f"{len(mine)} items", f"{len(theirs)} items")
+        for number, pair in enumerate(zip(mine, theirs, strict=False)):
+            yield from _rows(*pair, f"{where}[{number}]", samples)
+
+
+def _as_tensor(value: Any, samples: int | None) -> Any:
+    """The same where it is an array, or a list with a number for each sample."""
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        return torch.as_tensor(value)
+    numbers = isinstance(value, list) and len(value) == samples
+    if numbers and all(type(one) in (bool, int, float) for one in value):
+        return torch.tensor(value)
+    return value
+
+
+def _other_rows(mine: Tensor, theirs: Tensor, where: str, samples: int | None) -> Iterator[Returned]:
+    if mine.shape != theirs.shape:
+        if mine.dim() and theirs.dim():
+            yield Returned(where, f"shape {tuple(mine.shape)}", f"shape {tuple(theirs.shape)}")
+        return
+    if not mine.numel() or not mine.dim() or len(mine) != samples or mine.is_complex():
+        return
+    relative, absolute = _PRECISE.get(mine.dtype, _ROUGH) if mine.is_floating_point() else (0.0, 0.0)
+    ours, other = mine.double().flatten(), theirs.to(mine.device).double().flatten()
+    finite = other[other.isfinite()]
+    bound = absolute + relative * (float(finite.abs().max()) if finite.numel() else 0.0)
+    away = (ours - other).abs()
+    away = torch.where((ours == other) | (ours.isnan() & other.isnan()), 0.0, away.nan_to_num(nan=math.inf))
+    worst = int(away.argmax())
+    if float(away[worst]) > bound:
+        yield Returned(where, f"{float(ours[worst]):.6g}", f"{float(other[worst]):.6g}")
 
 
 def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:

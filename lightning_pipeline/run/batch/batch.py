@@ -27,12 +27,18 @@ from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
-from lightning_pipeline.run.batch.as_one import told_otherwise
+from lightning_pipeline.run.batch.as_one import Returned, told_otherwise
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.schedules import Plan
 
+_HOOKS = {
+    "training_step": "on_train_batch_end",
+    "validation_step": "on_validation_batch_end",
+    "test_step": "on_test_batch_end",
+    "predict_step": "on_predict_batch_end",
+}
 _SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
 
 
@@ -216,7 +222,7 @@ class Batch:
             self._warn_unforeseen()
             if steps.split.has_last_stage:
                 report, output = self._report(), self._merged()
-                self._look_at_it_as_one(report)
+                self._look_at_it_as_one(report, output)
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
@@ -232,13 +238,15 @@ class Batch:
         chosen = (losses, known) if known is not None and self.trains else ()
         return self._steps.recorder.report(loss, *chosen)
 
-    def _look_at_it_as_one(self, report: Report) -> None:
+    def _look_at_it_as_one(self, report: Report, output: Any) -> None:
         """Compare, in some batches, with what the step tells for the batch as one."""
         split = self._steps.split
         if split.mixed(self.step) or split.decides_apart(self.step):
             return  # which has been said
         doubtful, left = split.doubtful(self.step), list[str]()
-        for name, mine, theirs, lines in told_otherwise(report, split.as_one.runs):
+        merged = None if hasattr(self._steps.module, "merge_outputs") else output
+        found = told_otherwise(report, merged, self.parts.batch_size, split.as_one.runs)
+        for name, mine, theirs, lines in found.told:
             if name is None or mine is None:
                 left += [] if name is None or name in doubtful else [name]
                 if mine is not None:
@@ -247,6 +255,8 @@ class Batch:
                 self._steps.recorder.warn_of(name, mine, theirs, lines)
         if left:
             self._warn_of_left(left)
+        if found.returned:
+            self._warn_of_returned(found.returned)
 
     def _merged(self) -> Any:
         outputs = self.result.outputs
@@ -327,6 +337,23 @@ class Batch:
                 "micro-batches: its loss is made of what each micro-batch has otherwise, so that gradients "
                 f"are not those of one device{reads}. Work it out in on_after_batch_transfer, or use "
                 "PipelineStrategy(loss_over_batch=True, schedule='GPipe')"
+            )
+
+    def _warn_of_returned(self, found: Sequence[Returned]) -> None:
+        kind = ("returned as one", self.step)
+        if kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            parts = ", ".join(
+                f"{f'entry {one.name}' if one.name else 'it'} has {one.theirs} there and {one.mine} here"
+                for one in found
+            )
+            warnings.warn(
+                f"what {self.step} returns for a batch is something else where the code between units runs "
+                f"once for all of it, as on one device, than from its {len(self.parts.args)} micro-batches: "
+                f"{parts}. It mixes what the model gives for several samples (`h - h.mean(0)`, "
+                f"`h.softmax(0)`): return the model's values as they are, and work it out in "
+                f"{_HOOKS.get(self.step, 'the hook after the batch')}, which is given the whole batch's, "
+                "or override merge_outputs(outputs, sizes)"
             )
 
     def _warn_of_left(self, names: Sequence[str]) -> None:
