@@ -86,3 +86,61 @@ def resume_without(path: str) -> str:
 def test_a_resume_that_would_leave_out_the_backbones_group_is_refused(ranks: Ranks, tmp_path: Path) -> None:
     for text in ranks(2)(resume_without, str(tmp_path / "tuned.ckpt")):
         assert "in no optimizer here: optimizer_0.backbone.0.bias, optimizer_0.backbone.0.weight" in text
+
+
+class LowRank(nn.Module):
+    """A frozen layer and what is learned beside it."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Parameter(torch.full((2, base.in_features), 0.1, dtype=base.weight.dtype))
+        self.up = nn.Parameter(torch.full((base.out_features, 2), 0.01, dtype=base.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.down.T @ self.up.T
+
+
+class Adapted(Regression):
+    """Layers are wrapped when the run begins; only what is learned is saved."""
+
+    strict_loading = False
+
+    def configure_model(self) -> None:
+        for number, layer in enumerate(self.net):
+            if isinstance(layer, nn.Linear):
+                self.net[number] = LowRank(layer)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return torch.optim.AdamW(trained, lr=0.01)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        state = checkpoint["state_dict"]
+        checkpoint["state_dict"] = {name: state[name] for name in state if name.endswith(("down", "up"))}
+
+
+def fit_adapted(pipeline: dict[str, Any] | None, path: str) -> Any:
+    """Trained for two epochs, saved, and for one more."""
+    first, begun = Adapted(), trainer(pipeline)
+    begun.fit(first, loader(), loader(seed=4))
+    begun.save_checkpoint(path)
+    module, run = Adapted(), trainer(pipeline, max_epochs=3)
+    run.fit(module, loader(), loader(seed=4), ckpt_path=path, weights_only=False)
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return weights(module), logged, sorted(torch.load(path, weights_only=False)["state_dict"])
+
+
+def test_adapters_that_configure_model_puts_around_layers_train_and_resume(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    pipeline = {
+        "stages": 2,
+        "num_microbatches": 2,
+        "save_distributed_checkpoint": False,
+        "gather_weights": "all",
+    }
+    expected, logs, names = fit_adapted(None, str(tmp_path / "one.ckpt"))
+    for found, own_logs, own_names in ranks(2)(fit_adapted, pipeline, str(tmp_path / "two.ckpt")):
+        assert_same((found, own_logs), (expected, logs))
+        assert own_names == names and len(names) == 8
