@@ -42,9 +42,8 @@ class TracedOutputs(dict[tuple[int, int], TracedOutput]):
 
     def given(self, unit: int, nth: int, arguments: Any) -> TracedOutput:
         """What a call returns, where values such as lengths or a mask may give its arguments other sizes."""
-        call, inputs = self._calls[unit, nth], inputs_of(arguments)
-        specs = None if inputs == call.inputs else call.resized(inputs)
-        return call.structure, call.specs if specs is None else specs
+        call = self._calls[unit, nth]
+        return call.structure, call.resized(inputs_of(arguments)) or call.specs
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,7 +206,7 @@ class Heard(NamedTuple):
         logged: Numbers, by name and how often that was logged before.
         lines: At which it read numbers.
         left: Places in which something else stands then.
-        returned: What it returned; of a training step without its loss.
+        returned: What it returned.
     """
 
     loss: float | None
@@ -339,11 +339,7 @@ class ToldAsOne:
         said = step.follower is not None and step.follower.has_warned
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
-        returned = result
-        if step.name == "training_step":
-            is_dict = isinstance(result, Mapping)
-            returned = {key: value for key, value in result.items() if key != "loss"} if is_dict else None
-        return Heard(told, logged, reads.lines, left, map_tensors(Tensor.detach, returned))
+        return Heard(told, logged, reads.lines, left, map_tensors(Tensor.detach, result))
 
     def _draws(self) -> Any:
         """Where random numbers stand."""
