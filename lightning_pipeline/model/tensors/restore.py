@@ -5,6 +5,7 @@ import gc
 import inspect
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CellType, ModuleType
 from typing import Any
 
@@ -123,15 +124,12 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
     Raises:
         SplitError: One is held where it cannot be removed.
     """
+    _open_circles(_alive(made))
     if not _alive(made):
         return
-    frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()  # frozen objects, caches among them, are not listed
-    try:
+    with _thawed():
         _empty_caches(made)
-    finally:
-        if frozen:
-            gc.freeze()
+    _open_circles(_alive(made))
     left = _alive(made)
     if left:
         raise SplitError(
@@ -141,12 +139,23 @@ def forget_placeholders(made: list["weakref.ref[Tensor]"]) -> None:
         )
 
 
+@contextmanager
+def _thawed() -> Iterator[None]:
+    """Inside, frozen objects, which the garbage collector does not list, are as the others."""
+    frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    try:
+        yield
+    finally:
+        if frozen:
+            gc.freeze()
+
+
 def _empty_caches(made: list["weakref.ref[Tensor]"]) -> None:
     for cache in [o for o in gc.get_objects() if type(o) is functools._lru_cache_wrapper]:
         if cache.cache_info().currsize and any(is_placeholder(held) for held in _reachable(cache)):
             cache.cache_clear()
     _empty_dictionaries(_held(made))  # garbage, too: a collection of all objects costs more than it spares
-    _open_circles(_alive(made))
 
 
 def _empty_dictionaries(tensors: list[Tensor]) -> None:
@@ -162,7 +171,11 @@ def _open_circles(tensors: list[Tensor]) -> None:
     found = gc.get_referrers(*tensors) if tensors else []
     holders = [one for one in found if isinstance(one, list | CellType) and one is not tensors]
     del found
-    for holder in _kept_by_graphs(holders):
+    loose = _kept_by_graphs(holders)  # as far as objects lead there that are not frozen
+    if loose and gc.get_freeze_count():
+        with _thawed():
+            loose = _kept_by_graphs(loose)
+    for holder in loose:
         _let_go(holder, known)
 
 

@@ -126,6 +126,7 @@ class Tracer:
         self.patches.runner = None
         self.glue.close()
         self.observed.mirrors.clear()
+        self.observed.watch = None  # graphs keep what notes what they save: a circle, if that held outputs
 
     # ---- the run
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.model.cut import opened
+from lightning_pipeline.model.tensors import restore
 from lightning_pipeline.model.trace import Trace, Unit, find_units, trace_step
 from tests.unit.split.nets import Anew
 from tests.unit.split.pipe import Module, alone, assert_same, piped
@@ -59,6 +60,14 @@ def assert_trains(kind: type[Module], stages: int) -> None:
 @pytest.mark.parametrize("stages", [2, 3])
 def test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage(stages: int) -> None:
     assert_trains(Normalised, stages)
+
+
+def test_its_trace_leaves_nothing_to_search_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What notes the tensors that a graph keeps held the outputs of a unit: a circle, and a refusal of its trace."""
+    searched = []
+    monkeypatch.setattr(restore, "_empty_caches", searched.append)
+    assert_trains(Normalised, 2)
+    assert not searched
 
 
 def test_one_with_buffers_keeps_what_is_between_on_its_stage() -> None:
