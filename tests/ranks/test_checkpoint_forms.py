@@ -57,7 +57,7 @@ def fit_versions(folder: str, in_background: bool, options: dict[str, Any]) -> t
     )
 
     def hook(name: str) -> None:
-        asked, deadline = saver.asked, time.monotonic() + 10
+        asked, deadline = saver.asked, time.monotonic() + 3
         while (
             in_background and name == "save.shard.before" and saver.asked == asked
             and run.global_step < 6 and time.monotonic() < deadline

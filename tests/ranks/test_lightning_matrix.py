@@ -44,6 +44,13 @@ IN_OTHER_TESTS = [
     "`ModelSummary`", "`TQDMProgressBar`",
 ]  # fmt: skip
 """What other tests of `make test` give a Trainer too."""
+LIKE_OTHERS = [
+    "`PyTorchProfiler`", "`AdvancedProfiler`", "`PassThroughProfiler`", "`limit_test_batches=1`",
+    "`limit_predict_batches=1`", "`AsyncCheckpointIO`", "`precision='16-true'`", "`check_val_every_n_epoch=2`",
+    "`enable_autolog_hparams=False`", "`inference_mode=True`", "several loggers", "`DeviceStatsMonitor`",
+    "`OnExceptionCheckpoint`", "`GradientAccumulationScheduler`",
+]  # fmt: skip
+"""What is like another row that stays: a profiler, a limit, a plugin, a precision."""
 
 
 def ran(pipeline: dict[str, Any] | None, name: str, folder: str) -> Any:
@@ -76,7 +83,7 @@ class WithTests(Regression):
         self.log("test_loss", self.loss(batch))
 
 
-@pytest.mark.parametrize("name", marked(ROWS_BY_NAME, [*TOGETHER, *IN_OTHER_TESTS]))
+@pytest.mark.parametrize("name", marked(ROWS_BY_NAME, [*TOGETHER, *IN_OTHER_TESTS, *LIKE_OTHERS]))
 def test_what_a_trainer_is_given_does_what_the_page_says(ranks: Ranks, tmp_path: Path, name: str) -> None:
     row = ROWS_BY_NAME[name]
     found = ranks(2)(ran, TWO, name, str(tmp_path / "two"))
