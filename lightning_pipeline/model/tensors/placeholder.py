@@ -4,6 +4,7 @@ They are PyTorch's fake tensors in a mode of our own. Glue may do anything with 
 value; everything else is told to a watcher, which raises our error or, while tracing, records it.
 """
 
+import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
@@ -39,6 +40,7 @@ class Watcher(Protocol):
         ...
 
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _REAL = (Tensor, nn.Parameter)
 _MOST = 4096
 _PLAIN = (
@@ -153,6 +155,15 @@ def _is_of_numbers(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
     )
 
 
+def _of_torch(base: Callable[..., Any], *operation: Any) -> Any:
+    """What torch gives. An error that it logs it raises, too, and runs ahead of a batch may end so."""
+    before, _LOG.disabled = _LOG.disabled, True
+    try:
+        return base(*operation)
+    finally:
+        _LOG.disabled = before
+
+
 class PlaceholderMode(FakeTensorMode):
     """A fake-tensor mode whose operations pass through the current `watcher`, or the `idle` one."""
 
@@ -198,11 +209,11 @@ class PlaceholderMode(FakeTensorMode):
         """What an operation gives. torch takes 0.12 ms to find what it gave before, this a sixth of that."""
         key = _asked(self, func, args, kwargs)
         if key is None:
-            return base(func, types, args, kwargs)
+            return _of_torch(base, func, types, args, kwargs)
         form = _FORMS.get(key)
         if form is not None:
             return self._of_form(form, args[0] if func.is_view else None)
-        made = base(func, types, args, kwargs)
+        made = _of_torch(base, func, types, args, kwargs)
         if len(_FORMS) > _MOST:
             _FORMS.clear()
         form = _form(made)

@@ -1,8 +1,8 @@
 """Run one unit without computing it: in fake-tensor mode, or really where that cannot be done."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -109,7 +109,7 @@ class FakeRun:
         observed, forward = self._observed, self._observed.patches.originals[call.unit]
         objects = ObjectState((args, kwargs))
         try:
-            with _quiet(), random_state_kept(self._generators), saved_tensors_hooks(_kept, _kept):
+            with random_state_kept(self._generators), saved_tensors_hooks(_kept, _kept):
                 if same_operations(forward, args, kwargs, observed.mode):
                     return
                 if observed.weightless or self._is_absent:
@@ -148,7 +148,7 @@ class FakeRun:
         )
         parameters = [(module._parameters, dict(module._parameters)) for module in modules]
         try:
-            with _quiet(), self._observed.mode, self._keeping.in_unit(call):
+            with self._observed.mode, self._keeping.in_unit(call):
                 return original(*args, **kwargs)
         except SplitError:
             raise
@@ -339,17 +339,6 @@ def _fills(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Operators that cannot run fake are run really; torch need not log each as an error."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
 
 
 def _kept(tensor: Tensor) -> Tensor:

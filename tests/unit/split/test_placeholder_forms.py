@@ -1,5 +1,6 @@
 """What an operation on placeholders gives has the form of its real result, where it is remembered too."""
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -58,3 +59,15 @@ def test_a_form_is_that_of_the_real_result_twice(name: str, gradients: bool) -> 
             result = OPERATIONS[name](placeholder)
             assert is_placeholder(result)
             assert form(result, placeholder) == expected
+
+
+def test_shapes_that_do_not_fit_are_raised_and_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A run ahead of the micro-batches may end so, on shapes of a trace: with an error of torch's on the screen."""
+    mode, torchs = PlaceholderMode(), logging.getLogger("torch._subclasses.fake_tensor")
+    torchs.addHandler(caplog.handler)
+    try:
+        with pytest.raises(RuntimeError, match="reduction dim"):
+            mode.like(torch.ones(3, 4)) @ mode.like(torch.ones(3, 4))
+    finally:
+        torchs.removeHandler(caplog.handler)
+    assert not caplog.records
