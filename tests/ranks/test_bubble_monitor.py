@@ -198,13 +198,13 @@ def run_busy() -> tuple[list[dict[str, float]], list[str]]:
         2, 2, BubbleMonitor(every_n_steps=1), reads, SlowHook(), accumulate_grad_batches=2, max_epochs=2,
         val_check_interval=2,
     )  # fmt: skip
-    run.fit(Busy([(0.002, 0.002)] * 2), DataLoader(SlowData(6), batch_size=8), loader(samples=16))
+    run.fit(Busy([(0.002, 0.002)] * 2), DataLoader(SlowData(4), batch_size=8), loader(samples=16))
     return reads.steps, texts
 
 
 def test_data_optimizer_and_hooks_are_told_apart_and_validation_is_none_of_them(ranks: Ranks) -> None:
     steps, (table,) = ranks(2)(run_busy)[0]
-    assert len(steps) == 12
+    assert len(steps) == 8
     assert "would save" not in table, "a tenth of the schedule is little of such a step"
     for name in ("stage_0", "stage_1"):
         seen = {key: [step[f"{name}/{key}_s"] for step in steps] for key in ("data", "optimizer", "other")}
