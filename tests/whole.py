@@ -56,6 +56,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_configure_optimizers.py::test_groups_are_those_of_one_device_on_every_stage": (
         "ByNumber", "BySlice", "ByPosition",
     ),
+    "tests/ranks/test_copies_of_a_module.py::test_a_copy_of_the_layers_averages_the_weights_of_its_stage": (
+        "AveragedLater",
+    ),
     "tests/ranks/test_data_order.py::test_a_resumed_run_goes_on_in_the_order_of_one_device": (
         "its own iterator",
     ),
@@ -64,19 +67,20 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/ranks/test_documentation.py::test_the_blocks_of_a_page_run_one_after_the_other": (
         "docs/tutorials/gpt.md", "docs/tutorials/transformers.md", "docs/howto/start.md", "docs/plan.md",
+        "docs/howto/fit.md", "docs/tutorials/vision.md",
     ),
     "tests/ranks/test_documentation.py::test_the_blocks_of_a_page_that_belong_together_run": (
         "*/large-models.md",
     ),
     "tests/ranks/test_documentation.py::test_the_parts_of_a_page_run_with_the_readers_module": (
-        "docs/faq.md",
+        "docs/faq.md", "docs/howto/resume.md",
     ),
     "tests/ranks/test_effects_beside_the_module.py::*": ("1",),
     "tests/ranks/test_epoch_end.py::*": ("2", "1"),
     "tests/ranks/test_examples.py::test_the_demo_trains_saves_and_writes": ("0",),
     "tests/ranks/test_finetuning.py::test_a_backbone_is_unfrozen_on_all_stages_alike": ("2",),
     "tests/ranks/test_finetuning.py::test_a_resume_goes_on_with_the_groups_that_the_callback_added": (
-        "2-2-True",
+        "2-2-True", "1-2-False",
     ),
     "tests/ranks/test_gather_weights.py::test_runs_go_on_from_weights_that_were_left_on_their_ranks": (
         "partition0",
@@ -85,8 +89,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_gradient_scaler.py::test_all_stages_scale_and_skip_alike": (
         "None-ZBH1", "0-1F1B", "6-1F1B",
     ),
+    "tests/ranks/test_gradient_scaler.py::test_replicas_scale_and_skip_alike": ("3e+38-*",),
     "tests/ranks/test_growth.py::test_a_module_that_changes_in_a_run_is_what_it_is_on_one_device": (
-        "ZBH1", "Interleaved1F1B",
+        "ZBH1", "Interleaved1F1B", "over the batch",
     ),
     "tests/ranks/test_growth.py::test_a_run_that_grew_goes_on_from_its_checkpoint": ("one file",),
     "tests/ranks/test_hook_logs.py::test_a_value_of_several_stages_is_logged_as_on_one_device": (
@@ -96,17 +101,18 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_hooks_touch_weights.py::"
     "test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device": (
         "AveragesByLayer", "ChangesEach", "CopiesALayer", "StartsAnew", "ReadsANumber", "AssignsGradients",
+        "ChangesTogether", "FillsABuffer",
     ),
     "tests/ranks/test_late_device.py::test_a_batch_with_clipping_and_optimizer_reads_nothing_to_the_host": (
-        "pipeline1",
+        "pipeline1", "pipeline2",
     ),
     "tests/ranks/test_late_device.py::"
     "test_every_schedule_uses_what_has_arrived_and_nothing_that_was_let_go_of": (
         "VHalf-*", "VMin-*", "ZBH2-*", "InterleavedZeroBubble-*", "Interleaved1F1B-2-*",
         "GPipe-2-0-serial", "1F1B-4-*", "ZBV-2-0-serial", "LoopedBFS-2-0-serial",
+        "Interleaved1F1B-4-0-serial", "DualPipeV-4-0-serial",
     ),
-    "tests/ranks/test_late_device.py::"
-    "test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": (
+    "tests/ranks/test_late_device.py::test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": (
         "pipeline2-*", "pipeline3-*", "pipeline1-*",
     ),
     "tests/ranks/test_late_device.py::"
@@ -125,10 +131,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         "InterleavedZeroBubble-2-1", "GPipe-4-None", "LoopedBFS-4-None", "VHalf-4-None", "ZBH2-4-None",
         "VMin-4-None", "InterleavedZeroBubble-4-None",
     ),
+    "tests/ranks/test_lightning_batches.py::"
+    "test_batches_that_are_mappings_of_any_class_train_as_on_one_device": (
+        "Written",
+    ),
     "tests/ranks/test_lightning_checkpoint.py::test_a_resumed_run_equals_one_that_was_not_stopped": (
         "2-frozen", "3-frozen",
     ),
-    "tests/ranks/test_lightning_fit.py::test_any_layout_equals_one_device": ("*'broadcast'}",),
+    "tests/ranks/test_lightning_fit.py::test_any_layout_equals_one_device": ("*'broadcast'}", "*'GPipe'*"),
     "tests/ranks/test_lightning_fit.py::test_fit_equals_one_device": (
         "{'accumulate_grad_batches': 2}", "{'gradient_clip_val': 0.05}",
     ),
@@ -143,7 +153,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "pipeline1", "pipeline2",
     ),
     "tests/ranks/test_loss_weights.py::test_weights_and_logs_are_those_of_whole_batches_on_one_device": (
-        "Masked-1", "Masked-2",
+        "Masked-1", "Masked-2", "Masked-0", "Summed-0",
     ),
     "tests/ranks/test_manual_optimization.py::test_mixed_precision_is_that_of_one_device": ("bf16-mixed",),
     "tests/ranks/test_manual_optimization.py::"
@@ -180,7 +190,7 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/ranks/test_models_train.py::test_weights_and_optimizer_state_after_four_steps": (
         "residual-2-*", "unet-4-*", "gpt2-*", "bert-*", "t5-4-*", "llama-*", "perceptron-*",
-        "residual-3-*",
+        "residual-3-*", "unet-3-*",
     ),
     "tests/ranks/test_monitored_runs.py::test_nothing_breaks_in_a_special_run": (
         "three batches", "barebones",
@@ -206,42 +216,57 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/ranks/test_same_data.py::test_data_that_hooks_draw_are_those_of_one_device": (
         "{'num_sanity_val_steps': 0}", "*overfit_batches*", "*limit_val_batches*",
     ),
+    "tests/ranks/test_same_data.py::test_data_without_a_seed_come_from_one_rank_with_a_warning": ("True",),
     "tests/ranks/test_save_weights.py::test_a_hugging_face_folder_comes_back_as_one": ("none-4",),
     "tests/ranks/test_schedules_train.py::test_a_schedule_trains_with_the_gradients_of_one_process": (
         "1F1B-4-4", "ZBV-4-4", "ZBH1-2-9", "Auto-2-8", "Interleaved1F1B-2-8",
     ),
     "tests/ranks/test_set_by_hooks.py::test_weights_that_a_hook_keeps_are_read_on_all_stages": (
-        "Anchored-2",
+        "Anchored-2", "AnchoredInValidation-2",
     ),
     "tests/ranks/test_set_by_hooks.py::test_what_hooks_set_is_read_in_the_step": (
-        "SetByCallback", "BuiltInParts", "SetWithOptimizers", "Started",
+        "SetByCallback", "BuiltInParts", "SetWithOptimizers", "Started", "BuiltFromAList", "Prototypes",
     ),
     "tests/ranks/test_staged.py::test_modules_train_as_on_one_device": ("t5-4",),
     "tests/ranks/test_staged.py::test_own_weights_are_those_of_one_device": ("Elaborate-4",),
-    "tests/ranks/test_staged.py::test_weights_of_a_checkpoint_are_read_and_not_made": ("file",),
+    "tests/ranks/test_staged.py::test_weights_of_a_checkpoint_are_read_and_not_made": ("file", "folder"),
+    "tests/ranks/test_step_attributes.py::test_lists_in_containers_have_what_one_device_added": (
+        "KeepsByLoader",
+    ),
     "tests/ranks/test_step_attributes.py::test_what_a_step_keeps_is_that_of_one_device": ("2-1", "2-4"),
     "tests/ranks/test_steps_by_message.py::*": ("2",),
+    "tests/ranks/test_trainer_in_a_step.py::test_the_trainers_callbacks_are_the_users": ("options0",),
+    "tests/ranks/test_trainer_in_a_step.py::test_validation_is_not_what_the_check_before_training_was": (
+        "calls",
+    ),
     "tests/ranks/test_trainer_properties.py::test_attributes_are_those_of_one_device": ("{}",),
     "tests/ranks/test_unit_effects.py::test_what_units_keep_is_that_of_one_device_on_every_rank": (
-        "2-4-1F1B", "3-1-1F1B",
+        "2-4-1F1B", "3-1-1F1B", "2-2-ZBH1",
     ),
     "tests/ranks/test_whole_model.py::test_a_hook_may_call_the_module": ("2-*",),
     "tests/ranks/test_whole_model.py::test_a_run_is_saved_before_a_hook_is_refused": ("ReadsAloneAfterTwo",),
-    "tests/ranks/test_whole_trainer.py::test_metrics_logged_on_epoch_in_training_need_nobody_else": ("tqdm",),
+    "tests/ranks/test_whole_trainer.py::test_metrics_logged_on_epoch_in_training_need_nobody_else": (
+        "tqdm", "asks",
+    ),
     # ---- those that compare times
     "tests/ranks/test_bubble_monitor.py::test_bubble_idle_and_forward_are_what_a_second_stopwatch_sees": (
-        "2-*-False", "4-*-False", "4-GPipe-*",
+        "2-*-False", "4-*-False", "4-GPipe-*", "4-Interleaved1F1B-*", "2-GPipe-*",
     ),
+    "tests/ranks/test_late_faults.py::test_every_rank_knows_the_first_cause_in_time": ("stop-W",),
+    "tests/ranks/test_plan.py::test_step_bubble_and_memory_are_as_predicted": ("1F1B",),
     # ---- tests/faults and tests/unit
     "tests/faults/test_resume.py::test_a_chain_goes_on_over_other_ranks_and_schedules": ("1-0.0-*",),
+    "tests/faults/test_resume.py::test_a_chain_of_resumed_runs_is_the_uninterrupted_run": ("2-stops3-*",),
     "tests/faults/test_units.py::test_an_exception_in_a_unit_is_told_by_all": (
         "fail-validation-*", "quit_it-*",
     ),
+    "tests/faults/test_units.py::test_what_all_ranks_do_ends_them_as_one_device": ("interrupt-1",),
     "tests/unit/checkpoint/test_consolidate_memory.py::"
     "test_consolidating_takes_less_memory_than_the_checkpoint_has": (
         "",
     ),
     "tests/unit/planning/test_command.py::test_stages_are_measured_with_weights": ("new processes",),
+    "tests/unit/schedules/test_auto.py::test_bubbles_at_1f1bs_memory_with_measured_costs": ("costs2-*",),
     "tests/unit/split/test_circles.py::test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage": (
         "2",
     ),
@@ -263,26 +288,29 @@ ROWS: dict[str, tuple[str, ...]] = {
         "llama", "bert", "t5",
     ),
     "tests/unit/split/test_mixing.py::test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of": (
-        "by_numpy_in_the_loss", "by_a_number_in_a_buffer",
+        "by_numpy_in_the_loss", "by_a_number_in_a_buffer", "in_halves", "rolled_by_values",
     ),
     "tests/unit/split/test_mixing.py::test_micro_batches_have_their_samples_of_what_one_device_mixes": (
         "[!w]*-ZBH1", "weighted_after-ZBH1", "flipped-*", "standardized_targets-*", "told_between-*",
+        "advantages-*", "decorrelated-*",
     ),
     "tests/unit/split/test_mixing.py::test_what_is_drawn_to_mix_samples_is_drawn_once_a_batch": (
-        "mixup_by_torch",
+        "mixup_by_torch", "cutmix",
     ),
-    "tests/unit/split/test_mixing.py::test_what_no_operation_shows_to_mix_samples_is_one_devices": ("8-*",),
+    "tests/unit/split/test_mixing.py::test_what_no_operation_shows_to_mix_samples_is_one_devices": (
+        "8-*", "3-by_numbers_between", "3-by_a_condition",
+    ),
     "tests/unit/split/test_models.py::test_a_split_backward_gives_the_same_bits": ("llama", "bert", "gpt2"),
     "tests/unit/split/test_models.py::test_every_way_to_cut_gives_the_same_gradients": (
         "uniform", "parameters",
     ),
     "tests/unit/split/test_models.py::test_gradients_of_all_stages_are_those_of_one_process": (
-        "*-2", "*-3", "llama-4", "bert-4",
+        "*-2", "*-3", "llama-4", "bert-4", "t5-4",
     ),
-    "tests/unit/split/test_momentum.py::"
-    "test_a_momentum_encoder_with_a_queue_of_keys_and_its_pointer_works": (
+    "tests/unit/split/test_momentum.py::test_a_momentum_encoder_with_a_queue_of_keys_and_its_pointer_works": (
         "MoCo",
     ),
+    "tests/unit/split/test_momentum.py::test_a_momentum_encoder_works_with_two_stages_on_a_rank": ("",),
     "tests/unit/split/test_ports.py::test_a_mixture_of_experts_is_spread_evenly_with_its_router_logits": (
         "2-asked0",
     ),
@@ -311,6 +339,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/test_imports.py::test_in_a_fresh_process": ("strategy first",),
     "tests/unit/test_random_losses.py::test_a_random_loss_is_that_of_the_batch_or_said_to_be_none": (
         "1", "2",
+    ),
+    "tests/unit/test_random_losses.py::test_another_reduction_of_the_epoch_takes_numbers_of_batches": (
+        "'max'",
     ),
 }  # fmt: skip
 
