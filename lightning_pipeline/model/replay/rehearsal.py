@@ -29,15 +29,17 @@ from lightning_pipeline.model.mixing import (
 )
 from lightning_pipeline.model.random import Draws, Generators, MicrobatchSeeds, host_draws
 from lightning_pipeline.model.replay.replay import Replay
-from lightning_pipeline.model.replay.routes import Reads, RouteFinder, fitted, sizes_between
+from lightning_pipeline.model.replay.routes import Reads, RouteFinder
 from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
 from lightning_pipeline.model.replay.worth import Worth
 from lightning_pipeline.model.state import Apart, CannotRepeatError
 from lightning_pipeline.model.tensors import (
     TensorSpec,
+    fitted,
     is_placeholder,
     of_most,
     operands_of,
+    sizes_between,
     tensors_in,
 )
 from lightning_pipeline.model.trace import (
@@ -259,8 +261,7 @@ class Walk(Replay):
             raise _NewWay
         call = node.through.trace.calls[self._depth]
         self._node, self._depth = node, self._depth + 1
-        known = call.resized(inputs_of((args, kwargs)))
-        specs = known or [self._fit(node.through, spec) for spec in call.specs]
+        specs = call.resized(inputs_of((args, kwargs))) or [self._fit(node.through, s) for s in call.specs]
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)
         if self._view.host_random and not self._seeds.host_is_users():
@@ -298,7 +299,7 @@ class DryRuns:
     ) -> Route | None:
         """Find out which units the step calls for a micro-batch. See `Walk`."""
         view, now = self._view, signature_of(*batch)
-        step, sizes = view.current_step(), dict[int, dict[int, int]]()
+        step, sizes = view.current_step(), dict[int, Any]()
 
         def fit(route: Route, spec: TensorSpec) -> TensorSpec:
             if route.number not in sizes:

@@ -34,7 +34,6 @@ from lightning_pipeline.model.replay.view import Step
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import (
     FormSeen,
-    TensorSpec,
     WritesSeen,
     is_placeholder,
     result_dtypes,
@@ -561,27 +560,3 @@ class Reads:
         self.leads_to = self._known.get(found)
         if self.leads_to is not None or found not in self._known:
             raise StageDone
-
-
-def sizes_between(traced: Any, now: Any) -> dict[int, int]:
-    """Which sizes of a traced batch are others now, from what `signature_of` gave for both."""
-    found: dict[int, int] = {}
-    for one, other in _pairs(traced, now):
-        if one != other:
-            found.setdefault(one, other)
-    return found
-
-
-def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int]]:
-    if type(one) is int and type(other) is int:
-        yield one, other
-    elif isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
-        for a, b in zip(one, other, strict=True):
-            yield from _pairs(a, b)
-
-
-def fitted(spec: TensorSpec, sizes: Mapping[int, int]) -> TensorSpec:
-    """A value's description with other sizes."""
-    if not sizes or not any(size in sizes for size in spec.shape):
-        return spec
-    return spec.resized(tuple(sizes.get(size, size) for size in spec.shape))

@@ -41,10 +41,13 @@ from lightning_pipeline.model.tensors.saved import (
     top_hooks,
 )
 from lightning_pipeline.model.tensors.shape_rules import (
+    Sizes,
     TensorSpec,
     by_shape_alone,
     chosen_by,
+    fitted,
     of_most,
+    sizes_between,
 )
 from lightning_pipeline.model.tensors.stand_ins import StandIns, weights_needed
 from lightning_pipeline.model.tensors.structure import (
@@ -76,6 +79,7 @@ __all__ = [
     "PlaceholderMode",
     "SavedCount",
     "SharedMemory",
+    "Sizes",
     "StandIns",
     "Structure",
     "Tag",
@@ -95,6 +99,7 @@ __all__ = [
     "data_set_without_values",
     "describe",
     "filled_by",
+    "fitted",
     "flatten",
     "forget_placeholders",
     "is_changed",
@@ -109,6 +114,7 @@ __all__ = [
     "refill",
     "result_dtypes",
     "selective_checkpoints",
+    "sizes_between",
     "standing_tensors",
     "stepping_aside",
     "storage_bytes",

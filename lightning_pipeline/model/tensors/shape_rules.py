@@ -4,7 +4,7 @@ A mask, or the lengths of sequences, come from the batch more often than not. Ev
 how many elements such a mask selects is known on every stage, whether or not the values are.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -256,3 +256,46 @@ _LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
     _aten.repeat_interleave.Tensor: _each_once,
 }
 _LONGEST_ELSEWHERE: dict[str, Callable[..., tuple[TensorSpec, ...]]] = {"torchvision::nms": _all_boxes}
+
+
+class Sizes(NamedTuple):
+    """What is of another size in a batch.
+
+    Attributes:
+        now: For each size of the traced batch that is another one now, that.
+        rows: Whether first dimensions alone differ, so that of `(3, 3)` the second is none of them.
+    """
+
+    now: dict[int, int]
+    rows: bool
+
+
+def sizes_between(traced: Any, now: Any) -> Sizes:
+    """Which sizes of a traced batch are others now, from what `signature_of` gave for both."""
+    found, rows = dict[int, int](), True
+    for one, other, is_first in _pairs(traced, now):
+        if one != other:
+            found.setdefault(one, other)
+            rows &= is_first
+    return Sizes(found, rows)
+
+
+def _pairs(one: Any, other: Any) -> Iterator[tuple[int, int, bool]]:
+    if not (isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other)):
+        return
+    is_first = True
+    for a, b in zip(one, other, strict=True):
+        if type(a) is int and type(b) is int:
+            yield a, b, is_first
+            is_first = False
+        else:
+            yield from _pairs(a, b)
+
+
+def fitted(spec: TensorSpec, sizes: Sizes) -> TensorSpec:
+    """A value's description with other sizes."""
+    left = dict(sizes.now)
+    if not any(size in left for size in spec.shape):
+        return spec
+    take = left.pop if sizes.rows else left.get
+    return spec.resized(tuple(take(size, size) for size in spec.shape))

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
+from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.tensors import TensorSpec, fitted, sizes_between
 from tests.unit.split.pipe import Module, alone, assert_same, piped
 
 
@@ -158,3 +160,14 @@ def test_sizes_by_values_are_those_of_each_batch(kind: type[Packed], number: int
     mine = piped(module, each(module, 0), 2, 2, steps=number + 1, follow=True, each=each)
     for name, gradient in one.gradients.items():
         torch.testing.assert_close(mine.gradients[name], gradient, rtol=1e-10, atol=1e-10)
+
+
+def test_rows_that_are_as_many_as_targets_are_told_from_them() -> None:
+    """Both are of size 3 where the step was traced: a run ahead of later batches had 6 targets, and ended there."""
+    traced = signature_of((torch.zeros(3, 7), torch.zeros(3, 3)), {})
+    spec = TensorSpec.of(torch.zeros(3, 3))
+    rows = sizes_between(traced, signature_of((torch.zeros(6, 7), torch.zeros(6, 3)), {}))
+    assert fitted(spec, rows).shape == (6, 3)
+    attended = TensorSpec.of(torch.zeros(2, 7, 7))
+    longer = sizes_between(traced, signature_of((torch.zeros(3, 9), torch.zeros(3, 3)), {}))
+    assert fitted(attended, longer).shape == (2, 9, 9)
