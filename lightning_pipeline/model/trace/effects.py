@@ -1,6 +1,6 @@
 """What a traced step leaves behind: which places it changes, where in the step, and what that depends on."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -185,6 +185,24 @@ class EffectsSeen:
             if effect.deep and effect.from_units and type(effect.place.owner) is not TensorOwner
         }
         trace.late_states = sorted(n for n in late - own if n not in trace.state_units)
+
+    def rewritten(self, units: Collection[int]) -> bool:
+        """Whether a weight of these is written after a call of its unit through which gradients flow.
+
+        Args:
+            units: Their numbers.
+        """
+        trace = self._observed.trace
+        written = {
+            trace.state_units[effect.place.label]: max(effect.positions)
+            for effect in trace.effects
+            if effect.deep and effect.place.label in trace.state_units
+        }
+        return any(
+            written.get(call.unit, 0) > call.index and any(spec.requires_grad for spec in call.specs)
+            for call in trace.calls
+            if call.unit in units
+        )
 
     def _take(self, effect: Effect) -> None:
         value = effect.place.get()

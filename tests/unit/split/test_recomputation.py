@@ -15,6 +15,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lightning_pipeline.errors import PartitionError
 from tests.unit.split.nets import (
     WIDTH,
     Anew,
@@ -25,7 +26,7 @@ from tests.unit.split.nets import (
     same_or_refused,
     seeded,
 )
-from tests.unit.split.pipe import assert_same, piped
+from tests.unit.split.pipe import alone, assert_same, piped
 from tests.whole import chosen
 
 Region = Callable[..., Any]
@@ -290,3 +291,26 @@ def keeping_outside() -> Net:
 
 def test_a_list_that_others_read_is_not_touched() -> None:
     assert_refused(keeping_outside, "a list outside the module keeps a tensor", cuts=(["layers.1"],))
+
+
+class WritesAWeightAfter(WithoutDraws):
+    """What follows the layer in the region is computed again from another output of it."""
+
+    def body(self, h):
+        for number, layer in enumerate(self.layers):
+            h = self.region(lambda v, layer=layer: layer(v).tanh().sin(), h)
+            if number == 1:
+                weight = self.layers[1].out.weight
+                weight.data = weight.data * 0.9
+        return h
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_region_runs_again_with_a_weight_that_was_written_after_it(number):
+    module = seeded(partial(WritesAWeightAfter, REGIONS["non-reentrant"]))
+    one_stage = piped(module, batch_of(), 1, number)
+    assert_same(piped(module, batch_of(), 2, number), one_stage)
+    if number == 1:
+        assert_same(one_stage, alone(module, batch_of(), 1))
+    with pytest.raises(PartitionError, match="weights of a checkpointed segment are written after it"):
+        piped(module, batch_of(), 2, number, how=["layers.2"])
