@@ -380,15 +380,12 @@ class Tracer:
     def _close_regions(self) -> None:
         self.trace.checkpointed = bool(self._regions)
         for _, members in self._regions.values():
+            reason = "they are in one segment of activation checkpointing"
             if self.effects.rewritten(members):  # what follows them in the segment is computed again on these
-                together = frozenset({*members, self.trace.calls[-1].unit})
-                self.trace.together.append(
-                    (together, "weights of a checkpointed segment are written after it")
-                )
-            elif len(set(members)) > 1:
-                self.trace.together.append(
-                    (frozenset(members), "they are in one segment of activation checkpointing")
-                )
+                members.append(self.trace.calls[-1].unit)
+                reason = "weights of a checkpointed segment are written after it"
+            if len(set(members)) > 1:
+                self.trace.together.append((frozenset(members), reason))
         self._regions.clear()
         for name, units in self.functions.found:  # its backward is where its output is used: at the end
             units |= {self.trace.calls[-1].unit}
