@@ -25,7 +25,8 @@ class Beside:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._code: Code | None = None
-        self._progress = [Numbers(_always(held), label) for label, held in progress_of(trainer)]
+        readers = [(Trainer, "global_step"), (Trainer, "current_epoch")]
+        self._progress = [Numbers(_always(held), label, readers) for label, held in progress_of(trainer)]
 
     def owners(self) -> list[Owner]:
         """All of them, as they are now."""

@@ -59,6 +59,7 @@ CONDITIONS: dict[str, Callable[["Conditional"], Any]] = {
     "set": lambda module: module.first is not None,
     "callback": lambda module: module.trainer.callbacks[0].batches == 2,
     "number": lambda module: module.history and module.global_step == 2,
+    "table": lambda module: [False, True, False, False, True, False][module.global_step],
 }
 
 
@@ -163,7 +164,7 @@ def test_effects_of_later_batches_are_those_of_one_device(ranks: Ranks, pipeline
 
 def left_by_conditions(pipeline: dict[str, Any] | None) -> dict[str, tuple[Any, ...]]:
     found = {}
-    for condition in chosen(list(CONDITIONS), 0, 4, 8, 11):
+    for condition in chosen(list(CONDITIONS), 0, 4, 8, 11, 15):
         module = Conditional(condition)
         options: dict[str, Any] = {"callbacks": [Counting()], "limit_val_batches": 0}
         trainer(pipeline, max_epochs=2, **options).fit(module, loader(24))

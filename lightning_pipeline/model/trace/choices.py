@@ -9,7 +9,7 @@ which all that was ever compared comes out as in one before goes the same way, a
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from hashlib import sha256
 from itertools import islice
@@ -22,6 +22,7 @@ from torchmetrics import Metric
 
 from lightning_pipeline.model.tensors import Tag, TagStore, filled_by, items_of, result_dtypes
 from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
+from lightning_pipeline.patching import patched
 
 Expression = tuple[Any, ...]
 """`("at", label)` for the number of a place; else a function's name and its operands, these or numbers."""
@@ -83,6 +84,17 @@ class Decisions:
         made.decisions, made.expression, made.is_used = self, (AT, label), False
         return made
 
+    def _seen_read(self, read: property) -> property:
+        """A property that gives a number anew each time: one may go to where nobody sees it."""
+
+        def get(owner: Any) -> Any:
+            value = read.__get__(owner)
+            if isinstance(value, Noted):
+                self._computed.append(value := self._noted(value.plain(), value.expression))
+            return value
+
+        return property(get)
+
     def number(self, value: Any, expression: Expression) -> Any:
         """A number that was computed; too long an expression counts as decided by each of its numbers."""
         if not isinstance(value, _NUMBERS) or _size(expression) > _MOST_OPERANDS:
@@ -121,14 +133,19 @@ class Decisions:
         Args:
             places: Those where a number stands are used.
         """
-        held = []
+        held, readers = [], set[tuple[type, str]]()
         for place in places:
             value = place.get()
             if type(value) in _NUMBERS:
                 held.append((place, value, one := self.stand_in(value, place.label)))
                 place.put(one)
+            if isinstance(place.owner, Numbers):
+                readers.update(place.owner.readers)
         try:
-            yield
+            with ExitStack() as stack:
+                for cls, name in readers:
+                    stack.enter_context(patched(cls, {name: self._seen_read(vars(cls)[name])}))
+                yield
         finally:
             for place, value, one in held:
                 now = place.get()

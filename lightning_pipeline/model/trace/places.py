@@ -4,7 +4,7 @@ Nothing is put in the way of the user's code: what stands there is compared by i
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_
@@ -104,11 +104,14 @@ class Numbers(Owner):
     Args:
         find: Gives them.
         label: Begins the label of each.
+        readers: Properties by which code reads them, each a class and a name.
     """
 
-    def __init__(self, find: Callable[[], dict[Any, Any]], label: str) -> None:
+    def __init__(
+        self, find: Callable[[], dict[Any, Any]], label: str, readers: Sequence[tuple[type, str]] = ()
+    ) -> None:
         super().__init__({}, label)
-        self._find = find
+        self._find, self.readers = find, readers
 
     def read(self) -> Mapping[Any, Any]:
         """Those that are numbers."""
