@@ -30,6 +30,7 @@ from lightning_pipeline.model.trace import (
     UnitPatches,
     around_metrics,
     metrics_of,
+    note_told,
     printed_once,
     stub_metrics,
     stub_sinks,
@@ -165,6 +166,7 @@ class Told:
         def log(*args: Any, **kwargs: Any) -> None:
             watcher: Any = self._mode.watcher
             if watcher is not None and not getattr(watcher, "is_last", True):
+                note_told((args, kwargs))
                 if getattr(watcher, "rehearses", False):
                     with self._unfollowed():
                         self.of_whole(name, watcher.is_sure, args, kwargs)
@@ -194,8 +196,9 @@ class Told:
             return self._mode.make(TensorSpec((), (), torch.float32, self.device.type, False))
 
 
-def _drop(value: Any) -> None:
+def _drop(call: Any) -> None:
     """Logs and metrics outside the last stage."""
+    note_told(call)
 
 
 class Heard(NamedTuple):

@@ -50,7 +50,14 @@ from lightning_pipeline.model.trace.places import (
     tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
-from lightning_pipeline.model.trace.record import Call, Trace, inputs_of, step_function, untraced
+from lightning_pipeline.model.trace.record import (
+    Call,
+    Trace,
+    inputs_of,
+    note_told,
+    step_function,
+    untraced,
+)
 from lightning_pipeline.model.trace.sinks import (
     ToldOnce,
     around_metrics,
@@ -113,6 +120,7 @@ __all__ = [
     "makes_guard",
     "metrics_of",
     "named_metrics",
+    "note_told",
     "numbers_beside",
     "numbers_changed",
     "outcome",

@@ -29,7 +29,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.choices import Expression
+from lightning_pipeline.model.trace.choices import Expression, Noted
 from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
@@ -419,6 +419,7 @@ class Observation:
 
     def told(self, call: Any) -> None:
         """The step logs, or gives a metric, what it calls these methods with."""
+        note_told(call)
         self.tail_read(call)
         self.trace.tells_numbers |= any(map(self._is_plain, tree_leaves(call)))
 
@@ -501,3 +502,16 @@ def untraced(root: nn.Module, step: str, units: Sequence[Unit]) -> Trace:
             else:
                 trace.everywhere.add(full)
     return trace
+
+
+def note_told(call: Any) -> None:
+    """A number that is logged, or given to a metric, decides nothing.
+
+    Args:
+        call: With what, in tuples and dictionaries.
+    """
+    for one in call.values() if isinstance(call, dict) else call:
+        if isinstance(one, Noted):
+            one.is_used = True
+        elif isinstance(one, dict | tuple):
+            note_told(one)

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.model.tensors import items_of
-from lightning_pipeline.model.trace.choices import Noted
 from lightning_pipeline.patching import patched
 
 _MOST = 100  # items of a container that are looked into
@@ -26,20 +25,10 @@ def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], 
     """Let `root.log(...)` and the like only tell what they were given."""
 
     def sink(*args: Any, **kwargs: Any) -> None:
-        _note_told((args, kwargs))
         on_value((args, kwargs))
 
     with patched(root, dict.fromkeys(names, sink)):
         yield
-
-
-def _note_told(value: Any) -> None:
-    """A number that is logged decides nothing."""
-    for one in value.values() if isinstance(value, dict) else value:
-        if isinstance(one, dict | tuple):
-            _note_told(one)
-        elif isinstance(one, Noted):
-            one.is_used = True
 
 
 def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
