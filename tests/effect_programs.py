@@ -48,6 +48,7 @@ USES = ("use n", "use number", "use buffer", "use flag", "use last", "use object
 
 _ABOUT_EFFECTS = (
     "works out", "leaves behind", "on the last stage alone", "decides by what is in", "decides by the sum",
+    "mixes samples of the batch",
 )  # fmt: skip
 
 

@@ -38,3 +38,11 @@ def test_a_condition_on_the_batch_is_decided_once_for_all_micro_batches(ranks: R
     program = Program((more, scaled), {"stages": 2, "num_microbatches": 4}, 4, False)
     (end,) = outcomes_of([program], ranks(2))
     assert end == "equal"
+
+
+def test_layers_that_a_step_freezes_get_no_gradients_from_a_split_backward(ranks: Ranks) -> None:
+    """The backward of the batch that freezes them adds nothing: autograd asks when it comes to the weight."""
+    frozen = Statement("late", "table", "freeze", "batch mean", 1)
+    pipelines = [{"stages": 2, "num_microbatches": 2, "schedule": schedule} for schedule in ("ZBH1", "1F1B")]
+    programs = [Program((frozen,), pipeline, 3, False) for pipeline in pipelines]
+    assert outcomes_of(programs, ranks(2)) == ["equal", "equal"]

@@ -54,8 +54,12 @@ class WeightQueue:
         return not any(_has_hooks(parameter) for parameter in parameters if parameter is not None)
 
     def defer(self, parameter: Tensor, compute: Accumulation, *needed: Tensor) -> None:
-        """Leave a contribution to `parameter` for W."""
-        self.pending.append((parameter, compute, needed))
+        """Leave a contribution to `parameter` for W; none where the step has frozen it since its forward.
+
+        The node at which autograd adds to `.grad` asks the same when the backward comes to it.
+        """
+        if parameter.requires_grad:
+            self.pending.append((parameter, compute, needed))
 
     def held(self) -> list[Tensor]:
         """The tensors that wait for W."""
