@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units
 from lightning_pipeline.wire.stage import Values

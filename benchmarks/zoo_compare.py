@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import PipelineError
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.tensors.structure import map_tensors, tensors_in
 from lightning_pipeline.model.trace import Trace, trace_step
 from lightning_pipeline.model.trace.units import Unit, find_units

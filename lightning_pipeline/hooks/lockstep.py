@@ -19,7 +19,7 @@ from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.model.cut import Microbatch
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.trace import step_function
 from lightning_pipeline.ranks import Company, Outlet

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pipeline._torch import tree_map
 from lightning_pipeline.errors import ConfigurationError
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Sent
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
 from lightning_pipeline.patching import all_undone

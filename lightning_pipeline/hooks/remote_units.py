@@ -34,7 +34,7 @@ from lightning_pipeline.hooks.call_values import (
     checksum,
     portable,
 )
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.tensors import user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches

@@ -15,7 +15,7 @@ from lightning_pipeline.hooks import (
     answer_calls,
     complete_in_loggers,
 )
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Board
 from lightning_pipeline.run.members import Members

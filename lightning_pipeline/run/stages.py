@@ -33,7 +33,7 @@ from lightning_pipeline.hooks import (
     refuse_unserved,
     states_of,
 )
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.run.batch import (
     Batch,

@@ -10,7 +10,7 @@ from typing_extensions import override
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.measure import Exchange, PipelineRun
 from lightning_pipeline.model.cut import Partition
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.ranks import Company, Groups, Offset
 from lightning_pipeline.recording import MessageLog
 from lightning_pipeline.schedules import Schedule

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.ranks import Company
 from lightning_pipeline.weights.after_fit import gather_weights, receives_all
 

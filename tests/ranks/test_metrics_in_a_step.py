@@ -18,7 +18,7 @@ from torchmetrics.classification import (
     MulticlassF1Score,
 )
 
-from lightning_pipeline.model.replay.routes import RouteFinder
+from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from tests.pool import Pool
 from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, fit, loader, trainer, weights
 

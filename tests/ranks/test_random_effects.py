@@ -46,3 +46,40 @@ def test_layers_that_a_step_freezes_get_no_gradients_from_a_split_backward(ranks
     pipelines = [{"stages": 2, "num_microbatches": 2, "schedule": schedule} for schedule in ("ZBH1", "1F1B")]
     programs = [Program((frozen,), pipeline, 3, False) for pipeline in pipelines]
     assert outcomes_of(programs, ranks(2)) == ["equal", "equal"]
+
+
+def test_layers_that_a_step_freezes_get_no_gradients_with_several_stages_on_a_rank(ranks: Ranks) -> None:
+    """A replay of the rank's other stage runs between a forward and its backward, and begins unfrozen."""
+    frozen = Statement("after", "last batch", "freeze", "batch sum", 1)
+    pipeline = {"stages": 2, "num_microbatches": 4, "schedule": "Interleaved1F1B", "stages_per_rank": 2}
+    assert outcomes_of([Program((frozen,), pipeline, 3, False)], ranks(2)) == ["equal"]
+
+
+def test_an_attribute_that_becomes_a_tensor_and_is_then_written_in_place_is_that_of_one_device(
+    ranks: Ranks,
+) -> None:
+    times = Statement("after", "odd batch", "multiply", "batch column", 3)
+    more = Statement("after", "seeded", "add", "batch sum", 1)
+    pipeline = {"stages": 2, "num_microbatches": 4, "schedule": "ZBH1"}
+    assert outcomes_of([Program((times, more), pipeline, 3, False)], ranks(2)) == ["equal"]
+
+
+def test_a_number_of_the_batch_that_is_as_large_as_a_micro_batch_is_no_count_of_samples(ranks: Ranks) -> None:
+    """The third batch has number 2, and micro-batches two samples."""
+    added = Statement("before", "last batch", "rebind", "index", 9)
+    pipeline = {"stages": 2, "num_microbatches": 4}
+    assert outcomes_of([Program((added,), pipeline, 3, False)], ranks(2)) == ["equal"]
+
+
+def test_a_condition_on_the_batch_decides_an_effect_once(ranks: Ranks) -> None:
+    programs = [
+        Program(
+            (Statement(place, "data", effect, "samples", 3),), {"stages": 2, "num_microbatches": 4}, 4, True
+        )
+        for place, effect in (("before", "unit attribute"), ("validation", "append"), ("late", "layer eval"))
+    ]
+    assert outcomes_of(programs, ranks(2)) == ["equal"] * 3
+
+
+def test_a_list_that_becomes_a_number_between_batches_is_looked_at(ranks: Ranks) -> None:
+    assert outcomes_of([random_effects(451)], ranks(2)) == ["equal"]

@@ -19,7 +19,7 @@ from lightning_pipeline.forecast.workload.times import StageTimes, hops_of
 from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition
 from lightning_pipeline.model.random import Generators, random_state_kept
-from lightning_pipeline.model.replay import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.wire import Values
 

@@ -211,7 +211,7 @@ def _met_between(
 def _changed_for_one(before: Any, after: Any, row: int, samples: int) -> bool:
     """What differs for a sample where the others are exchanged."""
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return type(before) is float and before != after
+        return _is_another_float(before, after)
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     many = [dim for dim, size in enumerate(before.shape) if size == samples]
@@ -276,8 +276,12 @@ def _is_same(first: Reached, again: Reached) -> bool:
 
 def _differs(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is float and one != other
+        return _is_another_float(one, other)
     return one.shape != other.shape or not torch.equal(one.nan_to_num(), other.nan_to_num())
+
+
+def _is_another_float(one: Any, other: Any) -> bool:
+    return type(one) is float and not (type(other) is float and one == other)
 
 
 def _line(first: Reached, other: Reached, row: int, samples: int, place: int) -> dict[str, tuple[str, int]]:
@@ -293,7 +297,7 @@ def _line(first: Reached, other: Reached, row: int, samples: int, place: int) ->
 def _changed(before: Any, after: Any, row: int, samples: int) -> str:
     """What differs where a sample was exchanged: "" for nothing or it alone, "others", "all" without rows."""
     if not isinstance(before, Tensor) or not isinstance(after, Tensor):
-        return "all" if type(before) is float and before != after else ""
+        return "all" if _is_another_float(before, after) else ""
     if before.shape != after.shape or before.dtype != after.dtype:
         return ""
     if before.is_floating_point():

@@ -112,7 +112,7 @@ class Seen(Functions):
         self.lines: list[str] = []
         self._root = root
         self.host: int | None = None
-        self.returns_more = False
+        self.returns_more = self.ended = False
         self._whole: list[Called] = [] if whole is None else whole.calls
         self._elsewhere = {id(one): one for one in elsewhere}
         """These and what is made of them, which ranks may know or not."""
@@ -128,7 +128,7 @@ class Seen(Functions):
 
     def end(self, result: Any) -> None:
         """The step has returned this."""
-        self.returns_more = not isinstance(result, Tensor | None)
+        self.ended, self.returns_more = True, not isinstance(result, Tensor | None)
 
     def _note(self, called: Called) -> None:
         self.calls.append(called)
@@ -146,10 +146,12 @@ class Seen(Functions):
                 opaque = True  # another tensor is written, too
         elif not opaque:
             self._note_memory(args, result)
+        opaque = opaque or any(id(one) in self._elsewhere for one in given)
+        opaque = opaque or any(id(one) in self._elsewhere for one in given)
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        unknown = opaque or any(id(one) in self._elsewhere for one in given)
+        unknown = opaque
         if unknown:
             self._elsewhere.update((id(one), one) for one in tensors_in(result))
         reads = unknown and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM

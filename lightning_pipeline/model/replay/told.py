@@ -1,33 +1,20 @@
-"""What a step tells loggers and metrics, once, on the last stage; and what it tells as one for the batch."""
+"""What a step tells loggers and metrics, once, on the last stage."""
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Microbatch, TracedOutput
 from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
-from lightning_pipeline.model.random import Generators, host_draws, random_state_kept
-from lightning_pipeline.model.replay.view import Step
-from lightning_pipeline.model.rules import Gathered, MadeUp
-from lightning_pipeline.model.state import CannotRepeatError, StepState
+from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import (
     PlaceholderMode,
     TensorSpec,
-    is_placeholder,
-    map_tensors,
-    user_line,
 )
 from lightning_pipeline.model.trace import (
     ToldOnce,
-    Trace,
-    UnitPatches,
     around_metrics,
     metrics_of,
     note_told,
@@ -37,12 +24,7 @@ from lightning_pipeline.model.trace import (
 )
 from lightning_pipeline.patching import patched
 
-_log = logging.getLogger(__name__)
 Sink = Callable[..., None]
-_LARGEST = 1 << 28  # bytes of a batch's values that are kept until its end
-_METRICS_GIVE = (0.25, 0.75)  # in two runs, so that what is made of it is seen
-_MOST_LINES, _MOST_SIZES = 4, 16
-_READS = frozenset({"item", "tolist", "numpy", "__array__", "__int__", "__float__", "__index__", "__bool__"})
 
 
 class Told:
@@ -199,181 +181,3 @@ class Told:
 def _drop(call: Any) -> None:
     """Logs and metrics outside the last stage."""
     note_told(call)
-
-
-class Heard(NamedTuple):
-    """What a step has told when it ran once for the whole batch, on what units gave its micro-batches.
-
-    Attributes:
-        loss: That it returned; None where that is none of a training step's, or has been warned of.
-        logged: Numbers, by name and how often that was logged before.
-        lines: At which it read numbers.
-        left: Places in which something else stands then.
-        returned: What it returned.
-    """
-
-    loss: float | None
-    logged: dict[tuple[str, int], float]
-    lines: list[str]
-    left: frozenset[str] = frozenset()
-    returned: Any = None
-
-
-class _LinesOfReads(TorchFunctionMode):
-    """Notes where numbers of tensors become Python's or NumPy's.
-
-    Args:
-        root: The LightningModule.
-    """
-
-    def __init__(self, root: nn.Module) -> None:
-        super().__init__()
-        self._root, self.lines = root, list[str]()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS:
-            line = user_line(self._root)
-            if line not in self.lines and len(self.lines) < _MOST_LINES:
-                self.lines.append(line)
-        return func(*args, **(kwargs or {}))
-
-
-class ToldAsOne:
-    """Looks at some batches as one: what the step then tells is one device's, whatever it is made of.
-
-    The last stage keeps what the end of the step reads of units. When the batch is done the code between
-    units runs once more, with that in the units' place. This is done for the first batch of a step, the
-    second, the fourth, the eighth and so on, and for each with other numbers of samples; where a device
-    beside the processor computes only for these and the first, for numbers are read of it.
-
-    Args:
-        root: The LightningModule.
-        told: What steps tell.
-        patches: The patched units.
-        apart: Inside, runs of a step leave nothing behind and tell nobody anything.
-        quiet: Inside that, runs on values log nothing, and keep random states.
-    """
-
-    def __init__(
-        self, root: nn.Module, told: Told, patches: UnitPatches,
-        apart: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._root, self._told, self._patches, self._apart, self._quiet = root, told, patches, apart, quiet
-        self._batches: Counter[str] = Counter()
-        self._sizes: dict[str, set[tuple[int, ...]]] = {}
-        self._kept: tuple[Step, StepState | None, Gathered] | None = None
-
-    def begin(
-        self, step: Step, state: StepState | None, whole: Microbatch, sizes: Sequence[int],
-        as_one: Callable[[Microbatch], tuple[Trace, dict[tuple[int, int], TracedOutput]]],
-    ) -> None:  # fmt: skip
-        """A batch begins: have it looked at, if it is its turn.
-
-        Args:
-            step: The batch.
-            state: Where the step leaves something behind.
-            whole: Its arguments as one.
-            sizes: Samples of each micro-batch.
-            as_one: Gives its trace as one, and what units return for it.
-        """
-        self._kept = None
-        self._batches[step.name] += 1
-        number, known = self._batches[step.name], self._sizes.setdefault(step.name, set())
-        is_new = tuple(sizes) not in known and len(known) < _MOST_SIZES
-        is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
-        if not (is_turn or is_new) or (state is not None and state.takes):
-            return
-        known.add(tuple(sizes))
-        with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
-            gathered = Gathered(whole, *as_one(whole), sizes, copied=True)
-            if gathered.bytes <= _LARGEST:
-                step.gathered = gathered
-                self._kept = step, state, gathered
-
-    def runs(self) -> Iterator[Heard]:
-        """After the batch: what is told, twice, with other numbers of metrics. Nothing where nobody knows."""
-        kept, self._kept = self._kept, None
-        if kept is None:
-            return
-        step, state, gathered = kept
-        step.gathered = None
-        try:
-            values = gathered.values()
-            for number, given in enumerate(_METRICS_GIVE):
-                self._told.made_up = given
-                found = self._run(
-                    step, state, gathered.whole, values.but(gathered.keys) if number else values
-                )
-                if found is None:
-                    return
-                yield found
-        except CannotRepeatError:
-            return
-        except Exception as error:  # the user's code, which goes by what is not here
-            _log.debug("%s does not run for the batch as one: %s", step.name, error)
-        finally:
-            self._told.made_up = 0.0
-
-    def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
-        logged, reads, counts = dict[tuple[str, int], float](), _LinesOfReads(self._root), Counter[str]()
-
-        def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-            for name, value in _numbers(*given):
-                logged[name, counts[name]] = value
-                counts[name] += 1
-
-        begun = nullcontext() if state is None else state.as_begun()
-        settled = {} if state is None else state.numbers()
-        with self._apart(step.name), begun, self._quiet(), stub_sinks(self._root, self._told.names, note):
-            args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), whole)
-            stood = self._draws()
-            self._patches.runner = values.again(self._patches.originals)
-            try:
-                with reads:
-                    result = step.function(*args, **kwargs)
-            finally:
-                self._patches.runner = None
-            if self._draws() != stood:
-                return None
-            left = _others(settled, {} if state is None else state.numbers())
-        loss = result.get("loss") if isinstance(result, dict) else result
-        told = None
-        said = step.follower is not None and step.follower.has_warned
-        if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
-            told = float(loss.detach())
-        return Heard(told, logged, reads.lines, left, map_tensors(Tensor.detach, result))
-
-    def _draws(self) -> Any:
-        """Where random numbers stand."""
-        device = self._told.device
-        own = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
-        return torch.get_rng_state().tolist(), own, host_draws(Generators(self._root.modules()))
-
-
-def _others(settled: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> frozenset[str]:
-    """Places where another number stands."""
-    return frozenset(
-        label
-        for label, value in settled.items()
-        if label in now
-        and not (
-            now[label].shape == value.shape
-            and torch.allclose(now[label], value, rtol=1e-3, atol=1e-5, equal_nan=True)
-        )
-    )
-
-
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """What a call of `log` or `log_dict` logs, apart from metrics."""
-    values = [*args, *kwargs.values()]
-    several = next((value for value in values[:1] if isinstance(value, dict)), kwargs.get("dictionary"))
-    pairs = several.items() if isinstance(several, dict) else [_bound(*args, **kwargs)]
-    for name, value in pairs:
-        one = isinstance(value, Tensor) and value.numel() == 1 and not is_placeholder(value)
-        if one or isinstance(value, int | float):
-            yield name, float(value.detach() if isinstance(value, Tensor) else value)
-
-
-def _bound(name: Any = "", value: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    return name, value

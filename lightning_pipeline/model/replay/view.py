@@ -65,6 +65,8 @@ class Step:
         count: Counts what the stages hold, in the steps that are looked at.
         mixing: By micro-batch, what gives it its samples of what the step mixes; empty where it does not.
         telling: Around each run: what it prints.
+        left_by_batch: By label what the batch as one leaves behind, where micro-batches are given their part
+            of what it mixes; None elsewhere.
         gathered: On the last stage what units give, where the batch is looked at as one.
     """
 
@@ -88,12 +90,30 @@ class Step:
     count: SavedCount | None = None
     mixing: Sequence[Callable[[], Functions]] = ()
     telling: Callable[[], AbstractContextManager[None]] = nullcontext
+    left_by_batch: Mapping[str, Any] | None = None
     gathered: Gathers | None = None
 
     @property
     def trace(self) -> Trace:
         """What the first run of this kind of step showed."""
         return self.ways.base.trace
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the last stage has after a batch; empty lists elsewhere.
+
+    Attributes:
+        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
+        outputs: What the step returned for each micro-batch, detached.
+        parts: What each loss is of the batch's, where that is not its mean by samples.
+        worth: What each loss was multiplied with, where that had to be tried.
+    """
+
+    losses: list[Tensor | None]
+    outputs: list[Any]
+    parts: list[Tensor | None]
+    worth: list[float] | None = None
 
 
 class StageView:

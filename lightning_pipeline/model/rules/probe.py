@@ -23,13 +23,12 @@ from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_wh
 from lightning_pipeline.model.rules.start_rows import StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.tensors import is_placeholder, tensors_held
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
     GradMode,
     UnitPatches,
-    tensors_held,
 )
 
 _log = logging.getLogger(__name__)
@@ -105,7 +104,7 @@ def rules_of(
     } - {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
     readers: dict[str, set[int]] = {}
     one, other, whole = observed
-    computed = is_whole(one, other, whole, question.sizes)
+    computed = question.mended or is_whole(one, other, whole, question.sizes)
     wait = Wait(False)
     if computed and without and question.given is not None and not question.really:
         wait = waiting(run, question, without | in_order, trials[0][0][3])

@@ -5,7 +5,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,6 +33,8 @@ class Question:
         sizes: Samples of the two.
         really: Units that run for what they keep of their own, though what they return is made up.
         given: Outputs of units that this rank has at the end of the step; None where that is of no use.
+        mended: Whether micro-batches are given their part of what the step mixes, so that they compute what
+            the batch does, though these runs do not.
     """
 
     one: tuple[Arguments, Trace]
@@ -42,6 +44,7 @@ class Question:
     sizes: tuple[int, int]
     really: frozenset[int] = frozenset()
     given: frozenset[tuple[int, int, int]] | None = None
+    mended: bool = False
 
     def pieces(self, batch: Arguments) -> Pieces:
         """Of the two, where the samples of these arguments are, which are of one, the other or both."""
@@ -55,7 +58,7 @@ class Question:
     def swapped(self) -> "Question":
         """The second first."""
         sizes = self.sizes[1], self.sizes[0]
-        return Question(self.other, self.one, self.back, self.whole, sizes, self.really, self.given)
+        return replace(self, one=self.other, other=self.one, whole=self.back, back=self.whole, sizes=sizes)
 
 
 class Runs:
@@ -88,8 +91,8 @@ class Runs:
     def start_of(self, label: str) -> Any:
         """What stood in a place before."""
         kept = self._start[label]
-        if kept.tensors:
-            return kept.tensors[0][1]
+        if held := kept.tensors or kept.beside:
+            return held[0][1]
         return kept.inner[0][1] if kept.inner and kept.inner[0][0] is kept.value else kept.value
 
     def in_order(self, parts: Sequence[tuple[Arguments, Any]]) -> dict[str, Any]:
@@ -139,7 +142,8 @@ class Runs:
         start = self._start[effect.place.label]
         if not effect.deep and (value is not start.value or _is_refilled(value, start)):
             self.anew.add(effect.place.label)
-        if effect.deep and isinstance(value, Tensor) and not is_placeholder(value):
+        held = effect.deep or (value is start.value and start.is_written)
+        if held and isinstance(value, Tensor) and not is_placeholder(value):
             return value.detach().clone()
         return own_containers(value, start.items() | self._known)
 

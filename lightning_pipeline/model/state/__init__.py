@@ -6,7 +6,7 @@ from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting, Sources
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
-from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, left_in, put_in
+from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, is_small, left_in, put_in
 from lightning_pipeline.model.state.step_state import AsOne, StepState, is_absent, is_told_as_attribute
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "StepState",
     "Told",
     "is_absent",
+    "is_small",
     "is_told_as_attribute",
     "late_values",
     "left_in",

@@ -19,7 +19,7 @@ from lightning_pipeline.model.rules import CHAINED, Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, SetByUnit, set_by_unit
 from lightning_pipeline.model.state.sent import Sent, left_in, put_in, size_of, travels
 from lightning_pipeline.model.state.step_state import StepState
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.tensors import is_placeholder, tensors_held
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
@@ -30,7 +30,6 @@ from lightning_pipeline.model.trace import (
     Trace,
     Unit,
     metrics_of,
-    tensors_held,
 )
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))

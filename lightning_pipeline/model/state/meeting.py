@@ -39,11 +39,12 @@ from lightning_pipeline.model.tensors import (
     items_of,
     map_tensors,
     storage_key,
+    tensors_held,
     tensors_in,
     user_line,
     written_tensors,
 )
-from lightning_pipeline.model.trace import Place, tensors_held
+from lightning_pipeline.model.trace import Place
 from lightning_pipeline.patching import patched
 
 UNTOLD = 2**20

@@ -24,7 +24,17 @@ from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
-from lightning_pipeline.model.trace import MISSING, Effect, Guard, Kept, Owner, Place, Replayed, TensorOwner
+from lightning_pipeline.model.trace import (
+    MISSING,
+    Effect,
+    Flags,
+    Guard,
+    Kept,
+    Owner,
+    Place,
+    Replayed,
+    TensorOwner,
+)
 
 _SMALL = 4096  # elements of a tensor that is compared
 
@@ -40,6 +50,7 @@ class StepState:
         step: Name of the step.
         beside: What another step has left by rows, which this one may read.
         in_unit: Whether a unit leaves it, whose next forward reads it.
+        left: What the batch leaves, by label, where a run for it as one has shown that.
 
     Attributes:
         unfit: After `settle`, labels of what a unit leaves and no rule puts together.
@@ -51,7 +62,7 @@ class StepState:
     def __init__(
         self, effects: Sequence[Effect], rules: dict[str, Rule | None], sizes: Sequence[int],
         *, is_last: bool, step: str, beside: Sequence[tuple[Place, Rows]] = (),
-        in_unit: bool = False,
+        in_unit: bool = False, left: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
         self._step, self._is_last = step, is_last
         self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
@@ -61,14 +72,19 @@ class StepState:
             replay_from(effect.place)
         self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
         self._results: list[dict[str, Any]] = []
+        self._written: set[str] = set()  # tensors that were to be another, and were changed in place
         self._several, self._sizes = len(sizes) > 1, list(sizes)
         self._fresh, self.divided, self.unfit = True, list[str](), list[str]()
-        self._in_unit = in_unit
+        self._in_unit, self._left = in_unit, left or {}
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
         self._all = list(effects)
-        self._waiting = [e for e in self._effects if rules.get(e.place.label, usual) is at_end]
+        self._waiting = [
+            e
+            for e in self._effects
+            if rules.get(e.place.label, usual) is at_end and e.place.label not in self._left
+        ]
         self.gathered: Gathered | None = None
         self.work_out: Callable[[Gathered], Mapping[str, Any]] = lambda gathered: {}
         self._beside = [
@@ -126,11 +142,11 @@ class StepState:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
             return
         for effect in self._all:
-            if effect.from_units or not effect.deep:  # a backward to come reads weights as the step has them
+            if effect.from_units or not _is_for_backward(effect):
                 self._start[effect.place.label].give_back(effect.place)
         for place, kept in self._aside:
             kept.give_back(place)
-        self._fresh = not any(effect.deep for effect in self._all)
+        self._fresh = not any(map(_is_for_backward, self._all))
 
     @contextmanager
     def as_begun(self) -> Iterator[None]:
@@ -164,7 +180,8 @@ class StepState:
         return self._several and bool(self._waiting)
 
     def _is_chained(self, effect: Effect) -> bool:
-        return self._several and self._rules.get(effect.place.label, usual) is CHAINED
+        is_chained = self._rules.get(effect.place.label, usual) is CHAINED
+        return self._several and is_chained and effect.place.label not in self._left
 
     def _found(self, effect: Effect) -> Any:
         """What stands in the place now, with containers of its own."""
@@ -172,6 +189,9 @@ class StepState:
             return None
         value, start = effect.place.get(), self._start[effect.place.label]
         if effect.deep and isinstance(value, Tensor):
+            return value.detach().clone()
+        if value is start.value and start.is_written:
+            self._written.add(effect.place.label)
             return value.detach().clone()
         before = start.inner[0][1] if start.inner and start.inner[0][0] is value else None
         if isinstance(value, list | deque) and before is not None and _is_grown(value, before):
@@ -191,7 +211,7 @@ class StepState:
             kept.give_back(place)
         if self._several and self._results:
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
-            found = self._worked_out()
+            found = {**self._left, **self._worked_out()}
             for effect in self._effects:
                 if effect.place.label in found:
                     self._put(effect, self._start[effect.place.label], found[effect.place.label])
@@ -211,7 +231,8 @@ class StepState:
     def _merge(self, effect: Effect, sizes: list[int], merge: Merge) -> None:
         place, start = effect.place, self._start[effect.place.label]
         results = [found[place.label] for found in self._results]
-        before = start.value if not start.tensors else start.tensors[0][1]
+        held = start.beside if place.label in self._written else start.tensors
+        before = held[0][1] if held else start.value
         inside = start.inner and start.inner[0][0] is start.value
         if inside:
             before = start.inner[0][1]
@@ -239,8 +260,9 @@ class StepState:
 
     def _put(self, effect: Effect, start: Kept, whole: Any) -> None:
         place = effect.place
-        if start.tensors and isinstance(whole, Tensor):
-            tensor = start.tensors[0][0]
+        held = start.beside if place.label in self._written else start.tensors
+        if held and isinstance(whole, Tensor):
+            tensor = held[0][0]
             if place.get() is not tensor:
                 place.put(tensor)
             with torch.no_grad():
@@ -377,6 +399,11 @@ def _is_compared(tensor: Tensor) -> bool:
 def is_told_as_attribute(effect: Effect) -> bool:
     """Whether ranks tell each other what stands there by its place, and not as a state of the module."""
     return not effect.deep or type(effect.place.owner) is TensorOwner
+
+
+def _is_for_backward(effect: Effect) -> bool:
+    """Whether a backward to come reads it as the step has left it: weights, and whether they are frozen."""
+    return effect.deep or type(effect.place.owner) is Flags
 
 
 def is_absent(effect: Effect) -> bool:

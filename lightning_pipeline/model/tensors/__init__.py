@@ -29,6 +29,8 @@ from lightning_pipeline.model.tensors.restore import (
     ModuleState,
     ObjectState,
     forget_placeholders,
+    holds_tensor,
+    tensors_held,
 )
 from lightning_pipeline.model.tensors.saved import (
     Held,
@@ -102,6 +104,7 @@ __all__ = [
     "fitted",
     "flatten",
     "forget_placeholders",
+    "holds_tensor",
     "is_changed",
     "is_placeholder",
     "items_of",
@@ -120,6 +123,7 @@ __all__ = [
     "storage_bytes",
     "storage_key",
     "takes_containers",
+    "tensors_held",
     "tensors_in",
     "top_hooks",
     "unflatten",

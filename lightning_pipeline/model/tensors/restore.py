@@ -16,6 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
 from lightning_pipeline.model.tensors.operations import is_placeholder, storage_key
+from lightning_pipeline.model.tensors.structure import tensors_in
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _HOLDS_NOTHING = frozenset(
@@ -247,3 +248,28 @@ def _reachable(cache: Any, depth: int = 4) -> Iterator[Any]:
 
 def _is_code(item: Any) -> bool:
     return isinstance(item, type | ModuleType) or (type(item) is dict and "__builtins__" in item)
+
+
+def holds_tensor(value: Any) -> bool:
+    """Whether a tensor is in this value, or in what it holds."""
+    return next(tensors_held(value), None) is not None
+
+
+def tensors_held(value: Any, depth: int = 3, most: int | None = None) -> Iterator[Tensor]:
+    """Every tensor in this value, in the containers and in the plain objects of it.
+
+    Args:
+        value: Anything.
+        depth: How far down to go.
+        most: Items of a container that is looked into; None: any number.
+    """
+    if isinstance(value, Tensor):
+        yield value
+        return
+    held = filled_by(value) if depth else None
+    if held is None:
+        yield from tensors_in(value)
+        return
+    if most is None or len(held) <= most:
+        for _, item in items_of(held):
+            yield from tensors_held(item, depth - 1, most)

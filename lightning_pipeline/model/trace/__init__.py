@@ -36,6 +36,7 @@ from lightning_pipeline.model.trace.places import (
     MISSING,
     ClassOwner,
     Effect,
+    Flags,
     FoundOwner,
     GradMode,
     Guard,
@@ -47,7 +48,6 @@ from lightning_pipeline.model.trace.places import (
     Standing,
     Surroundings,
     TensorOwner,
-    tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec, Transient, Watch
 from lightning_pipeline.model.trace.record import (
@@ -83,6 +83,7 @@ __all__ = [
     "Decisions",
     "Effect",
     "Expression",
+    "Flags",
     "FoundOwner",
     "GradMode",
     "Guard",
@@ -132,7 +133,6 @@ __all__ = [
     "step_function",
     "stub_metrics",
     "stub_sinks",
-    "tensors_held",
     "trace_step",
     "untraced",
     "updates_of_metrics",

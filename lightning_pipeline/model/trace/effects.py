@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.tensors import is_placeholder, storage_key
+from lightning_pipeline.model.tensors import holds_tensor, is_placeholder, storage_key, tensors_held
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.places import (
     Effect,
@@ -16,8 +16,6 @@ from lightning_pipeline.model.trace.places import (
     Replayed,
     Surroundings,
     TensorOwner,
-    holds_tensor,
-    tensors_held,
 )
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation

@@ -15,16 +15,15 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import DisableTorchFunction, set_version
 from lightning_pipeline.model.tensors import (
-    filled_by,
     is_placeholder,
     items_of,
     objects_below,
     refill,
     storage_key,
-    tensors_in,
 )
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
+_SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
@@ -209,8 +208,13 @@ class Flags(Owner):
     """Which parameters require a gradient, by name."""
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__({}, "requires_grad of ")
+        super().__init__(vars(root), "requires_grad of ")
         self._tensors = dict(root.named_parameters())
+
+    @property
+    def identity(self) -> int:
+        """Equal for the flags of one module."""
+        return hash((Flags, id(self._entries)))
 
     def read(self) -> Mapping[Any, Any]:
         """All flags."""
@@ -225,12 +229,17 @@ class Memory(Owner):
     """Where the values of parameters are, by name: `weight.data = ...` moves them."""
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__({}, "")
+        super().__init__(vars(root), "")
         self._tensors = dict(root.named_parameters())
         self._held = [
             tensor.untyped_storage() for tensor in self._tensors.values()
         ]  # no number is used twice
         self._numbers: dict[int, int] = {}  # the same object for the same number
+
+    @property
+    def identity(self) -> int:
+        """Equal for the memory of one module."""
+        return hash((Memory, id(self._entries)))
 
     def read(self) -> Mapping[Any, Any]:
         """The number of each memory."""
@@ -270,6 +279,11 @@ class GradMode(Owner):
 
     def __init__(self) -> None:
         super().__init__({}, "")
+
+    @property
+    def identity(self) -> int:
+        """There is one."""
+        return hash(GradMode)
 
     def read(self) -> Mapping[Any, Any]:
         """The one mode."""
@@ -452,12 +466,15 @@ class Kept(NamedTuple):
         inner: The containers in it, each with a shallow copy.
         tensors: Tensors in it with a copy of their values, where those are kept.
         taken: How much has been taken of an iterator.
+        beside: The same as `tensors` of a small tensor whose values are not asked for: it may be written
+            in place where the trace saw another object.
     """
 
     value: Any
     inner: list[tuple[Any, Any]]
     tensors: list[tuple[Tensor, Tensor, int]]
     taken: int = 0
+    beside: tuple[tuple[Tensor, Tensor, int], ...] = ()
 
     @classmethod
     def of(cls, value: Any, *, deep: bool = False) -> "Kept":
@@ -468,10 +485,21 @@ class Kept(NamedTuple):
             deep: Whether the values of a tensor are kept too.
         """
         inner = [(held, held.copy()) for held, _ in _containers(value)]
-        tensors = []
-        if deep and isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
-            tensors.append((value, value.detach().clone(), value._version))
-        return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0)
+        tensors, beside = list[tuple[Tensor, Tensor, int]](), tuple[tuple[Tensor, Tensor, int], ...]()
+        if isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
+            if deep:
+                tensors.append((value, value.detach().clone(), value._version))
+            elif value.numel() <= _SMALL and not value.is_inference():
+                beside = ((value, value.detach().clone(), value._version),)
+        return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0, beside)
+
+    @property
+    def is_written(self) -> bool:
+        """Whether a tensor that was not to be changed in place has other values now."""
+        return any(
+            tensor._version != version and not torch.equal(tensor, saved)
+            for tensor, saved, version in self.beside
+        )
 
     def items(self) -> set[int]:
         """Identities of what stood in the containers, but for containers that have changed since."""
@@ -512,7 +540,7 @@ class Kept(NamedTuple):
         for held, saved in self.inner:
             if _is_changed((held, _contents(saved))):
                 refill(held, saved)
-        for tensor, saved, version in self.tensors:
+        for tensor, saved, version in (*self.tensors, *(self.beside if self.is_written else ())):
             tensor.data = saved.clone()
             # A micro-batch before may have it in its graph, with this number. Private since torch 2.6 in this
             # form; `torch.autograd._unsafe_preserve_version_counter` can only keep the number of now.
@@ -565,30 +593,3 @@ class Effect:
     read_at: int | None = None
     retains: bool = False
     by_value: bool = False
-
-
-def holds_tensor(value: Any) -> bool:
-    """Whether a tensor is in this value, or in what it holds."""
-    return next(tensors_held(value), None) is not None
-
-
-def tensors_held(value: Any, depth: int = 3, most: int | None = None) -> Iterator[Tensor]:
-    """Every tensor in this value, in the containers and in the plain objects of it.
-
-    Args:
-        value: Anything.
-        depth: How far down to go.
-        most: Items of a container that is looked into; None: any number.
-    """
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if value is MISSING:
-        return
-    held = filled_by(value) if depth else None
-    if held is None:
-        yield from tensors_in(value)
-        return
-    if most is None or len(held) <= most:
-        for _, item in items_of(held):
-            yield from tensors_held(item, depth - 1, most)

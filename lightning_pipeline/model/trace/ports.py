@@ -18,11 +18,11 @@ from lightning_pipeline.model.tensors import (
     Structure,
     contents_of,
     describe,
+    holds_tensor,
     items_of,
     refill,
     unflatten,
 )
-from lightning_pipeline.model.trace.places import holds_tensor
 
 _PORTED = "ported"
 _CONTAINERS = (list, deque, dict)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.hooks import Report
-from lightning_pipeline.model.replay import Heard
+from lightning_pipeline.model.rehearsal import Heard
 
 _PRECISE = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-5)}  # relative and absolute
 _ROUGH = (5e-2, 5e-2)

@@ -24,7 +24,8 @@ from lightning_pipeline.hooks import (
 )
 from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
-from lightning_pipeline.model.replay import SplitModel, StepResult, WholeBatch
+from lightning_pipeline.model.replay import StepResult, WholeBatch
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.batch.as_one import Returned, told_otherwise

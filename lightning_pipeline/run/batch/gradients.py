@@ -16,7 +16,7 @@ from lightning_pipeline.hooks import (
     SetAside,
     zeroed_unseen,
 )
-from lightning_pipeline.model.replay import OutsideSteps
+from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import Failure, Groups, average_gradients, clip_by_norm, sum_shared
 from lightning_pipeline.schedules import Plan

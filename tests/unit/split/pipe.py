@@ -12,7 +12,7 @@ from lightning_pipeline.data.microbatch import batch_size_of, split_batch
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
 from lightning_pipeline.model.loss import Bent, together
-from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.model.trace import trace_step
 from lightning_pipeline.model.trace.units import find_units

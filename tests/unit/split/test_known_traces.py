@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_pipeline.model.replay import known_steps
+from lightning_pipeline.model.split import known_steps
 from lightning_pipeline.model.trace import Trace, trace_step, tracer
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.nets import Block, Net, batch_of, seeded

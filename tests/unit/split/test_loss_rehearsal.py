@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipeline.model.replay.rehearsal import Rehearsal
+from lightning_pipeline.model.rehearsal.dry_runs import Rehearsal
 from lightning_pipeline.model.trace import choices
 from tests.unit.split.pipe import Module, Outcome, _run_batch, alone, assert_whole, piped, split_arguments
 

@@ -403,10 +403,6 @@ def test_what_is_drawn_to_mix_samples_is_drawn_once_a_batch(function, recwarn):
     assert not told(recwarn)
 
 
-def by_a_buffer(self, x, y):
-    return nn.functional.mse_loss(self.net((x + self.shift).flip(0)), y)
-
-
 def by_pairs(self, x, y):
     return nn.functional.mse_loss(self.net((x @ x.T).softmax(1) @ x.flip(0)), y)
 
@@ -418,17 +414,6 @@ def by_numpy(self, x, y):
 def in_halves(self, x, y):
     one, other = x.tensor_split(2)
     return nn.functional.mse_loss(self.net(one + other[: len(one)].mean(1, keepdim=True)), y[: len(one)])
-
-
-def by_a_number_in_a_buffer(self, x, y):
-    self.shift.fill_(x.mean().item())
-    return nn.functional.mse_loss(self.net(x - self.shift), y)
-
-
-def by_a_number_in_a_buffer_between(self, x, y):
-    h = self.net[:3](x)
-    self.shift.fill_(x.mean().item())
-    return nn.functional.mse_loss(self.net[3:](h) - self.shift.mean(), y)
 
 
 def by_how_many(self, x, y):
@@ -449,12 +434,9 @@ def rolled_by_values(self, x, y):
 @pytest.mark.parametrize(
     "function",
     [
-        by_a_buffer,
         by_pairs,
         by_numpy,
         in_halves,
-        by_a_number_in_a_buffer,
-        by_a_number_in_a_buffer_between,
         by_how_many,
         by_numpy_in_the_loss,
         rolled_by_values,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.replay.routes import RouteFinder
+from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.state import outside
 from tests.unit.split.nets import WIDTH, Block, seeded
 from tests.unit.split.pipe import Module, alone, assert_same, piped

@@ -11,7 +11,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from lightning_pipeline.model.cut.activations import stage_activations
-from lightning_pipeline.model.replay.model import SplitModel
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.tensors.saved import Held, SavedCount, counting_hooks, storage_bytes
 from tests.unit.split import pipe
 from tests.unit.split.pipe import Module, alone, assert_same, piped

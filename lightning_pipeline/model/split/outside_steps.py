@@ -9,8 +9,8 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ModuleTree, Partition, states_by_stage
-from lightning_pipeline.model.replay.known_steps import KnownSteps
-from lightning_pipeline.model.replay.view import StageView
+from lightning_pipeline.model.replay import StageView
+from lightning_pipeline.model.split.known_steps import KnownSteps
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches

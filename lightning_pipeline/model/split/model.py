@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,16 +12,13 @@ from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.model.cut import Microbatch, Partition, TracedOutput, stages_of_states
 from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.random import StepSeeds
-from lightning_pipeline.model.replay.known_steps import KnownSteps
-from lightning_pipeline.model.replay.left_behind import LeftBehind
-from lightning_pipeline.model.replay.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
-from lightning_pipeline.model.replay.over_batch import OverBatch
-from lightning_pipeline.model.replay.rehearsal import Divisors, DryRuns, Mixing
-from lightning_pipeline.model.replay.routes import RouteFinder
-from lightning_pipeline.model.replay.stage import StageProgram
-from lightning_pipeline.model.replay.told import Sink, Told, ToldAsOne
-from lightning_pipeline.model.replay.view import StageView, Step, WholeBatch
+from lightning_pipeline.model.rehearsal import DryRuns, Rehearsals
+from lightning_pipeline.model.replay import Sink, StageProgram, StageView, Step, StepResult, Told, WholeBatch
 from lightning_pipeline.model.rules import Merge
+from lightning_pipeline.model.split.known_steps import KnownSteps
+from lightning_pipeline.model.split.left_behind import LeftBehind
+from lightning_pipeline.model.split.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
+from lightning_pipeline.model.split.over_batch import OverBatch
 from lightning_pipeline.model.state import (
     Apart,
     AttributeGuards,
@@ -52,23 +48,6 @@ from lightning_pipeline.model.trace import (
     UnitPatches,
     step_function,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What the last stage has after a batch; empty lists elsewhere.
-
-    Attributes:
-        losses: The undivided loss of each micro-batch, detached; None where the step returned None.
-        outputs: What the step returned for each micro-batch, detached.
-        parts: What each loss is of the batch's, where that is not its mean by samples.
-        worth: What each loss was multiplied with, where that had to be tried.
-    """
-
-    losses: list[Tensor | None]
-    outputs: list[Any]
-    parts: list[Tensor | None]
-    worth: list[float] | None = None
 
 
 class SplitModel(OutsideSteps):
@@ -154,22 +133,18 @@ class SplitModel(OutsideSteps):
             quiet=self._quiet,
         )  # fmt: skip
         self.in_units = self._left_behind.in_units
-        self._finder = RouteFinder(
-            root, cut, self._residence.needed,
-            walk=DryRuns(self._first_view, self._patches).walk, traced=self.known.traced,
-            traced_like=self.known.traced_like, apart=self._apart_in_silence, in_silence=self._in_silence,
-            forget=self._left_behind.forget, others=others,
-        )  # fmt: skip
-        runs = DryRuns(self._programs[max(self._programs)].view, self._patches)
         self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
-        self._mixing = Mixing(
-            root, DryRuns(self._first_view, self._patches), self._finder, self._apart_in_silence
-        )
-        self._divisors = Divisors(
-            root, runs, self._finder, self._apart, self._in_silence, self.told.whole_noted,
-            self._apart_in_silence, self._quiet,
+        first = DryRuns(self._first_view, self._patches)
+        last_one = DryRuns(self._programs[max(self._programs)].view, self._patches)
+        rehearsals = Rehearsals(
+            root, cut, self._residence.needed, self._patches, self.told, self._apart,
+            walk=first.walk, first=first.rehearse, last=last_one.rehearse,
+            traced=self.known.traced, traced_like=self.known.traced_like,
+            apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
+            forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
         )  # fmt: skip
-        self.as_one = ToldAsOne(root, self.told, self._patches, self._apart_in_silence, self._quiet)
+        self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
+        self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -315,7 +290,9 @@ class SplitModel(OutsideSteps):
 
     def doubtful(self, step: str) -> list[str]:
         """States that a step works out from their last value once for each micro-batch: no rule is known."""
-        return self._left_behind.doubts(step)
+        trace = self.known[step]
+        known = self._known_left if self._mends(trace, self._sizes) else {}
+        return [label for label in self._left_behind.doubts(step) if label not in known]
 
     def decides_apart(self, step: str) -> bool:
         """Whether micro-batches of one batch have decided differently by what is in them."""
@@ -403,7 +380,17 @@ class SplitModel(OutsideSteps):
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         as_one = partial(self._finder.as_one, self._step)
-        self._state = self._left_behind.new_state(trace, microbatches, sizes, merge, ways, at_once, as_one)
+        self._known_left = self._step.left_by_batch or {}
+        self._state = self._left_behind.new_state(
+            trace,
+            microbatches,
+            sizes,
+            merge,
+            ways,
+            at_once,
+            as_one,
+            self._step.left_by_batch,
+        )
         for program in self._programs.values():
             program.state = self._state
             program.unit_state = self.in_units.state(trace, program.index, sizes)

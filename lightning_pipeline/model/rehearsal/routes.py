@@ -30,7 +30,7 @@ from lightning_pipeline.model.cut import (
     torn,
 )
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
-from lightning_pipeline.model.replay.view import Step
+from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import (
     FormSeen,

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, Route, TracedOutput
 from lightning_pipeline.model.random import MicrobatchSeeds
-from lightning_pipeline.model.replay.view import Step
+from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches

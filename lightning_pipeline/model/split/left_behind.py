@@ -115,6 +115,7 @@ class LeftBehind:
         ways: StepRoutes | None = None,
         whole: MicrobatchArguments | None = None,
         as_one: Callable[[MicrobatchArguments], tuple[Trace, Outputs]] | None = None,
+        left: Mapping[str, Any] | None = None,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
@@ -126,39 +127,44 @@ class LeftBehind:
             ways: Of the step, which know what code between units has decided by numbers that change.
             whole: Arguments of the batch as one.
             as_one: Its trace, and what units return for it.
+            left: What the batch as one leaves, by label, where that is known before it runs.
         """
         step, several = trace.step, len(microbatches) > 1
         at_once, self._as_one = None, whole is not None
         if several:
-            self._know(trace, microbatches, sizes, merge)
+            self._know(trace, microbatches, sizes, merge, mended=left is not None)
             if whole is not None and as_one is not None and self._leaves_at_end(trace):
                 try:
                     at_once = Gathered(whole, *as_one(whole), sizes)
                 except SplitError:  # the batch as one cannot be traced, though its micro-batches may be
                     if at_end in self._rules[step].values():
                         raise
-                self._know(trace, microbatches, sizes, merge)  # the batch as one may leave more
+                # The batch as one may leave more.
+                self._know(trace, microbatches, sizes, merge, mended=left is not None)
             self._look_at_counts(step, () if ways is None else ways.decisions)
+            if len(self._stages) > 1:
+                self._refuse_chains(trace, left or {})
         own = {effect.place.label for effect in trace.effects} | {p.label for _, p in trace.unit_attributes}
         beside = [found for label, found in self._by_rows.items() if several and label not in own]
         if not (trace.effects or beside):
             return None
         state = StepState(
             trace.effects, self._rules.setdefault(step, {}), sizes,
-            is_last=self._has_last_stage, step=step, beside=beside,
+            is_last=self._has_last_stage, step=step, beside=beside, left=left or {},
         )  # fmt: skip
         if state.waits and at_once is not None:
             state.gathered, state.work_out = at_once, partial(self._work_out, trace)
         return state
 
     def _know(
-        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
-    ) -> None:
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
+        *, mended: bool,
+    ) -> None:  # fmt: skip
         """Find the rules of a step, if they are not known."""
         step = trace.step
         if step in self.doubtful:
             return
-        rules = self._find_rules(trace, microbatches, sizes, merge)
+        rules = self._find_rules(trace, microbatches, sizes, merge, mended=mended)
         before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
         known = {label: rule for label, rule in before.items() if rule not in (usual, unmerged, same)}
         for label, rule in known.items():
@@ -170,8 +176,6 @@ class LeftBehind:
         self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
         doubts = {*wrong, *doubted, *self._doubted.pop(step, ())}
         self.doubtful[step] = sorted(label for label in doubts if self._rules[step].get(label) is not at_end)
-        if len(self._stages) > 1:
-            self._refuse_chains(trace)
 
     def _leaves_at_end(self, trace: Trace) -> bool:
         """Whether the last stage may work out at the end of a batch what the step leaves."""
@@ -282,19 +286,26 @@ class LeftBehind:
         )
 
     @contextmanager
-    def begun(self, number: int, sizes: Sequence[int]) -> Iterator[None]:
+    def begun(
+        self, number: int | None, sizes: Sequence[int], changed: Callable[[Any], Any] = lambda value: value
+    ) -> Iterator[None]:
         """Inside, what was left by rows is cut for a micro-batch.
 
         Args:
-            number: Which.
+            number: Which; None: the whole batch.
             sizes: Samples of each.
+            changed: Makes of that what is to stand there.
         """
         held = []
         for place, rule in self._by_rows.values() if len(sizes) > 1 else ():
             kept = Kept.of(place.get())
-            if kept.value is not MISSING and not isinstance(kept.value, Guard):
-                held.append((place, kept))
-                place.put(rule.cut(kept.value, sum(sizes[:number]), sizes[number], sum(sizes)))
+            if kept.value is MISSING or isinstance(kept.value, Guard):
+                continue
+            held.append((place, kept))
+            value = kept.value
+            if number is not None:
+                value = rule.cut(value, sum(sizes[:number]), sizes[number], sum(sizes))
+            place.put(changed(value))
         try:
             yield
         finally:
@@ -352,13 +363,13 @@ class LeftBehind:
         if keeps and rules:
             self._earlier[step] = rules, doubtful
 
-    def _refuse_chains(self, trace: Trace) -> None:
+    def _refuse_chains(self, trace: Trace, known: Collection[str]) -> None:
         """Each stage of a rank would need what the micro-batch before left on that stage."""
         rules = self._rules[trace.step]
         names = [
             effect.place.label
             for effect in trace.effects
-            if not (effect.from_units or is_absent(effect))
+            if not (effect.from_units or is_absent(effect) or effect.place.label in known)
             and rules.get(effect.place.label, unmerged) is CHAINED
         ]
         if names:
@@ -380,8 +391,9 @@ class LeftBehind:
                 )
 
     def _find_rules(
-        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge
-    ) -> dict[str, Rule | None]:
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
+        *, mended: bool,
+    ) -> dict[str, Rule | None]:  # fmt: skip
         here = [e for e in trace.effects if not is_absent(e)]
         inside = [place for _, place in trace.unit_attributes]
         start = StartRows([*(e.place for e in here), *inside], sum(sizes))
@@ -395,6 +407,7 @@ class LeftBehind:
             asked, in_units = None, dict[str, Rows]()
             try:
                 asked, in_units = self._question(trace, microbatches[:2], sizes[:2], start)
+                asked = replace(asked, mended=mended)
                 found = self._found(effects, asked, merge, start)
             except Exception as error:  # the user's code, on made-up values: then the usual rules must do
                 if start:
@@ -426,10 +439,7 @@ class LeftBehind:
     ) -> tuple[Question, dict[str, Rows]]:  # fmt: skip
         """What to run, and the rules for what units keep of their samples; alike on all ranks."""
         (one, other), (first, second) = microbatches, sizes
-        whole, back = (
-            merge_outputs([one, other], [first, second]),
-            merge_outputs([other, one], [second, first]),
-        )
+        whole, back = _as_one(one, other, first, second), _as_one(other, one, second, first)
         parts = []
         ahead, behind = (0, first), (first, second)
         for part, pieces in ((one, [ahead]), (other, [behind]), (whole, [ahead, behind])):
@@ -500,6 +510,20 @@ class LeftBehind:
             outside.restore()
             for place, value in kept:
                 value.give_back(place)
+
+
+def _as_one(
+    one: MicrobatchArguments, other: MicrobatchArguments, first: int, second: int
+) -> MicrobatchArguments:
+    """Arguments of two micro-batches as one; an index of the batch is that of both, whatever its value."""
+
+    def joined(value: Any, more: Any) -> Any:
+        return (
+            value if type(value) is int and value == more else merge_outputs([value, more], [first, second])
+        )
+
+    args = tuple(joined(*pair) for pair in zip(one[0], other[0], strict=True))
+    return args, {key: joined(value, other[1][key]) for key, value in one[1].items()}
 
 
 def _is_nothing(value: Any) -> bool:

@@ -15,10 +15,8 @@ from torch import Tensor
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import Microbatch, StepRoutes, TracedOutput, ValueKey, liveness_of
-from lightning_pipeline.model.replay.replay import Replay
-from lightning_pipeline.model.replay.routes import RouteFinder
-from lightning_pipeline.model.replay.stage import StageProgram
-from lightning_pipeline.model.replay.view import Step, Table
+from lightning_pipeline.model.rehearsal import RouteFinder
+from lightning_pipeline.model.replay import Replay, StageProgram, Step, Table
 from lightning_pipeline.model.state import AsOne, StepState
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in
 from lightning_pipeline.model.trace import Trace

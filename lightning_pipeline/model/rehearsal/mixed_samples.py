@@ -1,0 +1,265 @@
+"""Steps that mix samples of the batch: each micro-batch is given its part of what the batch has."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.cut import Microbatch, Route
+from lightning_pipeline.model.loss import Observer
+from lightning_pipeline.model.mixing import (
+    Beside,
+    Comparison,
+    Followed,
+    Functions,
+    Given,
+    Reached,
+    Rows,
+    Seen,
+    is_cut_by_rows,
+    placed_between,
+    sums_of_parts,
+)
+from lightning_pipeline.model.random import Draws
+from lightning_pipeline.model.rehearsal.routes import RouteFinder
+from lightning_pipeline.model.replay import Step
+from lightning_pipeline.model.rules import own_containers
+from lightning_pipeline.model.state import CannotRepeatError, is_small
+from lightning_pipeline.model.trace import (
+    Effect,
+    Kept,
+    Place,
+    Replayed,
+    Trace,
+)
+
+_Any = TypeVar("_Any", bound=Functions)
+_MOST_LOOKS = 32
+
+
+class MixedSamples:
+    """Steps that mix samples of the batch alone: each micro-batch is given its samples of the batch's.
+
+    The step is run without units for the batch, and twice for each micro-batch: by itself, which says what
+    shapes its results have, and with its part of the batch's.
+
+    Args:
+        root: The LightningModule.
+        rehearse: Runs a step on a stage of this rank; see `DryRuns.rehearse`.
+        finder: Of ways through the model.
+        apart: Inside, runs of a step leave nothing behind and tell nobody anything.
+        begun: Inside, given the number of a micro-batch or None, what was left by rows is cut for it; see
+            `LeftBehind.begun`.
+    """
+
+    def __init__(
+        self, root: nn.Module, rehearse: Callable[..., None], finder: RouteFinder,
+        apart: Callable[[str], AbstractContextManager[None]],
+        begun: Callable[..., AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._root, self._rehearse, self._finder, self._apart = root, rehearse, finder, apart
+        self._begun = begun
+        self._given_up: set[tuple[str, tuple[int, ...]]] = set()
+        self._looks: dict[str, int] = {}
+        self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
+
+    def arrange(
+        self, step: Step, trace: Trace, whole: Microbatch | None, sizes: Sequence[int], *,
+        mends: Callable[[Trace, Sequence[int]], bool], find_ways: Callable[[Step, Sequence[int]], None],
+    ) -> None:  # fmt: skip
+        """A batch begins: find the way of each micro-batch, and what it is given of mixed samples.
+
+        Args:
+            step: The batch.
+            trace: Of the step.
+            whole: Its arguments as one, where they are known.
+            sizes: Samples of each micro-batch.
+            mends: Whether micro-batches are to be given theirs.
+            find_ways: Finds the ways.
+        """
+        mixes = step.seeds.one_host = whole is not None and mends(trace, sizes)
+        find_ways(step, sizes)
+        if whole is None or len(sizes) == 1:
+            step.ways.unlooked.clear()
+            return
+        self.look(step, trace, whole, sizes)
+        if not mixes and mends(trace, sizes):
+            mixes = step.seeds.one_host = True
+            find_ways(step, sizes)
+        if mixes and not self.begin(step, whole, sizes):
+            step.seeds.one_host = False
+            find_ways(step, sizes)
+
+    def look(self, step: Step, trace: Trace, whole: Microbatch, sizes: Sequence[int]) -> None:
+        """Find out whether a step mixes samples in a way that its trace does not show; alike on all ranks.
+
+        It is looked at in its first batch, and where its micro-batches call other functions than before.
+
+        Args:
+            step: The batch, whose ways are known.
+            trace: Of the step, which is told.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+        """
+        numbers, step.ways.unlooked = step.ways.unlooked, []
+        numbers = [0, *filter(None, numbers)] if (first := step.name not in self._looks) else numbers
+        takes = any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)  # from an iterator
+        if takes or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
+            return
+        left = _MOST_LOOKS - self._looks.get(step.name, 0)
+        numbers = numbers[: max(left, 0)]
+        self._looks[step.name] = _MOST_LOOKS - left + len(numbers)
+        for number in numbers:
+            if (number or not first) and not self._is_seen(step, trace, number):
+                continue
+            for line, found in self._mixed(step, trace, whole, number, sizes).items():
+                trace.mixed.setdefault(line, found)
+
+    def _is_seen(self, step: Step, trace: Trace, number: int) -> bool:
+        """Add what a micro-batch that calls other functions does to the trace, if it can be traced alone."""
+        try:
+            trace.may_do(self._finder.traced(step, number))
+        except SplitError:  # it raises what is wrong with it; of a batch that runs as one it may be no part
+            return False
+        return True
+
+    def _mixed(
+        self, step: Step, trace: Trace, whole: Microbatch, number: int, sizes: Sequence[int]
+    ) -> dict[str, tuple[str, int]]:
+        def run(part: int | None, seen: Functions, changed: Callable[[Any], Any]) -> None:
+            batch, route = (whole, of_whole) if part is None else (step.microbatches[part], step.routes[part])
+            with self._apart(step.name), self._begun(part, sizes, changed):
+                self._run(step, changed(batch), number, route, seen)
+
+        absent, of_whole = self._finder.on_some_stages(), step.routes[number]
+        compared = Comparison(run, self._root, absent if self._is_known(trace) else [], sizes)
+        try:
+            if not trace.draws_unseen and compared.is_as_given(number, step.microbatches[number], absent):
+                return {}
+            with suppress(SplitError):  # of what cannot be run at this size the micro-batch alone tells
+                (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
+                return compared.lines(number, steered=trace.steered)
+            return compared.lines_of(number)
+        except (CannotRepeatError, SplitError):
+            return {}  # of what cannot be run again, the trace alone tells
+
+    def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
+        """Whether a step mixes samples, and may be given those of the batch; alike on all ranks.
+
+        Args:
+            trace: Of the step.
+            sizes: Samples of each micro-batch.
+        """
+        mixes = bool(trace.mixed) or trace.has_means or trace.step in self._finder.torn
+        return mixes and self._is_known(trace) and (trace.step, tuple(sizes)) not in self._given_up
+
+    @staticmethod
+    def _is_known(trace: Trace) -> bool:
+        """Whether every rank comes to the same where it runs a step without units."""
+        is_plain = not (trace.checkpointed or trace.draws_unseen)
+        return is_plain and all(map(_is_known_everywhere, trace.effects))
+
+    def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
+        """A batch of such a step begins.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+
+        Returns:
+            Whether the micro-batches are given their part; otherwise that is not tried again for these sizes.
+        """
+        found = self._found(step, whole, sizes)
+        if found is None:
+            self._given_up.add((step.name, tuple(sizes)))
+            return False
+        step.mixing = [partial(Given, one.answers, step.name) for one in found]
+        return True
+
+    def _found(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> list[Followed] | None:
+        if not is_cut_by_rows(whole, step.microbatches, sizes):
+            return None
+        (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        found, start = [], 0
+        with self._apart(step.name):
+            elsewhere = self._finder.on_some_stages()
+            batch, left = self._run_whole(step, whole, route, Seen(elsewhere))
+            if left and not batch.ended:
+                return None
+            parts = [
+                self._run_part(step, number, sizes, Seen(elsewhere, batch)) for number in range(len(sizes))
+            ]
+            added = sums_of_parts(batch, parts) if step.trace.tells_numbers or batch.returns_more else ()
+            for number, (own, size) in enumerate(zip(parts, sizes, strict=True)):
+                one = Followed(batch, own, Rows(start, size, sum(sizes)), added)
+                if not one.failed:
+                    self._run_part(step, number, sizes, one)
+                if one.failed or len(one.answers) != len(batch.calls):
+                    return None
+                found.append(one)
+                start += size
+            if not self._is_whole(step, whole, route, found, sizes):
+                return None
+            step.left_by_batch = left
+            return found
+
+    def _is_whole(
+        self, step: Step, whole: Microbatch, route: Route, found: list[Followed], sizes: Sequence[int]
+    ) -> bool:
+        """Whether a micro-batch that is given its part has nothing else that the batch has otherwise."""
+        if (step.name, tuple(sizes)) in self._whole:
+            return True
+        elsewhere, rows = self._finder.on_some_stages(), Rows(sum(sizes[:-1]), sizes[-1], sum(sizes))
+        of_whole, own = Reached(self._root, elsewhere), Reached(self._root, elsewhere)
+        self._run_whole(step, whole, route, of_whole)
+        given = Beside(own, Given(found[-1].answers, step.name))
+        self._run_part(step, len(sizes) - 1, sizes, given)
+        self._whole.add((step.name, tuple(sizes)))
+        return not placed_between(of_whole.meetings, own.meetings, rows)
+
+    def _run_whole(
+        self, step: Step, whole: Microbatch, route: Route, mixing: _Any
+    ) -> tuple[_Any, dict[str, Any]]:
+        """A run for the batch, and what it leaves behind of what depends on no unit, by label."""
+        with self._left_as_it_is(step) as kept:
+            self._run(step, whole, 0, route, mixing)
+            left = {
+                place.label: _left_there(place, start)
+                for effect, place, start in kept
+                if not effect.from_units
+            }
+        return mixing, left
+
+    def _run_part(self, step: Step, number: int, sizes: Sequence[int], mixing: _Any) -> _Any:
+        """A run for a micro-batch, which finds what one does."""
+        with self._begun(number, sizes), self._left_as_it_is(step):
+            return self._run(step, step.microbatches[number], number, step.routes[number], mixing)
+
+    @contextmanager
+    def _left_as_it_is(self, step: Step) -> Iterator[list[tuple[Effect, Place, Kept]]]:
+        kept = [(e, e.place, Kept.of(e.place.get(), deep=True)) for e in step.trace.effects]
+        try:
+            yield kept
+        finally:
+            for _, place, start in kept:
+                start.give_back(place)
+
+    def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
+        outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
+        self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
+        return mixing
+
+
+def _is_known_everywhere(effect: Effect) -> bool:
+    """Whether what stands there can be kept for another run, and each rank has it or none needs it."""
+    value = effect.place.get()
+    return not isinstance(value, Replayed) and (not effect.from_units or is_small(value))
+
+
+def _left_there(place: Place, start: Kept) -> Any:
+    value = place.get()
+    return value.detach().clone() if isinstance(value, Tensor) else own_containers(value, start.items())

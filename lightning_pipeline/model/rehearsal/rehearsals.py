@@ -1,0 +1,74 @@
+"""All that a rank finds out about a batch before, or beside, the micro-batches' own runs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+
+from lightning_pipeline.model.cut import Microbatch, Partition, Route, StepRoutes
+from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
+from lightning_pipeline.model.rehearsal.divisors import Divisors
+from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
+from lightning_pipeline.model.rehearsal.routes import Reads, RouteFinder
+from lightning_pipeline.model.replay import Told
+from lightning_pipeline.model.state import Apart
+from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches
+
+Walk = Callable[[Microbatch, Callable[[], MicrobatchSeeds], StepRoutes, Reads], Route | None]
+
+
+class Rehearsals:
+    """Runs of steps without units, or on values that units gave before.
+
+    Args:
+        root: The LightningModule.
+        cut: Its partition.
+        needed: The stages that have each parameter and buffer, by name.
+        patches: The patched units.
+        told: What steps tell.
+        outside: Keeps what a run of a step leaves behind.
+        walk: Runs a step to see which units it calls.
+        first: Rehearses it with the first stage of this rank; see `DryRuns.rehearse`.
+        last: With the last one.
+        traced: Traces a step.
+        traced_like: Gives a trace with arguments of this form, which may be an earlier one.
+        apart: Inside, runs of a step leave nothing behind and tell nobody anything.
+        in_silence: Inside, a run of a step tells nobody anything.
+        quiet: Inside, runs on made-up values log nothing, and keep random states.
+        forget: Told of a step that leaves more behind than its trace shows.
+        begun: Inside, given the number of a micro-batch or None, what was left by rows is cut for it.
+        others: What a step may change beside the module.
+
+    Attributes:
+        ways: Finds which units each micro-batch calls.
+        mixed: Gives micro-batches their part of what a step mixes.
+        divisors: Follows what one device divides by.
+        as_one: Looks at some batches as one.
+    """
+
+    def __init__(
+        self, root: nn.Module, cut: Partition, needed: Mapping[str, Sequence[int]], patches: UnitPatches,
+        told: Told, outside: Apart, *,
+        walk: Walk,
+        first: Callable[..., None],
+        last: Callable[..., None],
+        traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
+        traced_like: Callable[[str, Microbatch], Trace],
+        apart: Callable[[str], AbstractContextManager[None]],
+        in_silence: Callable[[], AbstractContextManager[None]],
+        quiet: Callable[[], AbstractContextManager[None]],
+        forget: Callable[[str], None],
+        begun: Callable[..., AbstractContextManager[Any]],
+        others: Callable[[], Sequence[Owner]],
+    ) -> None:  # fmt: skip
+        self.ways = RouteFinder(
+            root, cut, needed, walk=walk, traced=traced, traced_like=traced_like, apart=apart,
+            in_silence=in_silence, forget=forget, others=others,
+        )  # fmt: skip
+        self.mixed = MixedSamples(root, first, self.ways, apart, begun)
+        self.divisors = Divisors(
+            root, last, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
+        )
+        self.as_one = ToldAsOne(root, told, patches, apart, quiet)

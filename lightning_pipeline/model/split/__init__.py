@@ -1,0 +1,6 @@
+"""The module that is cut into stages: all that a rank does with its own, batch by batch."""
+
+from lightning_pipeline.model.split.model import SplitModel
+from lightning_pipeline.model.split.outside_steps import OutsideSteps
+
+__all__ = ["OutsideSteps", "SplitModel"]
