@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.mixing.looks import AsGiven, Reached
 from lightning_pipeline.model.mixing.meetings import Meetings, Met, name_of
-from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between
+from lightning_pipeline.model.mixing.rows import Functions, Rows, Seen, decided_between, goes_by_sizes
 from lightning_pipeline.model.tensors import map_tensors
 
 
@@ -26,6 +26,9 @@ class Comparison:
         root: The LightningModule.
         elsewhere: Parameters and buffers that some ranks do not have.
         sizes: Samples of each micro-batch.
+
+    Attributes:
+        by_sizes: Whether it is found to read whole numbers of the batch, such as its greatest length.
     """
 
     def __init__(
@@ -33,6 +36,7 @@ class Comparison:
         elsewhere: Sequence[Tensor], sizes: Sequence[int],
     ) -> None:  # fmt: skip
         self._run, self._root, self._elsewhere, self._sizes = run, root, elsewhere, sizes
+        self.by_sizes = False
 
     def is_as_given(self, part: int, batch: Any, elsewhere: Sequence[Tensor]) -> bool:
         """Whether the step takes a micro-batch as it stands, so that there is nothing to compare.
@@ -62,11 +66,14 @@ class Comparison:
 
     def _decided(self) -> dict[str, tuple[str, int]]:
         whole = self._seen(None, Seen(self._elsewhere))
+        parts = []
         for number in range(len(self._sizes)):
             own = self._seen(number, Seen(self._elsewhere, root=self._root))
+            parts.append(own)
             if [one.func for one in own.calls] != [one.func for one in whole.calls]:
                 given = self._seen(number, Seen(self._elsewhere, whole))
                 return decided_between(whole, own, given)
+        self.by_sizes = goes_by_sizes(whole, parts)
         return {}
 
     def _seen(self, part: int | None, seen: Seen) -> Seen:

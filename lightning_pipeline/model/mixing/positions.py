@@ -12,8 +12,10 @@ _ALONG = {
     "median": 1, "nanmedian": 1, "mode": 1, "cumsum": 1, "cummax": 1, "cummin": 1, "multinomial": -1,
 }  # fmt: skip
 """Functions that count along a dimension, and which argument that is; -1: the last dimension."""
-_OF_ALL = frozenset({"argmax", "argmin", "max", "min", "median", "nanmedian"})
-"""Those of them that take all elements where no dimension is said."""
+_VALUE = frozenset({"max", "min", "median", "nanmedian"})
+"""Those of them that give a value, and no number of anything, where no dimension is said."""
+_OF_ALL = frozenset({"argmax", "argmin"})
+"""Those that number all elements then."""
 _UP_TO = frozenset({"arange", "range", "randperm", "randint", "randint_like", "random_"})
 _WHERE = frozenset({"nonzero", "argwhere", "where"})
 _CHOOSING = frozenset({"__getitem__", "index_select", "gather", "take", "take_along_dim", "embedding"})
@@ -42,6 +44,8 @@ def lengths(func: Any, args: Any, kwargs: Any) -> frozenset[int]:
         return frozenset()
     place = _ALONG[name]
     along = kwargs.get("dim", kwargs.get("axis", args[place] if 0 < place < len(args) else None))
+    if name in _VALUE and type(along) is not int:
+        return frozenset()
     if along is None and name not in _OF_ALL:
         along = -1
     return frozenset([shape[along]] if type(along) is int and shape else shape)

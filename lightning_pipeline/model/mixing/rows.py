@@ -49,6 +49,7 @@ class Called(NamedTuple):
         reads: Whether it gave Python a value that units have computed.
         picked: Whether it gave as many samples as a mask picked, or as values say.
         read: What a number would be read from, where the batch's is given in its place.
+        by_batch: Whether it gave Python a number that follows from the samples.
     """
 
     func: Any
@@ -60,10 +61,18 @@ class Called(NamedTuple):
     reads: bool = False
     picked: bool = False
     read: Tensor | None = None
+    by_batch: bool = False
 
 
 class Functions:
     """Stands between a step's code and the functions that it calls between units."""
+
+    def begin(self, batch: Any) -> None:
+        """The step begins.
+
+        Args:
+            batch: Its arguments.
+        """
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called.
@@ -117,8 +126,13 @@ class Seen(Functions):
         self._elsewhere = {id(one): one for one in elsewhere}
         """These and what is made of them, which ranks may know or not."""
         self._picked: dict[int, Tensor] = {}
+        self._of_batch: dict[int, Tensor] = {}
         self._shared: set[int] = set()  # memory that several tensors have
         self._held: list[Tensor] = []
+
+    def begin(self, batch: Any) -> None:
+        """The step begins, with these arguments."""
+        self._of_batch = {id(one): one for one in tensors_in(batch)}
 
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
@@ -158,7 +172,12 @@ class Seen(Functions):
         numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
         asked = answer is not None and func in _NUMBERS
         read = args[0].detach().clone() if asked else None
-        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked, read))
+        by_batch = any(id(one) in self._of_batch for one in given)
+        if by_batch:
+            made = [*tensors_in(result), *(() if target is None else (target,))]
+            self._of_batch.update((id(one), one) for one in made)
+        is_read = by_batch and not opaque and func in _NUMBERS
+        self._note(Called(func, kept, written, opaque, is_given, numbers, reads, picked, read, is_read))
         return result
 
     def _of_whole(self, func: Any) -> Called | None:
@@ -399,8 +418,23 @@ def sums_of_parts(whole: Seen, parts: Sequence[Seen]) -> set[int]:
     return {
         place
         for place, (one, *own) in enumerate(calls)
-        if _add_up(one.result, [part.result if one.func not in _NUMBERS else part.read for part in own])
+        if _add_up(one.result, [_own_number(one, part) for part in own])
     }
+
+
+def _own_number(whole: Called, part: Called) -> Any:
+    return part.result if whole.func not in _NUMBERS or part.read is None else part.read
+
+
+def goes_by_sizes(whole: Seen, parts: Sequence[Seen]) -> bool:
+    """Whether a step reads whole numbers of the batch that are no counts, such as its greatest length.
+
+    Args:
+        whole: The step's run for the batch.
+        parts: For each micro-batch.
+    """
+    read = [place for place, one in enumerate(whole.calls) if one.by_batch and type(one.result) is int]
+    return bool(set(read) - sums_of_parts(whole, parts))
 
 
 def _add_up(whole: Any, parts: Sequence[Any]) -> bool:

@@ -141,7 +141,9 @@ class MixedSamples:
                 return {}
             with suppress(SplitError):  # of what cannot be run at this size the micro-batch alone tells
                 (of_whole,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(number))
-                return compared.lines(number, steered=trace.steered)
+                found = compared.lines(number, steered=trace.steered)
+                trace.by_sizes |= compared.by_sizes
+                return found
             return compared.lines_of(number)
         except (CannotRepeatError, SplitError):
             return {}  # of what cannot be run again, the trace alone tells
@@ -153,7 +155,7 @@ class MixedSamples:
             trace: Of the step.
             sizes: Samples of each micro-batch.
         """
-        mixes = bool(trace.mixed) or trace.has_means or trace.step in self._finder.torn
+        mixes = bool(trace.mixed) or trace.has_means or trace.by_sizes or trace.step in self._finder.torn
         return mixes and self._is_known(trace) and (trace.step, tuple(sizes)) not in self._given_up
 
     @staticmethod
@@ -250,6 +252,7 @@ class MixedSamples:
 
     def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
+        mixing.begin(batch)
         self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
         return mixing
 

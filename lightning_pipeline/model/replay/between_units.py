@@ -47,6 +47,7 @@ from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_ho
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
+_INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
     {"aten::poisson", "aten::binomial", "aten::_standard_gamma", "aten::_sample_dirichlet"}
@@ -399,9 +400,17 @@ class _GlueFunctions(TorchFunctionMode):
         return result
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if self._run.mixing is not None:
-            return self._run.mixing.call(func, args, kwargs, self._seen)
-        return self._seen(func, args, kwargs)
+        mixing = self._run.mixing
+        if mixing is None:
+            return self._seen(func, args, kwargs)
+        if func in _INDEXING and len(args) > 1:
+            args = args[0], _with_numbers(args[1], self._bound), *args[2:]
+        return mixing.call(func, args, kwargs, self._seen)
+
+    def _bound(self, value: Tensor) -> Any:
+        """A bound of a slice, which torch reads without a call that is seen."""
+        assert self._run.mixing is not None
+        return self._run.mixing.call(Tensor.__index__, (value,), {}, self._seen)
 
     def _seen(self, func: Any, args: Any, kwargs: Any, instead: Any = None) -> Any:
         if func in RANDOM_FUNCTIONS:
@@ -410,6 +419,18 @@ class _GlueFunctions(TorchFunctionMode):
         if self._run.follow is not None:
             return self._run.follow(func, args, kwargs, answer)
         return answer(func, args, kwargs)
+
+
+def _with_numbers(index: Any, read: Callable[[Tensor], Any]) -> Any:
+    """An index in which tensors that bound slices are numbers."""
+    if isinstance(index, tuple):
+        return tuple(_with_numbers(one, read) for one in index)
+    bounds = (index.start, index.stop, index.step) if type(index) is slice else ()
+    if not any(isinstance(one, Tensor) and not is_placeholder(one) for one in bounds):
+        return index
+    return slice(
+        *(read(one) if isinstance(one, Tensor) and not is_placeholder(one) else one for one in bounds)
+    )
 
 
 class Recomputation(GlueRun):

@@ -38,6 +38,7 @@ from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, 
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.model.trace import (
     MISSING,
+    ClassOwner,
     Effect,
     Expression,
     Guard,
@@ -232,7 +233,8 @@ class LeftBehind:
         self._around = None
         if self._has_last_stage:
             self._glue_modules = self._glue_modules or self._find_glue_modules()
-            self._around = Surroundings.of_attributes(self._glue_modules)
+            classes = [owner for owner in self._others() if isinstance(owner, ClassOwner)]
+            self._around = Surroundings.of_attributes(self._glue_modules, beside=classes)
 
     def _find_glue_modules(self) -> list[tuple[str, nn.Module]]:
         apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]

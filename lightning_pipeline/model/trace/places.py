@@ -365,12 +365,14 @@ class Surroundings:
 
     @classmethod
     def of_attributes(
-        cls, modules: Iterable[tuple[str, nn.Module]], but: Iterable[str] = _OURS
-    ) -> "Surroundings":
+        cls, modules: Iterable[tuple[str, nn.Module]], but: Iterable[str] = _OURS,
+        beside: Iterable[Owner] = (),
+    ) -> "Surroundings":  # fmt: skip
         """Of some modules, by name, and of nothing below them; some names are not looked at."""
         made = cls(nn.Module())
         named = [(f"{name}." if name else "", module) for name, module in modules]
-        made._seen = [_Seen(Owner(vars(module), label, but)) for label, module in named]
+        owners = [*(Owner(vars(module), label, but) for label, module in named), *beside]
+        made._seen = [_Seen(owner) for owner in owners]
         return made
 
     def iterators(self) -> list[Place]:

@@ -178,6 +178,7 @@ class Trace:
             many calls of units had been made.
         hooked: Calls of units on whose outputs a hook on gradients was put, and how many calls came before.
         has_means: Whether values of units meet rows in which a mean over samples may be.
+        by_sizes: Whether it reads whole numbers of the batch that are no counts, such as its greatest length.
         states_first: Whether code before the first unit reads parameters, buffers or plain tensors.
     """
 
@@ -234,6 +235,7 @@ class Trace:
     mixed: dict[str, tuple[str, int]] = field(default_factory=dict)
     hooked: set[tuple[int, int]] = field(default_factory=set)
     has_means: bool = False
+    by_sizes: bool = False
     states_first: bool = False
 
     @property
@@ -266,6 +268,7 @@ class Trace:
         self.mixed = {**other.mixed, **self.mixed}
         self.hooked |= other.hooked
         self.has_means |= other.has_means
+        self.by_sizes |= other.by_sizes
         self.states_first |= other.states_first
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
@@ -274,6 +277,7 @@ class Trace:
         """Take from another run what decides whether micro-batches are given their samples of the batch's."""
         self.mixed = {**other.mixed, **self.mixed}
         self.has_means |= other.has_means
+        self.by_sizes |= other.by_sizes
         self.states_first |= other.states_first
         self.reads_values |= other.reads_values
         self.draws_unseen |= other.draws_unseen
