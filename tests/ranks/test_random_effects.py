@@ -83,3 +83,13 @@ def test_a_condition_on_the_batch_decides_an_effect_once(ranks: Ranks) -> None:
 
 def test_a_list_that_becomes_a_number_between_batches_is_looked_at(ranks: Ranks) -> None:
     assert outcomes_of([random_effects(451)], ranks(2)) == ["equal"]
+
+
+def test_what_the_first_batches_leave_as_it_was_is_tried_out_later(ranks: Ranks) -> None:
+    """A list is added to and emptied in some batches; a number goes on where the batch says so."""
+    added = Statement("before", "data", "append", "batch sum", 0)
+    emptied = Statement("after", "text", "pop", "batch largest", 0)
+    more = Statement("validation", "data", "add", "loss item", 5)
+    several = [{"stages": 2, "num_microbatches": 2, "schedule": "ZBH1"}, {"stages": 2, "num_microbatches": 4}]
+    programs = [Program((added, emptied), several[0], 4, False), Program((more,), several[1], 3, False)]
+    assert outcomes_of(programs, ranks(2)) == ["equal"] * 2

@@ -133,6 +133,9 @@ class Rehearsal(Replay):
         self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
         return result
 
+    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
+        return error
+
     def _counts_of(self, value: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         dtype = torch.int64 if weights is None else weights.dtype
         shape = (max(value.numel(), minlength),)
@@ -216,6 +219,9 @@ class Walk(Replay):
                 raise
         self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
         return result
+
+    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
+        return error
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""

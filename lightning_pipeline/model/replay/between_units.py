@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import (
+    DynamicOutputShapeException,
     current_dispatch_mode,
     current_function_mode,
     disable_current_modes,
@@ -261,8 +262,14 @@ class GlueRun:
         self._in_operation = True
         try:
             return run()
+        except DynamicOutputShapeException as error:
+            raise self._of_unknown_size(error) from None
         finally:
             self._in_operation = False
+
+    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
+        """What to raise where values that are not here say how large something is."""
+        return self._reads_value("a value of another stage says how many there are of something")
 
     def _draw_alike(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Draw as many numbers as the stage that has the values does, so that later draws agree."""

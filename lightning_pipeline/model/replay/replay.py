@@ -270,8 +270,13 @@ class Replay(GlueRun):
                 raise StageDone
 
     def _reads_value(self, reason: str) -> BaseException:
-        """After the stage's own part, what needs values is left to the last stage."""
-        return StageDone() if self._going_on else super()._reads_value(reason)
+        """After the stage's own part, what needs values is left to later stages."""
+        if self._going_on:
+            return StageDone()
+        if self._own_left or self._view.is_last or self._view.goes_on:
+            return super()._reads_value(reason)
+        self._exited = True
+        return StageDone()
 
     def _other_path(self, what: str, line: str | None = None) -> SplitError:
         line = f" [at {user_line(self._view.root)}]" if line is None else line

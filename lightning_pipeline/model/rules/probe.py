@@ -44,11 +44,14 @@ class Rules:
         readers: Of chained places those that change what the next micro-batch computes: units that see it.
         doubted: Of chained places without a rule those that are read, where the batch as one reads something
             else.
+        idle: Places that no run has changed: of these nothing is known yet, and values are put together as
+            returned ones are.
     """
 
     by_place: dict[str, Rule | None]
     readers: dict[str, set[int]]
     doubted: frozenset[str] = frozenset()
+    idle: frozenset[str] = frozenset()
 
 
 def rules_of(
@@ -77,16 +80,18 @@ def rules_of(
     run = Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
     trials, again, observed = _trials(run, question)
     found: dict[str, Rule | None] = {}
-    without = set()
+    without, idle = set(), set()
     for effect in effects:
         label = effect.place.label
         own = [_trial(trial, label) for trial in trials]
         alike = all(equal(own[0].whole, drawn[label]) for drawn in again)
         if alike and all(_is_finite(trial[:4]) for trial in own):
             rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
+            if rule is same and _is_idle(run.start(effect), own):
+                rule = usual
+                idle.add(label)
             found[label] = rule or unmerged
-            if rule is None:
-                without.add(label)
+            without |= {label} if rule is None else set()
         else:  # random, or no numbers at all
             found[label] = unmerged if effect.deep else usual
     first = {e.place.label: (run.start(e), _trial(trials[0], e.place.label)) for e in effects}
@@ -109,17 +114,23 @@ def rules_of(
     if computed and without and question.given is not None and not question.really:
         wait = waiting(run, question, without | in_order, trials[0][0][3])
     if wait.can:
-        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {})
+        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {}, idle=frozenset(idle))
     if without & in_order:
         found |= dict.fromkeys(in_order, CHAINED)
     if not computed:
         readers = _readers(run, question, trials[0][0][0], other, found)
         found |= dict.fromkeys(readers, CHAINED)
         doubted = {label for label in without if readers and found[label] is CHAINED}
-        return Rules(found, readers, frozenset(doubted))
+        return Rules(found, readers, frozenset(doubted), frozenset(idle))
     chained = {label: rule for label, rule in found.items() if rule == CHAINED}
     early = _readers(run, question, trials[0][0][0], other, chained) if chained else {}
-    return Rules(found, {}, frozenset({*early, *(without if wait.is_read else ())}))
+    doubted = {*early, *(without if wait.is_read else ())}
+    return Rules(found, {}, frozenset(doubted), frozenset(idle))
+
+
+def _is_idle(start: Any, trials: list[Trial]) -> bool:
+    """Whether nothing was left, whatever the values."""
+    return all(equal(left, start) for trial in trials for left in trial[:4])
 
 
 def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str) -> Trial:

@@ -1,7 +1,7 @@
 """What a step leaves behind on this rank: which rules put it together, found out once for each step."""
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -55,6 +55,7 @@ from lightning_pipeline.model.trace import (
 )
 
 _log = logging.getLogger(__name__)
+_MOST_TRIES = 16  # batches in which something is looked for that those before have not shown
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -107,6 +108,8 @@ class LeftBehind:
         self._rings: dict[str, set[str]] = {}
         self.doubtful: dict[str, list[str]] = {}
         self._doubted: dict[str, frozenset[str]] = {}
+        self._idle: dict[str, set[str]] = {}  # places that no run on made-up values has changed
+        self._tries: Counter[str] = Counter()
         self._as_one = False  # whether the batch is known as one
         self.decided_by: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
@@ -164,6 +167,7 @@ class LeftBehind:
         """Find the rules of a step, if they are not known."""
         step = trace.step
         if step in self.doubtful:
+            self._know_idle(trace, microbatches, sizes, merge, mended=mended)
             return
         rules = self._find_rules(trace, microbatches, sizes, merge, mended=mended)
         before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
@@ -433,7 +437,29 @@ class LeftBehind:
         late = [e.place.label for e in effects if e.from_units]
         self._refuse_late({label: found.readers.get(label, set()) for label in late}, trace)
         self._doubted[trace.step] = found.doubted
+        self._idle[trace.step] = set(found.idle)
         return found.by_place
+
+    def _know_idle(
+        self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
+        *, mended: bool,
+    ) -> None:  # fmt: skip
+        """Find the rules of places that the batches before have left as they were, if this one does not."""
+        labels = self._idle.get(trace.step, set())
+        effects = [e for e in trace.effects if e.place.label in labels and not is_absent(e)]
+        if not effects or self._tries[trace.step] >= _MOST_TRIES:
+            return
+        self._tries[trace.step] += 1
+        start = StartRows([], sum(sizes))
+        try:
+            asked, _ = self._question(trace, microbatches[:2], sizes[:2], start)
+            found = self._found(effects, replace(asked, mended=mended), merge, start)
+        except Exception as error:  # the user's code, on made-up values
+            _log.debug("%s does not run on made-up values: %s", trace.step, error)
+            return
+        known = {label: rule for label, rule in found.by_place.items() if label not in found.idle}
+        self._rules[trace.step].update(known)
+        labels -= known.keys()
 
     def _question(
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int],

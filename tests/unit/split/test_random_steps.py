@@ -58,3 +58,18 @@ def test_each_statement_alone_is_right(statement: str) -> None:
     unit = ("unit", 1)
     program = Program(("plain", "checkpoint", "in place", "plain", "plain"), (unit, (statement, 3), unit))
     assert outcome_of(program).startswith(("equal", "refused"))
+
+
+def test_a_stage_ends_where_how_many_rows_there_are_follows_from_values_of_others() -> None:
+    """After its own layers a weight of the last stage has a part in what chooses rows."""
+    statements = (("unit", 4), ("region of two", 0), ("parameter", 8), ("rows", 4))
+    program = Program(
+        ("plain",) * 5,
+        statements,
+        reentrant=False,
+        stages=2,
+        num_microbatches=1,
+        split_backward=False,
+        folded=False,
+    )
+    assert outcome_of(program) == "equal"
