@@ -9,7 +9,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,6 +53,11 @@ class Rules:
     doubted: frozenset[str] = frozenset()
     idle: frozenset[str] = frozenset()
 
+    def with_idle(self, labels: set[str]) -> "Rules":
+        """The same where some places were left as they were, if `same` is all that is known of them."""
+        idle = frozenset(label for label in labels if self.by_place[label] is same)
+        return replace(self, by_place={**self.by_place, **dict.fromkeys(idle, usual)}, idle=idle)
+
 
 def rules_of(
     effects: Sequence[Effect],
@@ -88,7 +93,6 @@ def rules_of(
         if alike and all(_is_finite(trial[:4]) for trial in own):
             rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
             if rule is same and _is_idle(run.start(effect), own):
-                rule = usual
                 idle.add(label)
             found[label] = rule or unmerged
             without |= {label} if rule is None else set()
@@ -114,18 +118,18 @@ def rules_of(
     if computed and without and question.given is not None and not question.really:
         wait = waiting(run, question, without | in_order, trials[0][0][3])
     if wait.can:
-        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {}, idle=frozenset(idle))
+        return Rules({**found, **dict.fromkeys(without | in_order, at_end)}, {}).with_idle(idle)
     if without & in_order:
         found |= dict.fromkeys(in_order, CHAINED)
     if not computed:
         readers = _readers(run, question, trials[0][0][0], other, found)
         found |= dict.fromkeys(readers, CHAINED)
         doubted = {label for label in without if readers and found[label] is CHAINED}
-        return Rules(found, readers, frozenset(doubted), frozenset(idle))
+        return Rules(found, readers, frozenset(doubted)).with_idle(idle)
     chained = {label: rule for label, rule in found.items() if rule == CHAINED}
     early = _readers(run, question, trials[0][0][0], other, chained) if chained else {}
     doubted = {*early, *(without if wait.is_read else ())}
-    return Rules(found, {}, frozenset(doubted), frozenset(idle))
+    return Rules(found, {}, frozenset(doubted)).with_idle(idle)
 
 
 def _is_idle(start: Any, trials: list[Trial]) -> bool:

@@ -446,8 +446,9 @@ class LeftBehind:
     ) -> None:  # fmt: skip
         """Find the rules of places that the batches before have left as they were, if this one does not."""
         labels = self._idle.get(trace.step, set())
-        effects = [e for e in trace.effects if e.place.label in labels and not is_absent(e)]
-        if not effects or self._tries[trace.step] >= _MOST_TRIES:
+        here = [e for e in trace.effects if not is_absent(e)]
+        effects = [e for e in here if self._has_last_stage or not e.from_units]
+        if not labels & {e.place.label for e in effects} or self._tries[trace.step] >= _MOST_TRIES:
             return
         self._tries[trace.step] += 1
         start = StartRows([], sum(sizes))
@@ -457,7 +458,7 @@ class LeftBehind:
         except Exception as error:  # the user's code, on made-up values
             _log.debug("%s does not run on made-up values: %s", trace.step, error)
             return
-        known = {label: rule for label, rule in found.by_place.items() if label not in found.idle}
+        known = {label: found.by_place[label] for label in labels - found.idle if label in found.by_place}
         self._rules[trace.step].update(known)
         labels -= known.keys()
 
