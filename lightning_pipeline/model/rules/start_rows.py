@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.model.rules.rows import Rows
 from lightning_pipeline.model.tensors import flatten, is_placeholder, unflatten
@@ -81,6 +81,8 @@ def picked(rows: Rows, value: Any, pieces: Pieces) -> Any:
 
 
 def _guesses(value: Any, total: int) -> list[Rows]:
+    if isinstance(value, nn.Parameter):  # as large as the batch by chance
+        return []
     tensors: list[Tensor] = flatten(value)[0] if isinstance(value, Tensor | list | tuple | dict) else []
     if not tensors or any(map(is_placeholder, tensors)):
         return []

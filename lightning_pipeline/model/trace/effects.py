@@ -210,6 +210,9 @@ class EffectsSeen:
             effect.retains = any(tensor.retains_grad for tensor in tensors)
         if effect.from_units:
             self._observed.tail_read(tensors)
+        else:  # every stage does it by itself
+            tags = self._observed.tags.union(tensors)
+            self._observed.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
         effect.read_at = self._read.get(effect.place.identity)
         self._observed.trace.effects.append(effect)
 

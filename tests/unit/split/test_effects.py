@@ -130,6 +130,26 @@ class SetAnew(Net):
         return self.seen, self.outs, self.first
 
 
+class ByAWeight(Net):
+    """Averages of what a weight between units has a part in, which only the first stage computes with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+        self.register_buffer("average", torch.zeros(WIDTH, dtype=torch.float64))
+        self.register_buffer("bound_anew", torch.zeros(WIDTH, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        h = batch["x"] + self.shift
+        made = h.detach().mean(0)
+        self.average.mul_(0.9).add_(0.1 * made)
+        self.bound_anew = 0.9 * self.bound_anew + 0.1 * made
+        return self.loss(self.body(self.emb(h)), batch)
+
+    def left(self):
+        return self.average, self.bound_anew
+
+
 class Lazy(Net):
     """A mask, a flag and a table made at first use, before the model, in it and after it."""
 
@@ -407,7 +427,7 @@ class TensorsInContainers(Net):
 
 
 KINDS = [
-    TensorsInContainers, Counts, Containers, SetAnew, Lazy, EvalTarget, LeftInEval, Frozen, GradMode, TemporaryHook, AnnealedLayers,
+    TensorsInContainers, Counts, Containers, SetAnew, ByAWeight, Lazy, EvalTarget, LeftInEval, Frozen, GradMode, TemporaryHook, AnnealedLayers,
     Decayed, ByLoss, Carried, Iterators, IteratorsInContainers,
 ]  # fmt: skip
 
