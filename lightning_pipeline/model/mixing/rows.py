@@ -161,14 +161,12 @@ class Seen(Functions):
         elif not opaque:
             self._note_memory(args, result)
         opaque = opaque or any(id(one) in self._elsewhere for one in given)
-        opaque = opaque or any(id(one) in self._elsewhere for one in given)
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
-        unknown = opaque
-        if unknown:
+        if opaque:
             self._elsewhere.update((id(one), one) for one in tensors_in(result))
-        reads = unknown and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
+        reads = opaque and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
         numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
         asked = answer is not None and func in _NUMBERS
         read = args[0].detach().clone() if asked else None
@@ -418,12 +416,8 @@ def sums_of_parts(whole: Seen, parts: Sequence[Seen]) -> set[int]:
     return {
         place
         for place, (one, *own) in enumerate(calls)
-        if _add_up(one.result, [_own_number(one, part) for part in own])
+        if _add_up(one.result, [part.result if part.read is None else part.read for part in own])
     }
-
-
-def _own_number(whole: Called, part: Called) -> Any:
-    return part.result if whole.func not in _NUMBERS or part.read is None else part.read
 
 
 def goes_by_sizes(whole: Seen, parts: Sequence[Seen]) -> bool:

@@ -39,7 +39,55 @@ class _EndlessError(Exception):
     """A loop goes on for as long as made-up numbers say so."""
 
 
-class Rehearsal(Replay):
+class _DryRun(Replay):
+    """A run of a step in which no unit runs; code between units is answered as in the trace.
+
+    Args:
+        view: Of a stage.
+        seeds: Of the random draws.
+        guesses: Answers where a number is read.
+    """
+
+    def __init__(self, view: StageView, seeds: MicrobatchSeeds, guesses: Guesses) -> None:
+        super().__init__(view, 0, None, seeds)
+        self.is_last = False  # so that nothing is logged
+        self._guesses = guesses
+
+    def placeholder_operation(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
+    ) -> Any:
+        """Answer where a number is read, so that the run goes on, as the trace does."""
+        if func._schema.name in SCALAR_READS:
+            self._guessed()
+            found = self._guesses.answer(func, next(filter(is_placeholder, operands_of(args, kwargs))))
+            return self._number(found)
+        try:
+            result = super().placeholder_operation(func, args, kwargs, run)
+        except DynamicOutputShapeException:
+            self._guessed()
+            result = self._of_size(func, args, kwargs)
+            if result is None:
+                raise
+        self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
+        return result
+
+    def _guessed(self) -> None:
+        """A value of units is made up."""
+        self.remembered.goes_by_run()
+
+    def _number(self, found: Any) -> Any:
+        """What is given in the place of a number."""
+        return found
+
+    def _of_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What has as many rows as values say; None where nothing is known of it."""
+        return of_most(func, args, kwargs, self._view.mode.make)
+
+    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
+        return error
+
+
+class Rehearsal(_DryRun):
     """One run of a step in which every unit only says what shape its output has.
 
     Args:
@@ -58,11 +106,9 @@ class Rehearsal(Replay):
         observer: Observer,
         draws: Draws,
     ) -> None:
-        super().__init__(view, 0, None, seeds)
-        self.is_last = False  # so that nothing is logged
+        super().__init__(view, seeds, Guesses(holds=view.guesses_hold, fraction=observer.guess.number))
         self.follow, self._observer = observer.call, observer
         self._outputs, self._draws = outputs, draws
-        self._guesses = Guesses(holds=view.guesses_hold, fraction=observer.guess.number)
         self._host = seeds.host_place()
         self.rehearses = True  # what it logs is of the whole batch
 
@@ -108,33 +154,21 @@ class Rehearsal(Replay):
         self._draws.drawn(func, args, kwargs, result)
         return result
 
-    def placeholder_operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        """Answer where a number is read, so that the run goes on, as the trace does."""
-        if func._schema.name in SCALAR_READS:
-            self.remembered.goes_by_run()
-            self._observer.guess.made = True
-            if self._guesses.are_endless:
-                raise _EndlessError
-            found = self._guesses.answer(func, next(filter(is_placeholder, operands_of(args, kwargs))))
-            is_count = isinstance(found, int) and not isinstance(found, bool)
-            return found + self._observer.guess.more if is_count else found
-        try:
-            result = super().placeholder_operation(func, args, kwargs, run)
-        except DynamicOutputShapeException:
-            self.remembered.goes_by_run()
-            self._observer.guess.made = True
-            result = of_most(func, args, kwargs, self._of_some_size)
-            if result is None and func._schema.name == "aten::bincount":
-                result = self._counts_of(*args, **kwargs)
-            if result is None:
-                raise
-        self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
-        return result
+    def _guessed(self) -> None:
+        super()._guessed()
+        self._observer.guess.made = True
 
-    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
-        return error
+    def _number(self, found: Any) -> Any:
+        if self._guesses.are_endless:
+            raise _EndlessError
+        is_count = isinstance(found, int) and not isinstance(found, bool)
+        return found + self._observer.guess.more if is_count else found
+
+    def _of_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = of_most(func, args, kwargs, self._of_some_size)
+        if result is None and func._schema.name == "aten::bincount":
+            return self._counts_of(*args, **kwargs)
+        return result
 
     def _counts_of(self, value: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
         dtype = torch.int64 if weights is None else weights.dtype
@@ -151,7 +185,7 @@ class _NewWay(BaseException):
     """No known way goes on like this."""
 
 
-class Walk(Replay):
+class Walk(_DryRun):
     """One run of a step without any unit, to see which units it calls.
 
     Args:
@@ -166,12 +200,10 @@ class Walk(Replay):
         self, view: StageView, seeds: MicrobatchSeeds, routes: StepRoutes,
         fit: Callable[[Route, TensorSpec], TensorSpec], reads: Reads,
     ) -> None:  # fmt: skip
-        super().__init__(view, 0, None, seeds)
-        self.is_last = False  # so that nothing is logged
+        super().__init__(view, seeds, Guesses(holds=routes.base.trace.holds))
         self._node, self._depth, self._fit, self._reads = routes.start, 0, fit, reads
         self.follow, self._is_guess = self._note, False
         self.called = 0  # which functions were called between units, in order
-        self._guesses = Guesses(holds=routes.base.trace.holds)
 
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
@@ -201,27 +233,9 @@ class Walk(Replay):
             self._reads.note(func, result)
         return result
 
-    def placeholder_operation(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[], Any]
-    ) -> Any:
-        """Answer where a number is read, as the trace does: what is left behind after it counts, too."""
-        if func._schema.name in SCALAR_READS:
-            self.remembered.goes_by_run()
-            self._is_guess = True
-            return self._guesses.answer(func, next(operands_of(args, kwargs)))
-        try:
-            result = super().placeholder_operation(func, args, kwargs, run)
-        except DynamicOutputShapeException:
-            self.remembered.goes_by_run()
-            self._is_guess = True
-            result = of_most(func, args, kwargs, self._view.mode.make)
-            if result is None:
-                raise
-        self._guesses.note(func, operands_of(args, kwargs), operands_of((result,)))
-        return result
-
-    def _of_unknown_size(self, error: DynamicOutputShapeException) -> BaseException:
-        return error
+    def _guessed(self) -> None:
+        super()._guessed()
+        self._is_guess = True
 
     def _host_draws(self) -> str:
         return host_draws(Generators(self._view.root.modules())) if self._reads.collects else ""

@@ -432,12 +432,13 @@ def _with_numbers(index: Any, read: Callable[[Tensor], Any]) -> Any:
     """An index in which tensors that bound slices are numbers."""
     if isinstance(index, tuple):
         return tuple(_with_numbers(one, read) for one in index)
-    bounds = (index.start, index.stop, index.step) if type(index) is slice else ()
-    if not any(isinstance(one, Tensor) and not is_placeholder(one) for one in bounds):
+    if type(index) is not slice:
         return index
-    return slice(
-        *(read(one) if isinstance(one, Tensor) and not is_placeholder(one) else one for one in bounds)
+    bounds = (
+        read(one) if isinstance(one, Tensor) and not is_placeholder(one) else one
+        for one in (index.start, index.stop, index.step)
     )
+    return slice(*bounds)
 
 
 class Recomputation(GlueRun):

@@ -85,20 +85,21 @@ def rules_of(
     run = Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
     trials, again, observed = _trials(run, question)
     found: dict[str, Rule | None] = {}
-    without, idle = set(), set()
+    without = set()
     for effect in effects:
         label = effect.place.label
         own = [_trial(trial, label) for trial in trials]
         alike = all(equal(own[0].whole, drawn[label]) for drawn in again)
         if alike and all(_is_finite(trial[:4]) for trial in own):
             rule = rule_for(run.start(effect), own, merge, anew=label in run.anew or label in start.rules)
-            if rule is same and _is_idle(run.start(effect), own):
-                idle.add(label)
             found[label] = rule or unmerged
-            without |= {label} if rule is None else set()
+            if rule is None:
+                without.add(label)
         else:  # random, or no numbers at all
             found[label] = unmerged if effect.deep else usual
-    first = {e.place.label: (run.start(e), _trial(trials[0], e.place.label)) for e in effects}
+    labels = [effect.place.label for effect in effects]
+    idle = {one for one in labels if found[one] is same and _is_idle(run.start_of(one), trials, one)}
+    first = {one: (run.start_of(one), _trial(trials[0], one)) for one in labels}
     for label, (begin, trial) in _later(run, question, found, first).items():
         rule = found[label]
         if rule is not None and not goes_on(rule, begin, trial, merge):
@@ -132,9 +133,9 @@ def rules_of(
     return Rules(found, {}, frozenset(doubted)).with_idle(idle)
 
 
-def _is_idle(start: Any, trials: list[Trial]) -> bool:
+def _is_idle(start: Any, trials: list[Any], label: str) -> bool:
     """Whether nothing was left, whatever the values."""
-    return all(equal(left, start) for trial in trials for left in trial[:4])
+    return all(equal(left, start) for trial in trials for left in _trial(trial, label)[:4])
 
 
 def _trial(found: tuple[tuple[dict[str, Any], ...], tuple[int, int]], label: str) -> Trial:

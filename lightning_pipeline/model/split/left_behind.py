@@ -364,6 +364,7 @@ class LeftBehind:
             keeps: Whether those that are known hold on: the batch that shows more may not leave these behind.
         """
         self._glue_modules = []
+        self._idle.pop(step, None)
         self.in_units.forget(step)
         rules, doubtful = self._rules.pop(step, {}), self.doubtful.pop(step, [])
         if keeps and rules:
@@ -547,9 +548,8 @@ def _as_one(
     """Arguments of two micro-batches as one; an index of the batch is that of both, whatever its value."""
 
     def joined(value: Any, more: Any) -> Any:
-        return (
-            value if type(value) is int and value == more else merge_outputs([value, more], [first, second])
-        )
+        is_index = type(value) is int and value == more
+        return value if is_index else merge_outputs([value, more], [first, second])
 
     args = tuple(joined(*pair) for pair in zip(one[0], other[0], strict=True))
     return args, {key: joined(value, other[1][key]) for key, value in one[1].items()}

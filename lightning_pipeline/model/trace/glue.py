@@ -411,9 +411,6 @@ class MixingSeen:
             result: What it gave.
         """
         operands, results = list(operands_of(args, kwargs)), list(operands_of((result,)))
-        trace = self._observed.trace
-        if not trace.calls and any(tag.kind == "state" for tag in self._observed.tags.union(operands)):
-            trace.states_first = True
         if self._samples < 2:
             return
         if any(map(is_placeholder, (*operands, *results))):

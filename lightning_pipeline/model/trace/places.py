@@ -23,10 +23,10 @@ from lightning_pipeline.model.tensors import (
 )
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
-_SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
+_SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
 
 class Guard:
@@ -208,13 +208,13 @@ class Flags(Owner):
     """Which parameters require a gradient, by name."""
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__(vars(root), "requires_grad of ")
-        self._tensors = dict(root.named_parameters())
+        super().__init__({}, "requires_grad of ")
+        self._root, self._tensors = root, dict(root.named_parameters())
 
     @property
     def identity(self) -> int:
         """Equal for the flags of one module."""
-        return hash((Flags, id(self._entries)))
+        return hash((Flags, id(self._root)))
 
     def read(self) -> Mapping[Any, Any]:
         """All flags."""
@@ -229,8 +229,8 @@ class Memory(Owner):
     """Where the values of parameters are, by name: `weight.data = ...` moves them."""
 
     def __init__(self, root: nn.Module) -> None:
-        super().__init__(vars(root), "")
-        self._tensors = dict(root.named_parameters())
+        super().__init__({}, "")
+        self._root, self._tensors = root, dict(root.named_parameters())
         self._held = [
             tensor.untyped_storage() for tensor in self._tensors.values()
         ]  # no number is used twice
@@ -239,7 +239,7 @@ class Memory(Owner):
     @property
     def identity(self) -> int:
         """Equal for the memory of one module."""
-        return hash((Memory, id(self._entries)))
+        return hash((Memory, id(self._root)))
 
     def read(self) -> Mapping[Any, Any]:
         """The number of each memory."""
@@ -491,7 +491,7 @@ class Kept(NamedTuple):
         if isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
             if deep:
                 tensors.append((value, value.detach().clone(), value._version))
-            elif value.numel() <= _SMALL and not value.is_inference():
+            elif value.layout is torch.strided and value.numel() <= _SMALL and not value.is_inference():
                 beside = ((value, value.detach().clone(), value._version),)
         return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0, beside)
 

@@ -179,7 +179,6 @@ class Trace:
         hooked: Calls of units on whose outputs a hook on gradients was put, and how many calls came before.
         has_means: Whether values of units meet rows in which a mean over samples may be.
         by_sizes: Whether it reads whole numbers of the batch that are no counts, such as its greatest length.
-        states_first: Whether code before the first unit reads parameters, buffers or plain tensors.
     """
 
     root: nn.Module
@@ -236,7 +235,6 @@ class Trace:
     hooked: set[tuple[int, int]] = field(default_factory=set)
     has_means: bool = False
     by_sizes: bool = False
-    states_first: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -269,7 +267,6 @@ class Trace:
         self.hooked |= other.hooked
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
-        self.states_first |= other.states_first
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
 
@@ -278,7 +275,6 @@ class Trace:
         self.mixed = {**other.mixed, **self.mixed}
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
-        self.states_first |= other.states_first
         self.reads_values |= other.reads_values
         self.draws_unseen |= other.draws_unseen
         self.checkpointed |= other.checkpointed
