@@ -67,6 +67,7 @@ def rules_of(
     merge: Merge,
     quiet: Callable[[], AbstractContextManager[Any]],
     start: StartRows,
+    aside: Sequence[Effect],
 ) -> Rules:
     """How what stands in each place after the micro-batches becomes what the batch leaves.
 
@@ -78,11 +79,12 @@ def rules_of(
         merge: Merges one value per micro-batch.
         quiet: Lets logs and metrics do nothing, and keeps random states.
         start: What the batch begins with and may have to be cut.
+        aside: What else the step changes here, which another rank puts together.
 
     Raises:
         Exception: Whatever the step raises on made-up values.
     """
-    run = Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)))
+    run = Runs(effects, function, patches, quiet, lambda batch: start.of(question.pieces(batch)), aside)
     trials, again, observed = _trials(run, question)
     found: dict[str, Rule | None] = {}
     without = set()

@@ -64,6 +64,15 @@ class Question:
 class Runs:
     """Runs of the step, each from where things stand now.
 
+    Args:
+        effects: What is asked for.
+        function: The user's step.
+        patches: The units' `forward`.
+        quiet: Lets logs and metrics do nothing, and keeps random states.
+        begin: Lets what the batch begins with be that of some arguments.
+        aside: What else the step changes here, of values that this rank may not have: each run begins as the
+            batch did.
+
     Attributes:
         anew: Labels of places in which another object stood after a run.
         observed: What the last run computed.
@@ -73,8 +82,9 @@ class Runs:
 
     def __init__(
         self, effects: Sequence[Effect], function: Any, patches: UnitPatches, quiet: Any,
-        begin: Callable[[Arguments], AbstractContextManager[None]],
+        begin: Callable[[Arguments], AbstractContextManager[None]], aside: Sequence[Effect] = (),
     ) -> None:  # fmt: skip
+        self._aside = [(effect.place, Kept.of(effect.place.get(), deep=effect.deep)) for effect in aside]
         self._effects, self._function, self._patches, self._quiet = effects, function, patches, quiet
         self._start = {e.place.label: Kept.of(e.place.get(), deep=e.deep) for e in effects}
         self._begin = begin
@@ -120,6 +130,7 @@ class Runs:
                     if carried is not None and effect.place.label in carried:
                         _put(effect, _renewed(carried[effect.place.label]))
                 for (args, kwargs), values in parts:
+                    self._put_aside_back()
                     self._patches.runner = runner = values.again(self._patches.originals)
                     copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
                     result = self._function(*copied[0], **copied[1])
@@ -129,6 +140,11 @@ class Runs:
                 self._patches.runner = None
                 for effect in self._effects:
                     self._start[effect.place.label].give_back(effect.place)
+                self._put_aside_back()
+
+    def _put_aside_back(self) -> None:
+        for place, kept in self._aside:
+            kept.give_back(place)
 
     def _logged(self, given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
         args, kwargs = given

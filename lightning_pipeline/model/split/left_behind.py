@@ -526,8 +526,11 @@ class LeftBehind:
         function, trace = step_function(self._root, asked.whole[1].step), asked.whole[1]
         if self._as_one:
             asked = replace(asked, given=values_at_end(trace) if self._has_last_stage else frozenset())
-        with self._left_as_it_is(effects):
-            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start)
+        known = {effect.place.identity for effect in effects}
+        aside = [e for e in trace.effects if e.from_units and e.place.identity not in known]
+        aside = [] if self._has_last_stage else [e for e in aside if not is_absent(e)]
+        with self._left_as_it_is([*effects, *aside]):
+            return rules_of(effects, asked, function, self._patches, merge, self._quiet, start, aside)
 
     @contextmanager
     def _left_as_it_is(self, effects: Sequence[Effect]) -> Iterator[None]:
