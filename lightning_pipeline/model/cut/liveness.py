@@ -1,6 +1,6 @@
 """Which values each boundary message carries, and which stages need which parameter."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -94,18 +94,28 @@ def stages_of_states(
     states = [*root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)]
     for name, tensor in states:
         groups.setdefault(id(tensor), []).append(name)
-    result: dict[str, tuple[int, ...]] = {}
+    held: dict[str, set[int]] = {}  # the same set under each name of a tensor
     for names in groups.values():
         stages = set().union(*(readers.get(name, set()) for name in names))
         stages |= {stage_of[trace.state_units[name]] for name in names if name in trace.state_units}
         if any(name in buffers and name not in trace.state_units for name in names):
             stages = set(range(num_stages))
-        result.update(dict.fromkeys(names, tuple(sorted(stages or {num_stages - 1}))))
-    return result
+        held.update(dict.fromkeys(names, stages or {num_stages - 1}))
+    _with_what_they_are_made_of(held, trace)
+    return {name: tuple(sorted(stages)) for name, stages in held.items()}
 
 
-def states_by_stage(trace: Trace, stage_of: Sequence[int], num_stages: int) -> dict[str, set[int]]:
-    """The stages on which each parameter or buffer is read."""
+def states_by_stage(
+    trace: Trace, stage_of: Sequence[int], num_stages: int, held: Mapping[str, Iterable[int]] | None = None
+) -> dict[str, set[int]]:
+    """The stages on which each parameter or buffer is read.
+
+    Args:
+        trace: Of the step.
+        stage_of: The stage of each unit.
+        num_stages: How many there are.
+        held: By name, stages that have it, where that is known: what it is made of is read there too.
+    """
     readers: dict[str, set[int]] = {}
     for call in trace.calls:
         for tag in call.reads:
@@ -116,7 +126,23 @@ def states_by_stage(trace: Trace, stage_of: Sequence[int], num_stages: int) -> d
             readers.setdefault(tag.name, set()).add(num_stages - 1)
     for name in trace.everywhere:
         readers.setdefault(name, set()).update(range(num_stages))
+    if held is not None and trace.made_of:
+        _with_what_they_are_made_of({name: readers.setdefault(name, set()) for name in held}, trace, held)
     return readers
+
+
+def _with_what_they_are_made_of(
+    stages: dict[str, set[int]], trace: Trace, held: Mapping[str, Iterable[int]] | None = None
+) -> None:
+    """Let weights that a step makes anew have beside them what it makes them of."""
+    pairs = [(name, other) for name, others in trace.made_of.items() for other in others & stages.keys()]
+    grown = True
+    while grown:
+        grown = False
+        for name, other in pairs:
+            missing = {*stages.get(name, ()), *(held or {}).get(name, ())} - stages[other]
+            stages[other] |= missing
+            grown |= bool(missing)
 
 
 def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:

@@ -438,7 +438,7 @@ class RouteFinder:
         wrong = backward_edges(trace, stage_of)
         if wrong:
             reason = f"the output of {wrong[0][0]!r} flows into {wrong[0][1]!r}, on an earlier stage"
-        for name, stages in states_by_stage(trace, stage_of, self._cut.num_stages).items():
+        for name, stages in states_by_stage(trace, stage_of, self._cut.num_stages, self._needed).items():
             if not stages <= set(self._needed.get(name, stages)):
                 reason = f"{name!r} is used on a stage that does not hold it"
         if reason:

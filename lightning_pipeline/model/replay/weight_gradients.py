@@ -123,6 +123,14 @@ def _cast_to(tensor: Tensor | None, dtype: torch.dtype | None) -> Any:
     return tensor if tensor is None or dtype is None else tensor.to(dtype)
 
 
+def _as_saved(parameter: Tensor, saved: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """A weight with the values that its forward kept, in the graph where a backward makes one."""
+    if not torch.is_grad_enabled():
+        return saved
+    now: Tensor = _cast_to(parameter, dtype)
+    return now if now.data_ptr() == saved.data_ptr() else saved.detach() + (now - now.detach())
+
+
 def _without_graph(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The values alone: what waits for W would else keep the graph, and with it what the stage was sent."""
     return [tensor.detach() for tensor in tensors]
@@ -137,7 +145,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.parameters, ctx.queue, ctx.dtype = (weight, bias), queue, dtype
         cast = _cast_to(weight, dtype)
-        ctx.save_for_backward(x, cast)
+        ctx.save_for_backward(x, cast.detach())  # torch keeps a view: `.data = ...` leaves it where it was
         return plain_linear(x, cast, _cast_to(bias, dtype))
 
     @staticmethod
@@ -146,7 +154,8 @@ class _Linear(torch.autograd.Function):
         parameter, bias = ctx.parameters
         flat = gradient.reshape(-1, gradient.shape[-1])
         if not ctx.queue.waits(parameter, bias):
-            x, weight = ctx.saved_tensors[0], _cast_to(parameter, ctx.dtype)
+            x, kept = ctx.saved_tensors
+            weight = _as_saved(parameter, kept, ctx.dtype)
             of_weight = flat.t().mm(x.reshape(-1, x.shape[-1])).to(parameter.dtype)
             of_bias = None if bias is None else flat.sum(0).to(bias.dtype)
             return flat.mm(weight).view(x.shape), of_weight, of_bias, None, None
@@ -174,7 +183,8 @@ class _Addmm(torch.autograd.Function):
         (gradient,) = gradients
         parameter, bias = ctx.parameters
         if not ctx.queue.waits(parameter, bias):
-            x, weight = ctx.saved_tensors[0], _cast_to(parameter, ctx.dtype)
+            x, kept = ctx.saved_tensors
+            weight = _as_saved(parameter, kept, ctx.dtype)
             of_weight = x.t().mm(gradient).to(parameter.dtype)
             return gradient.sum(0).to(bias.dtype), gradient.mm(weight.t()), of_weight, None, None
         x, weight = _without_graph(ctx.saved_tensors)
@@ -202,7 +212,7 @@ class _Convolution(torch.autograd.Function):
         sizes, options = None if bias is None else list(bias.shape), ctx.options
         waits = ctx.queue.waits(parameter, bias)
         saved = ctx.saved_tensors
-        x, weight = _without_graph(saved) if waits else (saved[0], _cast_to(parameter, ctx.dtype))
+        x, weight = _without_graph(saved) if waits else (saved[0], _as_saved(parameter, saved[1], ctx.dtype))
 
         def part(*mask: bool) -> Any:
             return torch.ops.aten.convolution_backward(gradient, x, weight, sizes, *options, list(mask))

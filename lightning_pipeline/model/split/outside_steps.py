@@ -117,7 +117,7 @@ class OutsideSteps:
         traced when it comes, and the module is cut by then.
         """
         needed = self._residence.needed
-        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages)
+        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages, held=needed)
         parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
         found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
         return {name: stages for name, stages in found.items() if stages}

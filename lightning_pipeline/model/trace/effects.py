@@ -30,6 +30,9 @@ class EffectsSeen:
         observed: The step.
         glue: Tells what is written between units.
         others: What the step may change beside the module.
+
+    Attributes:
+        made_where_held: After `note`, weights that are written after units, and of no value of theirs.
     """
 
     def __init__(self, observed: Observation, glue: Glue, others: Sequence[Owner]) -> None:
@@ -43,6 +46,9 @@ class EffectsSeen:
         self._read: dict[tuple[int, Any], int] = {}
         self._standing: dict[tuple[int, Any], Place] = {}
         self._read_between: set[tuple[int, Any]] = set()
+        self._doubted: set[str] = set()  # weights that got other memory where values of units were known
+        self._weights: set[str] = set()
+        self.made_where_held: set[str] = set()
         self._held: dict[int, Place] = {}  # tensors that no module has as its own, by their memory
 
     def start(self) -> None:
@@ -149,6 +155,9 @@ class EffectsSeen:
         """Write what was seen into the trace, after the step."""
         trace, observed = self._observed.trace, self._observed
         states = {name: _state_place(observed.root, name) for name in self._written()}
+        self._doubted = {
+            e.place.key for e in self._found.values() if type(e.place.owner) is Memory and e.from_units
+        }
         self._positions = {
             effect.place.key if type(effect.place.owner) is Memory else effect.place.label: effect.positions
             for effect in self._found.values()
@@ -159,6 +168,7 @@ class EffectsSeen:
             number = self._numbers.get(effect.place.owner.identity, -1)
             if type(effect.place.owner) is not Memory and (number, effect.place.key) not in trace.transient:
                 self._take(effect)
+        self._weights = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
         for name, place in states.items():
             self._take(self._state_effect(name, place))
         read = [self._standing[key] for key in self._read if key in self._read_between]
@@ -175,7 +185,7 @@ class EffectsSeen:
             for _, place in trace.unit_attributes
             if type(value := place.get()) in (bool, int, float, str)
         }
-        own = {name for name, _ in observed.root.named_parameters(remove_duplicate=False)}
+        own = self._weights
         unseen = set(self._buffers) if observed.ended_early else set()
         late = unseen | {
             effect.place.label
@@ -210,9 +220,12 @@ class EffectsSeen:
             effect.retains = any(tensor.retains_grad for tensor in tensors)
         if effect.from_units:
             self._observed.tail_read(tensors)
-        else:  # every stage does it by itself
+        else:  # every stage does it by itself: all of them, or those that have the weight
             tags = self._observed.tags.union(tensors)
-            self._observed.trace.everywhere |= {tag.name for tag in tags if tag.kind == "state"}
+            trace, label = self._observed.trace, effect.place.label
+            names = {tag.name for tag in tags if tag.kind == "state"}
+            made = effect.deep and (label in self._weights or label in trace.state_units)
+            (trace.made_of.setdefault(label, set()) if made else trace.everywhere).update(names - {label})
         effect.read_at = self._read.get(effect.place.identity)
         self._observed.trace.effects.append(effect)
 
@@ -229,6 +242,12 @@ class EffectsSeen:
         glue = self._glue
         positions = glue.write_positions.get(name, set()) | self._positions.get(name, set())
         late = name in glue.written_states or any(position > 0 for position in positions)
+        if (
+            late and name in self._weights
+        ):  # each stage that has a weight can make of it what no unit has part in
+            late = name in glue.computed or name in self._doubted or self._is_computed(place.get())
+            if not late:
+                self.made_where_held.add(name)
         return Effect(place, positions or {0}, from_units=late or self._observed.ended_early, deep=True)
 
     def _comes_from_units(self, tensor: Tensor) -> bool:

@@ -13,7 +13,6 @@ from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatch
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS
 from lightning_pipeline.model.tensors import (
-    SET_DATA,
     Tag,
     TagStore,
     TensorSpec,
@@ -64,6 +63,7 @@ class Glue:
         divided_line: Likewise, beyond whether they are finite: parts of a batch may go different ways.
         steering: What the numbers come from that the code reads: all that runs later may depend on these.
         written_states: Parameters and buffers that glue writes, by name.
+        computed: Those of them whose values may come from units.
         draws: Whether a function runs that is known to draw random numbers.
     """
 
@@ -72,6 +72,7 @@ class Glue:
         self.unknown_line, self.divided_line, self.draws = "", "", False
         self.steering: set[Tag] = set()
         self.written_states: dict[str, Tensor] = {}
+        self.computed: set[str] = set()
         self.write_positions: dict[str, set[int]] = {}  # by name, how many units had been called
         self.moved: set[str] = set()  # parameters whose memory is another one after the step
         self.mixing = MixingSeen(observed)
@@ -186,6 +187,8 @@ class Glue:
                 self._restores.append((tensor, tensor.detach().clone()))
             self._seen_states.add(name)
             self.write_positions.setdefault(name, set()).add(len(self._observed.trace.calls))
+            if faked or self.unknown_line:
+                self.computed.add(name)
             if faked or self._observed.trace.calls:  # before any unit, every stage does the same
                 self.written_states.setdefault(name, tensor)
 
@@ -253,12 +256,6 @@ class Glue:
             self.divided_line = user_line(self._observed.root)
         self.steering |= self._observed.tags.union(operands)
         self._observed.trace.tail |= self.steering
-
-    def data_set(self, state: Tensor, value: Tensor) -> None:
-        """A weight is given another's values: the last stage, which has these at the end, needs it too."""
-        own, given = (set(self._observed.tags.of(tensor)) for tensor in (state, value))
-        if given - own:
-            self._observed.trace.tail |= own | given
 
     def hook_registered(self, tensor: Tensor) -> None:
         """A gradient hook was put on a tensor between units."""
@@ -339,8 +336,6 @@ class GlueFunctions(TorchFunctionMode):
                         "on it there, under any schedule",
                         observed.root,
                     )
-            elif func == SET_DATA:
-                self._glue.data_set(*args)
             elif func is Tensor.register_hook:
                 self._glue.hook_registered(args[0])
             elif is_tensor_read(func) and not is_placeholder(args[0]):

@@ -126,6 +126,8 @@ class Trace:
         calls: Their calls in order.
         tail: What the end of the step depends on: loss, logs, metrics, what is returned or kept.
         everywhere: Parameters and buffers whose values steer the code, needed on every stage.
+        made_of: For parameters, and buffers of units, that a step makes anew where they are held, by name:
+            those that are needed there.
         mutated: Values (call, leaf) that code between the units changes in place.
         together: Groups of units that must share a stage, with the reason.
         effects: What the code between the units leaves behind or puts back: attributes, modes, hooks, states.
@@ -187,6 +189,7 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     tail: set[Tag] = field(default_factory=set)
     everywhere: set[str] = field(default_factory=set)
+    made_of: dict[str, set[str]] = field(default_factory=dict)
     mutated: set[tuple[int, int]] = field(default_factory=set)
     together: list[tuple[frozenset[int], str]] = field(default_factory=list)
     effects: list[Effect] = field(default_factory=list)
@@ -252,6 +255,8 @@ class Trace:
         self.tail |= other.tail
         self.result |= other.result
         self.everywhere |= other.everywhere
+        for name, names in other.made_of.items():
+            self.made_of.setdefault(name, set()).update(names)
         self.mutated |= other.mutated
         self.written_in_units |= other.written_in_units
         self.written_states = sorted({*self.written_states, *other.written_states})

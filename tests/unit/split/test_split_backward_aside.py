@@ -154,3 +154,51 @@ def test_weights_that_glue_uses_too_are_trained_by_both():
     assert_works(Twice, batch_of())
     module = seeded(Twice)
     assert_same(piped(module, batch_of(), split_backward=True), alone(module, batch_of()))
+
+
+class Plain(Layer):
+    forward = Layer.layers
+
+
+class MovedAfterwards(Net):
+    """Weights get other memory after the forward that uses them: a linear layer's backward has the old one."""
+
+    def __init__(self):
+        super().__init__(Plain)
+
+    def training_step(self, batch, batch_idx):
+        h = self.layers[0](self.emb(batch["x"]))
+        loss = self.loss(self.body(h), batch)
+        for weight in (self.emb.weight, *self.layers[0].parameters()):
+            weight.data = weight.data * 0.5
+        return loss
+
+
+class MovedAfterwardsWithHooks(MovedAfterwards):
+    def __init__(self):
+        super().__init__()
+        for weight in self.layers.parameters():
+            weight.register_hook(lambda gradient: gradient * 0.9)
+
+
+class MovedBetween(Layer):
+    """Between a forward and the gradient of it, of which a second one is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = self.energy(x)
+        before = [weight.data for weight in self.parameters()]
+        for weight in self.parameters():
+            weight.data = weight.data * 0.5
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        for weight, values in zip(self.parameters(), before, strict=True):
+            weight.data = values
+        return self.layers(x) + force
+
+
+@pytest.mark.parametrize("kind", [MovedAfterwards, MovedAfterwardsWithHooks, lambda: Net(MovedBetween)])
+def test_a_backward_has_the_weights_that_torch_keeps(kind: Callable[[], Any]) -> None:
+    module = seeded(kind)
+    expected = alone(module, batch_of(), num_microbatches=1)
+    assert_same(piped(module, batch_of(), 2, 1, split_backward=True), expected)
+    expected = piped(module, batch_of(), 1, 2)  # each micro-batch begins with the weights of the batch
+    assert_same(piped(module, batch_of(), 2, 2, split_backward=True), expected)
