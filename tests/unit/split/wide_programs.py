@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_pipeline.errors import PipelineError
+from lightning_pipeline.errors import PipelineError, PlaceholderError
 from tests.unit.split.pipe import Outcome, alone, assert_same, assert_whole, piped
 from tests.unit.split.programs import DRAWING, UNITS, WIDTH, Program, Step, Unit, _State
 
@@ -363,7 +363,10 @@ def wide_outcome_of(program: WideProgram) -> str:
     except PipelineError as error:
         return f"refused: {error}"
     assert_same(found, expected)
-    _assert_left_alike(found, expected)
+    try:
+        _assert_left_alike(found, expected)
+    except PlaceholderError as error:  # it says that it cannot be what one device has
+        return f"refused: {error}"
     return "equal"
 
 
