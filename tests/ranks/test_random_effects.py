@@ -93,3 +93,9 @@ def test_what_the_first_batches_leave_as_it_was_is_tried_out_later(ranks: Ranks)
     several = [{"stages": 2, "num_microbatches": 2, "schedule": "ZBH1"}, {"stages": 2, "num_microbatches": 4}]
     programs = [Program((added, emptied), several[0], 4, False), Program((more,), several[1], 3, False)]
     assert outcomes_of(programs, ranks(2)) == ["equal"] * 2
+
+
+def test_a_number_of_a_class_that_a_later_batch_changes_is_warned_of(ranks: Ranks) -> None:
+    """No run of the step without values changes it, as the batch that does so decides by what units give."""
+    (end,) = outcomes_of([random_effects(589)], ranks(2))
+    assert end.startswith("warned: training_step has changed 'Made.total' on the last stage alone")
