@@ -242,13 +242,15 @@ class EffectsSeen:
         glue = self._glue
         positions = glue.write_positions.get(name, set()) | self._positions.get(name, set())
         late = name in glue.written_states or any(position > 0 for position in positions)
-        if (
-            late and name in self._weights
-        ):  # each stage that has a weight can make of it what no unit has part in
-            late = name in glue.computed or name in self._doubted or self._is_computed(place.get())
-            if not late:
-                self.made_where_held.add(name)
-        return Effect(place, positions or {0}, from_units=late or self._observed.ended_early, deep=True)
+        late |= self._observed.ended_early
+        if late and name in self._weights and not self._may_be_computed(name, place):
+            late = False  # each stage that has a weight can make of it what no unit has part in
+            self.made_where_held.add(name)
+        return Effect(place, positions or {0}, from_units=late, deep=True)
+
+    def _may_be_computed(self, name: str, place: Place) -> bool:
+        unseen = self._observed.ended_early or name in self._doubted
+        return unseen or name in self._glue.computed or self._is_computed(place.get())
 
     def _comes_from_units(self, tensor: Tensor) -> bool:
         observed = self._observed

@@ -359,7 +359,9 @@ class Tracer:
 
     def _check_written_states(self) -> None:
         self.trace.written_states = self.glue.all_written
-        for name in self.glue.written_states.keys() - self.effects.made_where_held:
+        for name in sorted(
+            self.glue.written_states.keys() - self.effects.made_where_held
+        ):  # alike on all ranks
             readers = [call for call in self.trace.calls if Tag("state", name=name) in call.reads]
             if self.trace.step == "training_step" and readers:
                 units = frozenset(call.unit for call in readers)
