@@ -11,6 +11,7 @@ from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
 from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
+from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
 from lightning_pipeline.model.rehearsal.routes import Reads, RouteFinder
 from lightning_pipeline.model.replay import Told
 from lightning_pipeline.model.state import Apart
@@ -46,6 +47,7 @@ class Rehearsals:
         mixed: Gives micro-batches their part of what a step mixes.
         divisors: Follows what one device divides by.
         as_one: Looks at some batches as one.
+        values: Tries whether samples of values of units are mixed.
     """
 
     def __init__(
@@ -72,3 +74,4 @@ class Rehearsals:
             root, last, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
         )
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
+        self.values = MixedValues(root, patches, apart, quiet)

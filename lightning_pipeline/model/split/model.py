@@ -145,6 +145,7 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
+        self._mixed_values = rehearsals.values
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -314,6 +315,10 @@ class SplitModel(OutsideSteps):
         end = len(trace.calls) + (self._over_batch is None)  # what comes last may run once for the batch
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
 
+    def mixed_values(self, step: str) -> dict[str, str]:
+        """Lines at which it mixes samples of what units gave, on the last stage, and by which function."""
+        return self._mixed_values.lines.get(step, {})
+
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""
         return len(sizes) > 1 and self._end < self.num_stages and self._mixing.mends(trace, sizes)
@@ -395,6 +400,9 @@ class SplitModel(OutsideSteps):
             program.state = self._state
             program.unit_state = self.in_units.state(trace, program.index, sizes)
         self._total = sum(sizes)
+        if at_once is not None and self.has_last_stage and len(microbatches) > 1:
+            with self._left_behind.begun(None, sizes):
+                self._mixed_values.look(self._step, at_once, sizes, as_one)
         if self._over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
             later = self._over_batch.begin(self._step, at_once, self._finder, self._state)

@@ -181,6 +181,7 @@ class Trace:
         hooked: Calls of units on whose outputs a hook on gradients was put, and how many calls came before.
         has_means: Whether values of units meet rows in which a mean over samples may be.
         by_sizes: Whether it reads whole numbers of the batch that are no counts, such as its greatest length.
+        may_mix_values: Whether an operation that may mix samples meets values of units before another unit.
     """
 
     root: nn.Module
@@ -238,6 +239,7 @@ class Trace:
     hooked: set[tuple[int, int]] = field(default_factory=set)
     has_means: bool = False
     by_sizes: bool = False
+    may_mix_values: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -272,6 +274,7 @@ class Trace:
         self.hooked |= other.hooked
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
+        self.may_mix_values |= other.may_mix_values
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
 
@@ -280,6 +283,7 @@ class Trace:
         self.mixed = {**other.mixed, **self.mixed}
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
+        self.may_mix_values |= other.may_mix_values
         self.reads_values |= other.reads_values
         self.draws_unseen |= other.draws_unseen
         self.checkpointed |= other.checkpointed
