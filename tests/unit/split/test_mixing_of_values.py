@@ -1,4 +1,4 @@
-"""Samples of what layers gave, which a step mixes before another layer: each micro-batch has its own."""
+"""Samples of what layers gave that a step mixes before another layer, and what it counts of a batch."""
 
 import warnings
 
@@ -70,9 +70,9 @@ class Mixes(Regression):
         return nn.functional.mse_loss(self.net[3:](h), batch[1])
 
 
-def fitted(function, pipeline):
+def fitted(function, pipeline, make=Mixes):
     return fit(
-        pipeline, lambda: Mixes(function), max_epochs=1, limit_train_batches=2, limit_val_batches=0,
+        pipeline, lambda: make(function), max_epochs=1, limit_train_batches=2, limit_val_batches=0,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
 
@@ -89,3 +89,38 @@ def test_a_step_that_keeps_what_layers_gave_apart_is_not(name):
         warnings.filterwarnings("error", message=".*mixes")
         found = fitted(APART[name], STAGED)
     assert_same(found, fitted(APART[name], None))
+
+
+class Counts(Mixes):
+    """Before its layers, between them, or both."""
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.mse_loss(self.function(self.net, batch[0]), batch[1])
+
+
+OF_THE_BATCH = {
+    "len": lambda net, x: net(x / len(x)),
+    "unbind": lambda net, x: net(x + len(x.unbind())),
+    "list": lambda net, x: net(x * sum(1 for _ in x)),
+    "a tensor": lambda net, x: net[3:](net[:3](x) * torch.tensor(1.0 * len(x.unbind())).double()),
+}
+OF_A_MICRO_BATCH = {
+    "between": lambda net, x: net[3:](net[:3](x) / len(x.unbind())),
+    "of numbers": lambda net, x: net[3:](net[:3](x) / len(x[:, 0].tolist())),
+    "of an array": lambda net, x: net[3:](net[:3](x) / len(x.numpy())),
+    "after a draw": lambda net, x: net[3:](nn.functional.dropout(net[:3](x), 0.0) ** len(list(x))),
+}
+
+
+@pytest.mark.parametrize("name", OF_THE_BATCH)
+def test_what_a_layer_is_given_by_a_count_of_samples_is_one_devices(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*mixes")
+        found = fitted(OF_THE_BATCH[name], STAGED, Counts)
+    assert_same(found, fitted(OF_THE_BATCH[name], None, Counts))
+
+
+@pytest.mark.parametrize("name", OF_A_MICRO_BATCH)
+def test_a_count_of_samples_in_python_that_scales_what_a_layer_gave_is_warned_of(name):
+    with pytest.warns(UserWarning, match=r"goes by a number of all of them.*test_mixing_of_values.py"):
+        fitted(OF_A_MICRO_BATCH[name], STAGED, Counts)
