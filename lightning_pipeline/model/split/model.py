@@ -142,10 +142,11 @@ class SplitModel(OutsideSteps):
             traced=self.known.traced, traced_like=self.known.traced_like,
             apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
             forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
+            stage_of=self._stage_of, stages=stages,
         )  # fmt: skip
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
-        self._mixed_values = rehearsals.values
+        self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -396,8 +397,9 @@ class SplitModel(OutsideSteps):
             as_one,
             self._step.left_by_batch,
         )
+        starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self._programs.values():
-            program.state = self._state
+            program.state, program.starts = self._state, starts.get(program.index)
             program.unit_state = self.in_units.state(trace, program.index, sizes)
         self._total = sum(sizes)
         if at_once is not None and self.has_last_stage and len(microbatches) > 1:

@@ -207,7 +207,10 @@ class Glue:
         for tensor in written_tensors(func, args, kwargs):
             real = self._observed.origin(tensor)
             name = self._observed.states.get(storage_key(real))
-            if name is None or not real.is_floating_point():
+            if name is None:
+                continue
+            self._observed.trace.buffers_written.add(name)
+            if not real.is_floating_point():
                 continue
             if name not in self._observed.trace.written_in_units and not (
                 is_placeholder(real) or real.is_meta

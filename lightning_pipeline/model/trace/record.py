@@ -138,6 +138,7 @@ class Trace:
         arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
         written_in_units: Parameters and buffers that units change in place, without those of batch norms.
+        buffers_written: Buffers, of whole numbers too, that units change in place.
         late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
@@ -201,6 +202,7 @@ class Trace:
     arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)
     written_in_units: set[str] = field(default_factory=set)
+    buffers_written: set[str] = field(default_factory=set)
     late_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
@@ -261,6 +263,7 @@ class Trace:
             self.made_of.setdefault(name, set()).update(names)
         self.mutated |= other.mutated
         self.written_in_units |= other.written_in_units
+        self.buffers_written |= other.buffers_written
         self.written_states = sorted({*self.written_states, *other.written_states})
         self.late_states = sorted({*self.late_states, *other.late_states})
         self.together += [group for group in other.together if group not in self.together]
