@@ -121,11 +121,12 @@ class Rehearsal(_DryRun):
         """Call the step; it ends where a placeholder stops it."""
         try:
             with self.functions, self.taint:
-                result = function(*args, **kwargs)
+                try:
+                    result = function(*args, **kwargs)
+                except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
+                    return
             if self.mixing is not None:
                 self.mixing.end(result)
-        except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
-            return
         finally:
             self._draws.host_at(self._host, self._seeds.host_place())
 
@@ -208,17 +209,17 @@ class Walk(_DryRun):
     def walk(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Route | None:
         """Call the step, up to where values are needed; None where the way is not known."""
         stood = self._host_draws()
-        try:
-            self._reads.begin()
-            with self.functions, self.taint:
+        with self.functions, self.taint:
+            try:
+                self._reads.begin()
                 function(*args, **kwargs)
-        except StageDone:
-            pass
-        except _NewWay:
-            return None
-        except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
-            self._reads.tell_all, self._reads.failed = False, True
-            return self._node.ends or self._node.through
+            except StageDone:
+                pass
+            except _NewWay:
+                return None
+            except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
+                self._reads.tell_all, self._reads.failed = False, True
+                return self._node.ends or self._node.through
         self._reads.tell_all &= self._host_draws() == stood
         return self._node.ends
 
