@@ -288,7 +288,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "llama", "bert", "t5",
     ),
     "tests/unit/split/test_mixing.py::test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of": (
-        "by_numpy_in_the_loss", "by_a_number_in_a_buffer", "in_halves", "rolled_by_values",
+        "by_numpy_in_the_loss", "in_halves", "rolled_by_values",
     ),
     "tests/unit/split/test_mixing.py::test_micro_batches_have_their_samples_of_what_one_device_mixes": (
         "[!w]*-ZBH1", "weighted_after-ZBH1", "flipped-*", "standardized_targets-*", "told_between-*",
