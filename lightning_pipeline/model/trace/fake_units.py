@@ -25,12 +25,12 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regions
+from lightning_pipeline.model.trace.checkpointing import ReentrantRegions
 from lightning_pipeline.model.trace.costs import Flops, Work, has_class_weights, left_out_by
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import has_ports
 from lightning_pipeline.model.trace.record import Call, Observation
-from lightning_pipeline.model.trace.saved_activations import SavedActivations
+from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
 
 _log = logging.getLogger(__name__)
 

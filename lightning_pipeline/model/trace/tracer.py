@@ -31,11 +31,7 @@ from lightning_pipeline.model.tensors import (
     tensors_in,
     written_tensors,
 )
-from lightning_pipeline.model.trace.checkpointing import (
-    AutogradFunctions,
-    Regions,
-    reentrant_checkpoint_replaced,
-)
+from lightning_pipeline.model.trace.checkpointing import AutogradFunctions, reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.choices import (
     Decisions,
     circumstances,
@@ -62,7 +58,7 @@ from lightning_pipeline.model.trace.record import (
     refuse,
     step_function,
 )
-from lightning_pipeline.model.trace.saved_activations import SavedActivations
+from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
 from lightning_pipeline.model.trace.sinks import metrics_of, printed_once, silence, stub_metrics, stub_sinks
 from lightning_pipeline.model.trace.units import Unit
 
