@@ -25,6 +25,7 @@ from lightning_pipeline.forecast import Assumptions, Forecast
 from lightning_pipeline.hooks import called_once, of_stages
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
+    Answers,
     CheckpointHooks,
     ForecastInput,
     OptimizersOnDemand,
@@ -44,7 +45,7 @@ from lightning_pipeline.settings import KnownArguments, read_settings
 from lightning_pipeline.weights import Staging
 
 
-class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
+class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHooks):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -31,6 +31,7 @@ from lightning_pipeline.run.batch import (
 )
 from lightning_pipeline.run.in_step import RanksInStep
 from lightning_pipeline.run.members import Members
+from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.setup import (
     BY_HAND,
     Cut,
@@ -350,3 +351,53 @@ class Pipeline:
     def _undo_last(self) -> None:
         undo, self._at_last = self._at_last, []
         all_undone(undo)()
+
+
+class Running:
+    """The run of a strategy, while there is one: a pipeline, or that of one device."""
+
+    lightning_module: LightningModule | None
+    _pipeline: Pipeline | None = None
+    _one_device: OneDevice | None = None
+
+    @property
+    def _alone(self) -> bool:
+        """Whether nobody would answer: before the group exists, and once this rank's run was interrupted.
+
+        Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
+        """
+        if self._pipeline is not None and self._pipeline.groups.aborted:
+            return True
+        if self._pipeline is not None and self._pipeline.ends_together:
+            return False
+        trainer = getattr(self.lightning_module, "_trainer", None)
+        return not dist.is_initialized() or _lightning.is_interrupted(trainer)
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._one_device is None and self._pipeline is None
+
+    @property
+    def _run(self) -> Pipeline | OneDevice:
+        run = self._one_device or self._pipeline
+        if run is None:
+            raise ConfigurationError(
+                "no run is under way, or its module is not split yet: it is from `configure_optimizers` on"
+            )
+        return run
+
+    @property
+    def _stages(self) -> Stages | Whole | OneDevice:
+        run = self._run
+        return run if isinstance(run, OneDevice) else run.stages
+
+    @property
+    def _split(self) -> Stages | OneDevice:
+        run = self._run
+        return run if isinstance(run, OneDevice) else run.split
+
+    @property
+    def _running(self) -> Pipeline:
+        run = self._run
+        assert isinstance(run, Pipeline), "hooks of one device are those of the base class"
+        return run
