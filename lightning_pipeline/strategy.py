@@ -30,6 +30,7 @@ from lightning_pipeline.run import (
     ForecastInput,
     OptimizersOnDemand,
     Pipeline,
+    Splitting,
     begin,
     check_run,
     compare_modules,
@@ -329,7 +330,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         self.restore_data(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         with self.optimizers_on_demand(self.lightning_module) if trains else nullcontext(), self._telling():
-            self._running.split_module(self.precision_plugin, built)
+            Splitting(self._running, self.precision_plugin).split(built)
         self.note_names(trainer)
         self.print_stages()
         self.model_to_device()

@@ -14,7 +14,7 @@ from lightning_pipeline.run.setup import (
     compare_runs,
     loggers_set_aside,
 )
-from lightning_pipeline.run.start import begin
+from lightning_pipeline.run.start import Splitting, begin
 
 __all__ = [
     "PRECISIONS",
@@ -23,6 +23,7 @@ __all__ = [
     "ForecastInput",
     "OptimizersOnDemand",
     "Pipeline",
+    "Splitting",
     "begin",
     "check_run",
     "compare_modules",
