@@ -15,10 +15,10 @@ from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.run.forecasting import ForecastInput
+from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Running
 from lightning_pipeline.run.setup import held_states
-from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan, Schedule
 from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import gathered

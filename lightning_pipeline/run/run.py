@@ -19,12 +19,12 @@ from lightning_pipeline.hooks import UncutBatch
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.ranks import Within
 from lightning_pipeline.run.batch import Batch
+from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.in_step import RanksInStep
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.setup import too_small
 from lightning_pipeline.run.stages import Stages
-from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 

@@ -16,8 +16,9 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
 from lightning_pipeline.data import EarlyLoaders
 from lightning_pipeline.errors import CheckpointError
-from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.hooks import Beside, LogRecorder
 from lightning_pipeline.model.construction import Construction
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.ranks import write_crash
 from lightning_pipeline.run.batch import (
     Parts,
@@ -44,7 +45,7 @@ from lightning_pipeline.run.setup import (
     steered,
     summarize_before_split,
 )
-from lightning_pipeline.run.stages import Stages, split_module
+from lightning_pipeline.run.stages import Stages
 from lightning_pipeline.settings import Settings
 
 
@@ -176,8 +177,10 @@ class Splitting:
         materialize(self._module, cut, self._here, run.world, run.members.replica, built)
         recorder = LogRecorder(self._module)
         split = run.members.agreed(
-            lambda: split_module(
-                self._module, cut, self._here, recorder, self._forwards, self._device, run.seed, trainer,
+            lambda: SplitModel(
+                self._module, cut.partition, list(self._here), seed=run.seed, device=self._device,
+                sinks={"log": recorder.log, "log_dict": recorder.log_dict}, later=cut.later,
+                forward_context=self._forwards, others=Beside(trainer).owners,
                 loss_over_batch=self._settings.loss_over_batch,
             )
         )  # fmt: skip
