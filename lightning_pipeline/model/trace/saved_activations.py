@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeline.model.tensors import Tag, stepping_aside, storage_key, top_hooks
-from lightning_pipeline.model.trace.costs import Work, work_of
+from lightning_pipeline.model.tensors import Tag, Work, stepping_aside, storage_key, top_hooks, work_of
 from lightning_pipeline.model.trace.record import Call, Observation
 from lightning_pipeline.patching import patched
 

@@ -14,7 +14,7 @@ from lightning_pipeline.forecast.predict import predict
 from lightning_pipeline.forecast.rivals import Rivals
 from lightning_pipeline.forecast.workload.optimizer_states import optimizer_states
 from lightning_pipeline.forecast.workload.times import estimated
-from lightning_pipeline.model.trace import Work
+from lightning_pipeline.model.tensors import Work
 from tests.unit.planning.command import GPT, in_examples, refusal, run
 from tests.unit.split.pipe import Module
 
