@@ -9,10 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data import merge_outputs
-from lightning_pipeline.model.cut import Microbatch, Partition, TracedOutput, stages_of_states
+from lightning_pipeline.model.cut import (
+    Microbatch,
+    Partition,
+    TracedOutput,
+    stages_of_states,
+    states_by_stage,
+)
 from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.random import StepSeeds
-from lightning_pipeline.model.rehearsal import DryRuns, Rehearsals
+from lightning_pipeline.model.rehearsal import Rehearsals
 from lightning_pipeline.model.replay import Sink, StageProgram, StageView, Step, StepResult, Told, WholeBatch
 from lightning_pipeline.model.rules import Merge
 from lightning_pipeline.model.split.known_steps import KnownSteps
@@ -134,11 +140,9 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self.in_units = self._left_behind.in_units
         self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
-        first = DryRuns(self._first_view, self._patches)
-        last_one = DryRuns(self._programs[max(self._programs)].view, self._patches)
         rehearsals = Rehearsals(
             root, cut, self._residence.needed, self._patches, self.told, self._apart,
-            walk=first.walk, first=first.rehearse, last=last_one.rehearse,
+            first=self._first_view, last=self._programs[max(self._programs)].view,
             traced=self.known.traced, traced_like=self.known.traced_like,
             apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
             forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
@@ -201,6 +205,18 @@ class SplitModel(OutsideSteps):
         self._finder.forget()
         if self._over_batch is not None:
             self._over_batch.forget(self._stage_of)
+
+    def lacks(self, step: str) -> dict[str, set[int]]:
+        """Parameters that a known step reads on stages that have no copy, by name, with these stages.
+
+        A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
+        traced when it comes, and the module is cut by then.
+        """
+        needed = self._residence.needed
+        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages, held=needed)
+        parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
+        found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
+        return {name: stages for name, stages in found.items() if stages}
 
     def compile_units(self, compiles: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Let the forwards of this rank's units be compiled ones, until the end.

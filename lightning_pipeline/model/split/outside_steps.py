@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import ModuleTree, Partition, states_by_stage
+from lightning_pipeline.model.cut import ModuleTree, Partition
 from lightning_pipeline.model.replay import StageView
-from lightning_pipeline.model.split.known_steps import KnownSteps
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
@@ -23,7 +22,6 @@ class OutsideSteps:
 
     root: nn.Module
     cut: Partition
-    known: KnownSteps
     _residence: StageParameters
     _patches: UnitPatches
     _stage_of: list[int]
@@ -109,18 +107,6 @@ class OutsideSteps:
             told()
         self._tree.look()
         return True
-
-    def lacks(self, step: str) -> dict[str, set[int]]:
-        """Parameters that a known step reads on stages that have no copy, by name, with these stages.
-
-        A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
-        traced when it comes, and the module is cut by then.
-        """
-        needed = self._residence.needed
-        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages, held=needed)
-        parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
-        found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
-        return {name: stages for name, stages in found.items() if stages}
 
     def spread(self, wider: Mapping[str, Collection[int]]) -> dict[int, nn.Parameter]:
         """Let more stages keep copies of parameters, and trace the steps anew; all ranks call.
