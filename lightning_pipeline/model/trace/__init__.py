@@ -67,7 +67,7 @@ from lightning_pipeline.model.trace.sinks import (
     stub_metrics,
     stub_sinks,
 )
-from lightning_pipeline.model.trace.tracer import trace_step
+from lightning_pipeline.model.trace.tracing import trace_step
 from lightning_pipeline.model.trace.units import Unit, find_new_units, find_units, finer_names
 
 __all__ = [
