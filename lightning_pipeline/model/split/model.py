@@ -13,8 +13,6 @@ from lightning_pipeline.model.cut import (
     Microbatch,
     Partition,
     TracedOutput,
-    stages_of_states,
-    states_by_stage,
 )
 from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.random import StepSeeds
@@ -23,7 +21,7 @@ from lightning_pipeline.model.replay import Sink, StageProgram, StageView, Step,
 from lightning_pipeline.model.rules import Merge
 from lightning_pipeline.model.split.known_steps import KnownSteps
 from lightning_pipeline.model.split.left_behind import LeftBehind
-from lightning_pipeline.model.split.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
+from lightning_pipeline.model.split.outside_steps import IdleRunner, OutsideSteps
 from lightning_pipeline.model.split.over_batch import OverBatch
 from lightning_pipeline.model.state import (
     Apart,
@@ -32,7 +30,6 @@ from lightning_pipeline.model.state import (
     FromLast,
     Gradients,
     Sent,
-    StageParameters,
     StepState,
     is_told_as_attribute,
     left_in,
@@ -41,7 +38,6 @@ from lightning_pipeline.model.state import (
 from lightning_pipeline.model.tensors import (
     Held,
     Peaks,
-    PlaceholderMode,
     SavedCount,
 )
 from lightning_pipeline.model.trace import (
@@ -51,7 +47,6 @@ from lightning_pipeline.model.trace import (
     Replayed,
     Standing,
     Trace,
-    UnitPatches,
     step_function,
 )
 
@@ -96,12 +91,8 @@ class SplitModel(OutsideSteps):
         device: torch.device | None = None,
         loss_over_batch: bool = False,
     ) -> None:  # fmt: skip
-        self.root, self.cut = root, cut
-        self._device = device or torch.device("cpu")
+        super().__init__(root, cut, stages, device or torch.device("cpu"))
         self.forward_context, self.seed = forward_context, seed
-        self.mode = PlaceholderMode()
-        self._patches = UnitPatches(cut.trace.units)
-        self._stage_of = cut.stage_of
         self.num_stages = cut.num_stages
         last = self.num_stages - 1 in stages
         self.told = Told(
@@ -110,15 +101,11 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self._end = self.num_stages if loss_over_batch else self.num_stages - 1  # who runs the end of steps
         self._programs = {stage: self._program(stage) for stage in stages}
-        self._here = set(stages)
         self._over_batch: OverBatch | None = None
         if loss_over_batch and last:
             self._over_batch = OverBatch(self._programs[self.num_stages - 1], self._program(self.num_stages))
-        needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
-        self._residence = StageParameters(root, needed, set(stages), self.mode, self._device)
         self._guards = AttributeGuards()
         self._others = others
-        self._module_guards = ModuleGuards(root, self._patches.units, self._stage_of)
         self.known = KnownSteps(
             root, cut, later, patches=self._patches, mode=self.mode, context=forward_context,
             sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
@@ -194,7 +181,7 @@ class SplitModel(OutsideSteps):
 
     def changed(self) -> None:
         """What hooks have added to the module is on its stages: find out anew what steps do."""
-        self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
+        self.guard_modules()
         self._modules = list(self.root.modules())
         self.in_units.changed()
         for program in self._programs.values():
@@ -212,11 +199,7 @@ class SplitModel(OutsideSteps):
         A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
         traced when it comes, and the module is cut by then.
         """
-        needed = self._residence.needed
-        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages, held=needed)
-        parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
-        found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
-        return {name: stages for name, stages in found.items() if stages}
+        return self.known.lacks(step, self._residence.needed, self._stage_of)
 
     def compile_units(self, compiles: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Let the forwards of this rank's units be compiled ones, until the end.

@@ -4,30 +4,48 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import ModuleTree, Partition
+from lightning_pipeline.model.cut import ModuleTree, Partition, stages_of_states
 from lightning_pipeline.model.replay import StageView
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
-from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
+from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 
 R = TypeVar("R", bound=Runner)
 
 
 class OutsideSteps:
-    """This rank's part of the module, between the steps. `SplitModel` inherits this."""
+    """This rank's part of the module, between the steps. `SplitModel` inherits this.
 
-    root: nn.Module
-    cut: Partition
-    _residence: StageParameters
-    _patches: UnitPatches
-    _stage_of: list[int]
-    _here: set[int]
+    Args:
+        root: The LightningModule, whole.
+        cut: Its partition.
+        stages: The stages of this rank.
+        device: Of the run.
+
+    Attributes:
+        mode: Of placeholders.
+    """
+
     _tree: ModuleTree
     _on_growth: list[Callable[[], None]]
+
+    def __init__(self, root: nn.Module, cut: Partition, stages: Sequence[int], device: torch.device) -> None:
+        self.root, self.cut, self._device = root, cut, device
+        self.mode = PlaceholderMode()
+        self._patches = UnitPatches(cut.trace.units)
+        self._stage_of, self._here = cut.stage_of, set(stages)
+        needed = stages_of_states(root, cut.trace, self._stage_of, cut.num_stages)
+        self._residence = StageParameters(root, needed, set(stages), self.mode, device)
+        self.guard_modules()
+
+    def guard_modules(self) -> None:
+        """From now on tell of hooks on modules that are spread over stages."""
+        self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
 
     # ---- what this rank holds
 
