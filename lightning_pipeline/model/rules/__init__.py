@@ -3,10 +3,9 @@
 from lightning_pipeline.model.rules.at_end import Gathered, Outputs, at_end, values_at_end
 from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.rules.probe import Rules, rules_of
-from lightning_pipeline.model.rules.rows import Rows, rows_by_shape, rows_of_each
+from lightning_pipeline.model.rules.rows import Pieces, Rows, StartRows, rows_by_shape, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, summed, unmerged, usual
 from lightning_pipeline.model.rules.runs import Question, Runs
-from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, own_containers
 
