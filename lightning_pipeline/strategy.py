@@ -22,7 +22,7 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import tell_of_folders
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
-from lightning_pipeline.hooks import called_once, of_stages
+from lightning_pipeline.hooks import of_stages
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
     Answers,
@@ -475,8 +475,8 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.split.stepping(optimizer):
-            return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+        with self._running.split.stepping(optimizer, closure) as once:
+            return super().optimizer_step(optimizer, once, model, **kwargs)
 
     @pipelined
     @override

@@ -13,6 +13,7 @@ from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owne
 from lightning_pipeline.hooks import (
     HooksElsewhere,
     OwnParts,
+    called_once,
     exchange,
     give_gradients,
     give_states,
@@ -222,15 +223,21 @@ class StagesHeld:
         self._undo += [whole, self.own_parts.remove]
 
     @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+    def stepping(
+        self, optimizer: Optimizer, closure: Callable[[], Any]
+    ) -> Iterator[Callable[[], Any]]:  # fmt: skip
         """Around an optimizer's step. torch's own go over each parameter by itself; what others do is seen.
 
         Args:
             optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
+            closure: Of that step.
+
+        Yields:
+            The closure, which may be called once.
         """
         try:
             with self.meeting.aside() if is_torchs(optimizer) else self.meeting.hook():
-                yield
+                yield called_once(closure, optimizer)
                 self.own_parts.put_back()
                 self.own_parts.show_states(optimizer, self.split, self._members.gather)
         finally:
