@@ -49,7 +49,6 @@ from lightning_pipeline.model.tensors.saved import (
     top_hooks,
 )
 from lightning_pipeline.model.tensors.shape_rules import (
-    Sizes,
     TensorSpec,
     by_shape_alone,
     chosen_by,
@@ -89,7 +88,6 @@ __all__ = [
     "PlaceholderMode",
     "SavedCount",
     "SharedMemory",
-    "Sizes",
     "StandIns",
     "Structure",
     "Tag",
