@@ -20,14 +20,12 @@ from lightning_pipeline.run.one_device import OneDevice
 from lightning_pipeline.run.run import Running
 from lightning_pipeline.run.setup import held_states
 from lightning_pipeline.schedules import Plan, Schedule
-from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import gathered
 
 
 class Answers(Running):
     """What is known while the module is split, and after it. The strategy inherits these answers."""
 
-    _settings: Settings
     _table: StageTable | None = None  # of the run that has ended
     _plan: Plan | None = None  # likewise, of its last training step
     _printed = ""

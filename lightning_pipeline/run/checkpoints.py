@@ -46,7 +46,6 @@ from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
 from lightning_pipeline.run.run import Running
 from lightning_pipeline.run.setup import held_states, listed_states
-from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import fillers, holds_weights_only, load_weights, save_weights
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -67,7 +66,6 @@ def no_hook(method: Method) -> Method:
 class CheckpointHooks(Running, PlainStrategy):
     """Saves and loads checkpoint folders. `PipelineStrategy` inherits this."""
 
-    _settings: Settings
     _names: Mapping[int, str] = {}
     _written: Mapping[int, str] = {}
     _stood: Mapping[str, Any] | None = None

@@ -219,6 +219,7 @@ class Pipeline:
 class Running:
     """The run of a strategy, while there is one: a pipeline, or that of one device."""
 
+    _settings: Settings
     lightning_module: LightningModule | None
     _pipeline: Pipeline | None = None
     _one_device: OneDevice | None = None
