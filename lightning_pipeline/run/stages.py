@@ -96,7 +96,7 @@ class Stages(StagesHeld):
         self._let_steps_see(recorder, scaled)
         if groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()
-        stages = {index: split.executed(index) for index in self._here}
+        stages = {index: split.programs.executed(index) for index in self._here}
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
         self.run = StagesRun(
             split,
@@ -142,7 +142,7 @@ class Stages(StagesHeld):
         )  # fmt: skip
         run = self.run
         run.memory = StagesMeter(
-            split, split.cut, self.executor, split.waiting, lambda: run.last_plan,
+            split, split.cut, self.executor, split.programs.waiting, lambda: run.last_plan,
             lambda: trainer.optimizers, self.gradients.aside.held, self._device,
         )  # fmt: skip
         watch_memory(run.memory, run, members.failure)
