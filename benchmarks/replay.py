@@ -70,7 +70,7 @@ class Stages:
             values: Any = None
             for index, split in enumerate(self.splits):
                 values = received(split.programs[index].forward(microbatch, values))
-        for split in self.splits:
+        for split in reversed(self.splits):  # each puts back what it found, such as the standard output
             split.failed()  # there is no backward
 
 

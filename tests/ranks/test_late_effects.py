@@ -43,6 +43,7 @@ class Late(Regression):
             self.means.append(mean)
 
 
+TABLE = [False, True, False, False, True, False]
 CONDITIONS: dict[str, Callable[["Conditional"], Any]] = {
     "global_step": lambda module: module.global_step % 4 == 1,
     "fraction": lambda module: module.trainer.global_step / 6 > 0.4,
@@ -59,7 +60,9 @@ CONDITIONS: dict[str, Callable[["Conditional"], Any]] = {
     "set": lambda module: module.first is not None,
     "callback": lambda module: module.trainer.callbacks[0].batches == 2,
     "number": lambda module: module.history and module.global_step == 2,
-    "table": lambda module: [False, True, False, False, True, False][module.global_step],
+    "table": lambda module: TABLE[module.global_step],
+    "own table": lambda module: TABLE[module.own],
+    "callback's table": lambda module: TABLE[module.trainer.callbacks[0].batches - 1],
 }
 
 
@@ -99,7 +102,7 @@ class Conditional(Regression):
 
     def _count(self, loss: Tensor) -> None:
         match self.condition:
-            case "own":
+            case "own" | "own table":
                 self.own += 1
             case "mean":
                 self.running *= 1.2
@@ -164,7 +167,7 @@ def test_effects_of_later_batches_are_those_of_one_device(ranks: Ranks, pipeline
 
 def left_by_conditions(pipeline: dict[str, Any] | None) -> dict[str, tuple[Any, ...]]:
     found = {}
-    for condition in chosen(list(CONDITIONS), 0, 4, 8, 11, 15):
+    for condition in chosen(list(CONDITIONS), 0, 4, 8, 11, 15, 16, 17):
         module = Conditional(condition)
         options: dict[str, Any] = {"callbacks": [Counting()], "limit_val_batches": 0}
         trainer(pipeline, max_epochs=2, **options).fit(module, loader(24))

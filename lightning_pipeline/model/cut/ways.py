@@ -294,6 +294,15 @@ class StepRoutes:
             self._hidden -= 1
             if not self._hidden and len(self.known) == 1:
                 self.decisions.pop(_BY_INDEX, None)
+        self.decides(decisions, places)
+
+    def decides(self, decisions: Decisions, places: Iterable[Place]) -> None:
+        """Numbers that change between batches decide so.
+
+        Args:
+            decisions: What was seen of them.
+            places: Of the numbers.
+        """
         labels = decisions.labels()
         self._decides(decisions.made, {place.label: place for place in places if place.label in labels})
 

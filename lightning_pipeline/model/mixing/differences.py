@@ -82,7 +82,7 @@ class Comparison:
 
     def _placed(self, whole: Reached) -> dict[str, tuple[str, int]]:
         rows = Rows(sum(self._sizes[:-1]), self._sizes[-1], sum(self._sizes))
-        return placed_between(whole.meetings, self._reached(len(self._sizes) - 1).meetings, rows)
+        return placed_between(whole, self._reached(len(self._sizes) - 1), rows)
 
     def lines_of(self, part: int | None, first: Reached | None = None) -> dict[str, tuple[str, int]]:
         """Those which a micro-batch alone, or the batch, shows.
@@ -244,14 +244,23 @@ def _is_another(before: Any, after: Any, one: Met, other: Met) -> bool:
     return whole and before != after
 
 
-def placed_between(whole: Meetings, own: Meetings, rows: Rows) -> dict[str, Any]:
-    """Lines at which values of units meet what goes by the place of a sample, or by other samples.
+def placed_between(whole: Reached, own: Reached, rows: Rows) -> dict[str, Any]:
+    """Lines at which what units are given, or meet, goes by the place of a sample, or by other samples.
 
     Args:
         whole: A run for the batch.
         own: One for a micro-batch.
         rows: Of the micro-batch.
     """
+    if [one.unit for one in whole.units] == [one.unit for one in own.units]:
+        for place, (given, mine) in enumerate(zip(whole.units, own.units, strict=True)):
+            pairs = enumerate(zip(given.values, mine.values, strict=False))
+            if any(_is_out_of_place(*pair, rows) for n, pair in pairs if n not in given.drawn | mine.drawn):
+                return {given.line: ("what a unit is given", place)}
+    return _met_out_of_place(whole.meetings, own.meetings, rows)
+
+
+def _met_out_of_place(whole: Meetings, own: Meetings, rows: Rows) -> dict[str, Any]:
     if [one.func for one in whole.met] != [one.func for one in own.met]:
         return {}
     for place in sorted((whole.decides & own.decides) - whole.drawn):

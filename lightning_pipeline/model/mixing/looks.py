@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline._torch import DisableTorchFunction
 from lightning_pipeline.model.mixing.meetings import Meetings, may_be_of_batch, picks
 from lightning_pipeline.model.mixing.rows import FORM, Functions, Run, target_of
 from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds
@@ -19,11 +20,13 @@ class UnitCall(NamedTuple):
         unit: Its number.
         line: Where in the user's code it was called.
         values: The tensors that no unit has made, and the numbers; None for others.
+        drawn: Places of those that random numbers have a part in.
     """
 
     unit: int
     line: str
     values: list[Any]
+    drawn: frozenset[int] = frozenset()
 
 
 class Reached(Functions):
@@ -54,9 +57,12 @@ class Reached(Functions):
     def unit(self, number: int, given: Any, seeds: MicrobatchSeeds) -> None:
         """A unit is called."""
         floats = [one for part in (given[0], given[1].values()) for one in part if type(one) is float]
-        values = [*(self._kept(tensor) for tensor in tensors_in(given)), *(floats if self._sure else ())]
-        self.meetings.leave(tensors_in(given))
-        self.units.append(UnitCall(number, user_line(self._root), values))
+        tensors = list(tensors_in(given))
+        with DisableTorchFunction():  # no function of the step's is among them
+            values = [*map(self._kept, tensors), *(floats if self._sure else ())]
+        self.meetings.leave(tensors)
+        drawn = frozenset(place for place, one in enumerate(tensors) if id(one) in self._drawn)
+        self.units.append(UnitCall(number, user_line(self._root), values, drawn))
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Run) -> Any:
         """A function is called."""
@@ -70,11 +76,12 @@ class Reached(Functions):
         if any(self._is_elsewhere(one) for one in of_units) and not is_form:
             self._elsewhere.update({id(one): one for one in made})
             self._sure = self._sure and bool(made)
-        drawn = func in RANDOM_FUNCTIONS or any(id(one) in self._drawn for one in tensors)
-        if drawn:
+        drawn = [one for one in tensors if id(one) in self._drawn]
+        alone = func in RANDOM_FUNCTIONS or any(not self._is_of_units(one) for one in drawn)
+        if drawn or alone:
             self._drawn.update((id(one), one) for one in made)
         if of_units:
-            self.meetings.together(func, args, of_units, result, values, line, len(self.units), drawn=drawn)
+            self.meetings.together(func, args, of_units, result, values, line, len(self.units), drawn=alone)
         else:
             self._note_picked(func, args, tensors, result)
             self.meetings.alone(func, args, result, values, line, len(self.units))

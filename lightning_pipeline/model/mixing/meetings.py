@@ -140,14 +140,15 @@ class Meetings:
         scales = name in _TIMES or (name in _OVER and args[0] is of_units[0])
         single = [(one, kept) for one, kept in values if scales and self._is_followed(one)]
         others = [kept for one, kept in values if not any(one is other for other, _ in single)]
-        if drawn:
-            self.drawn |= {len(self.met), len(self.met) + 1}
+        before = len(self.met)
         if single:
             marks |= {len(self.met)}
             self.met.append(Met(func, line, position, shape, [kept for _, kept in single]))
         if others:
             self.decides.add(len(self.met))
             self.met.append(Met(func, line, position, shape, others))
+        if drawn:
+            self.drawn |= set(range(before, len(self.met)))
         if name not in _LINEAR:
             self.decides |= marks
         elif marks and isinstance(result, Tensor) and result.dim():

@@ -34,10 +34,15 @@ def mix(*numbers: int) -> int:
     """One well spread 63-bit number from several. Source: the finaliser of splitmix64."""
     state = 0x9E3779B97F4A7C15
     for number in numbers:
-        state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
+        state = _mixed_in(state, number)
     return state
+
+
+def _mixed_in(state: int, number: int) -> int:
+    """What `mix` gives for some numbers and one more, from what it gives for those."""
+    state = (state ^ (number & _MASK)) * 0xBF58476D1CE4E5B9 & _MASK
+    state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
+    return state ^ (state >> 31)
 
 
 class StepSeeds:
@@ -89,6 +94,8 @@ class MicrobatchSeeds:
         self._all = [*defaults, *generators.of_torch]
         self._defaults = range(len(defaults))
         self._last = [(0, 0)] * len(self._all)  # seed and number of the last mark of each
+        self._mixed = mix(key)
+        self._mixed_by_number = [mix(key, number) for number in range(len(self._all))]
         self._lost: dict[int, bytes] = {}
         self.host()
         for number in range(len(self._all)):
@@ -123,7 +130,7 @@ class MicrobatchSeeds:
 
     def _seed_of_mark(self, number: int, count: int) -> int:
         """The lower half seeds all generators, the upper half tells what it is. Users' seeds are short."""
-        return count << 32 | mix(self._key, number, count) & 0xFFFFFFFF
+        return count << 32 | _mixed_in(self._mixed_by_number[number], count) & 0xFFFFFFFF
 
     def _mark(self, number: int, count: int) -> None:
         seed, last = self._last[number]
@@ -183,7 +190,7 @@ class MicrobatchSeeds:
             if count is None:
                 entered.append(None)
             else:
-                seed = mix(self._key, _UNIT_DRAWS + unit, count)
+                seed = _mixed_in(_mixed_in(self._mixed, _UNIT_DRAWS + unit), count)
                 generator.manual_seed(seed)
                 entered.append((count, seed))
         return entered
@@ -252,7 +259,8 @@ class MicrobatchSeeds:
 
 def generators_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators among the arguments of a unit."""
-    return [value for value in (*args, *kwargs.values()) if type(value) is torch.Generator]
+    values = (*args, *kwargs.values()) if kwargs else args
+    return [value for value in values if type(value) is torch.Generator]
 
 
 def _draws_lead_here(seed: int) -> bool:

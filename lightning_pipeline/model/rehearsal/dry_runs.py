@@ -120,7 +120,7 @@ class Rehearsal(_DryRun):
     def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Call the step; it ends where a placeholder stops it."""
         try:
-            with self.functions, self._taint:
+            with self.functions, self.taint:
                 result = function(*args, **kwargs)
             if self.mixing is not None:
                 self.mixing.end(result)
@@ -210,7 +210,7 @@ class Walk(_DryRun):
         stood = self._host_draws()
         try:
             self._reads.begin()
-            with self.functions, self._taint:
+            with self.functions, self.taint:
                 function(*args, **kwargs)
         except StageDone:
             pass

@@ -221,7 +221,7 @@ class MixedSamples:
         given = Beside(own, Given(found[-1].answers, step.name))
         self._run_part(step, len(sizes) - 1, sizes, given)
         self._whole.add((step.name, tuple(sizes)))
-        return not placed_between(of_whole.meetings, own.meetings, rows)
+        return not placed_between(of_whole, own, rows)
 
     def _run_whole(
         self, step: Step, whole: Microbatch, route: Route, mixing: _Any

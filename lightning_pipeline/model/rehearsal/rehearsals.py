@@ -1,6 +1,6 @@
 """All that a rank finds out about a batch before, or beside, the micro-batches' own runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,7 +12,9 @@ from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
 from lightning_pipeline.model.rehearsal.dry_runs import DryRuns
 from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
+from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
+from lightning_pipeline.model.rehearsal.unit_buffers import UnitBuffers
 from lightning_pipeline.model.replay import StageView, Told
 from lightning_pipeline.model.state import Apart
 from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches
@@ -38,12 +40,16 @@ class Rehearsals:
         forget: Told of a step that leaves more behind than its trace shows.
         begun: Inside, given the number of a micro-batch or None, what was left by rows is cut for it.
         others: What a step may change beside the module.
+        stage_of: The stage of each unit, of those too that come later.
+        stages: Those of this rank.
 
     Attributes:
         ways: Finds which units each micro-batch calls.
         mixed: Gives micro-batches their part of what a step mixes.
         divisors: Follows what one device divides by.
         as_one: Looks at some batches as one.
+        values: Tries whether samples of values of units are mixed.
+        buffers: Finds buffers that units advance whatever they are given.
     """
 
     def __init__(
@@ -59,6 +65,8 @@ class Rehearsals:
         forget: Callable[[str], None],
         begun: Callable[..., AbstractContextManager[Any]],
         others: Callable[[], Sequence[Owner]],
+        stage_of: Sequence[int],
+        stages: Collection[int],
     ) -> None:  # fmt: skip
         begins, ends = DryRuns(first, patches), DryRuns(last, patches)
         self.ways = RouteFinder(
@@ -70,3 +78,5 @@ class Rehearsals:
             root, ends.rehearse, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
         )
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
+        self.values = MixedValues(root, patches, apart, quiet)
+        self.buffers = UnitBuffers(root, patches, stage_of, stages, apart, quiet)

@@ -160,6 +160,7 @@ class RouteFinder:
             routes.index_tried = True
             with begun(0):
                 self._try_index(routes, microbatches[0], partial(seeds, 0))
+                self._try_counters(routes, microbatches[0], partial(seeds, 0))
         state, finds = routes.state(self._root), self._by_key
         keys = [routes.key(microbatch, state) for microbatch in microbatches]
         found: list[Route | None] = [None] * len(microbatches)
@@ -208,6 +209,27 @@ class RouteFinder:
             return
         if reads.failed or route is not routes.base or decisions.labels():
             routes.hide_index()
+
+    def _try_counters(
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
+    ) -> None:
+        """The same of whole numbers that the step counts itself, of which a list takes the value unseen."""
+        step, effects = routes.base.trace.step, routes.base.trace.effects
+        places = [place for place in numbers_changed(effects) if type(place.get()) is int]
+        held, decisions = [(place, place.get()) for place in places], Decisions()
+        if not places:
+            return
+        try:
+            with self._numbers_kept(), self._in_silence(), _values_kept(effects), self._apart(step):
+                for place, value in held:
+                    place.put(decisions.sealed(value, place.label))
+                self._walk(microbatch, seeds, routes, Reads())
+        except CannotRepeatError:
+            return
+        finally:
+            for place, value in held:
+                place.put(value)
+        routes.decides(decisions, places)
 
     def _by_key(
         self, routes: StepRoutes, key: Hashable, microbatch: Microbatch,

@@ -4,7 +4,7 @@ The second is that of a backward, in regions of activation checkpointing, with u
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import ref
 
@@ -20,6 +20,7 @@ from lightning_pipeline._torch import (
     disable_current_modes,
     pop_function_mode,
     push_function_mode,
+    top_saved_hooks,
 )
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import ValueKey
@@ -38,7 +39,6 @@ from lightning_pipeline.model.tensors import (
     map_tensors,
     takes_containers,
     tensors_in,
-    top_hooks,
     unflatten,
     user_line,
     written_tensors,
@@ -106,8 +106,8 @@ class GlueRun:
         self._error: SplitError | None = None
         self._handed, self._partial = _Unwritten(), _Unwritten()
         self._copies = _Unwritten()  # of what own units return
-        self._taint = Taint(view.mode, self._poisoned_read)
-        self._outer_hooks = top_hooks()
+        self.taint = Taint(view.mode, self._poisoned_read)
+        self._outer_hooks = top_saved_hooks()
         self.remembered = view.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.functions = _GlueFunctions(self)
@@ -123,7 +123,7 @@ class GlueRun:
             return self._within(unit, args, kwargs)
         if self.mixing is not None:
             self.mixing.unit(unit, (args, kwargs), self._seeds)
-        ours = current_function_mode() is self.functions and not (self.draws and self._in_region())
+        ours = current_function_mode() is self.functions and not (self.draws and self.in_region())
         if ours:  # out of the way, where no mode of the user's is above it, and no region may run again
             pop_function_mode()
         try:
@@ -149,9 +149,9 @@ class GlueRun:
         finally:
             self._seeds.leave(entered, [], again=unit in self._view.repeated)
 
-    def _in_region(self) -> bool:
+    def in_region(self) -> bool:
         """Whether hooks on saved tensors stand here, as activation checkpointing has them."""
-        hooks = top_hooks()
+        hooks = top_saved_hooks()
         return hooks is not None and (self._outer_hooks is None or hooks[0] is not self._outer_hooks[0])
 
     def _call_hooks(self, unit: int) -> None:
@@ -249,7 +249,7 @@ class GlueRun:
         for tensor in written_tensors(func, args, kwargs):
             self.remembered.writes(tensor)
             if not is_placeholder(tensor):
-                self._taint.add(tensor)
+                self.taint.add(tensor)
         if makes_guard(func):
             self.remembered.goes_by_run()
         if self._in_operation:
@@ -290,7 +290,7 @@ class GlueRun:
 
     def guard(self) -> None:
         """After a placeholder was written into a real tensor: look at every operation from now on."""
-        if self._taint.unguarded and not self._taint.enter():
+        if not self.taint.enter():
             raise self._refuse("a value of another stage is written into a tensor of this one, under a mode")
 
     def _poisoned_read(self) -> Exception | None:
@@ -300,7 +300,7 @@ class GlueRun:
 
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
-        if any(is_placeholder(t) for t in tensors_in(value)) or self._taint.holds(value):
+        if any(is_placeholder(t) for t in tensors_in(value)) or self.taint.holds(value):
             raise self._refuse(f"{what} holds a value of another stage that was not sent here")
 
     def _refuse(self, reason: str) -> PlaceholderError:
@@ -340,16 +340,15 @@ class GlueRun:
             self._drawing = False
             self._seeds.drawn(before)
 
-    def keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None] | None:
+    def keeping(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """In a region of activation checkpointing, where a function meets placeholders: keep nothing of it.
 
         Its results have no gradient here. The region's recomputation, and the forward of another
         micro-batch, may find the results remembered, and would keep another number of tensors.
         """
-        if not self._in_region():
-            return None
         self.in_regions = True
-        return _nothing_kept() if any(map(is_placeholder, tensors_in((args, kwargs)))) else None
+        unknown = any(map(is_placeholder, tensors_in((args, kwargs))))
+        return _nothing_kept() if unknown else nullcontext()
 
 
 @contextmanager
@@ -389,7 +388,8 @@ class _GlueFunctions(TorchFunctionMode):
             again = func in RANDOM_FUNCTIONS and run.at_mark()
             return run.random(func, args, kwargs) if again else func(*args, **kwargs)
         if data_set_without_values(func, args):
-            run.guard()
+            if run.taint.unguarded:
+                run.guard()
             return None
         if func is Tensor.register_hook:
             if (target := run.hooked(args[0])) is None:
@@ -397,19 +397,20 @@ class _GlueFunctions(TorchFunctionMode):
             args = (target, *args[1:])
         if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):
             return None
-        kept = run.keeping(args, kwargs)
-        if kept is None:
-            result = self._between(func, args, kwargs)
-        else:
-            with kept:
+        if run.in_region():
+            with run.keeping(args, kwargs):
                 result = self._between(func, args, kwargs)
-        run.guard()
+        else:
+            result = self._between(func, args, kwargs)
+        if run.taint.unguarded:
+            run.guard()
         return result
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         mixing = self._run.mixing
         if mixing is None:
-            return self._seen(func, args, kwargs)
+            seen = self._run.follow is not None or func in RANDOM_FUNCTIONS
+            return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)
         if func in _INDEXING and len(args) > 1:
             args = args[0], _with_numbers(args[1], self._bound), *args[2:]
         return mixing.call(func, args, kwargs, self._seen)
@@ -470,7 +471,7 @@ class Recomputation(GlueRun):
         stack = ExitStack()
         if self._watches:
             stack.enter_context(self.functions)
-            stack.enter_context(self._taint)
+            stack.enter_context(self.taint)
         return stack
 
     def close(self) -> None:

@@ -75,7 +75,7 @@ class Replay(GlueRun):
         """Around the call of the step, which ends when this stage's part is done; then `replayed` is full."""
         grad_mode = torch.is_grad_enabled()
         try:
-            with self.functions, self._taint:
+            with self.functions, self.taint:
                 yield
         except StageDone:
             pass
@@ -110,7 +110,7 @@ class Replay(GlueRun):
         self._received, self._raw = {}, {}
         self._copies.clear()
         self.replayed = Replayed(None, None, [])
-        self._taint.close()
+        self.taint.close()
 
     def _explain(self, error: Exception) -> None:
         if self._error is not None and error is not self._error:

@@ -15,7 +15,7 @@ from lightning_pipeline.model.replay.between_units import Recomputation
 from lightning_pipeline.model.replay.replay import Replay, Replayed
 from lightning_pipeline.model.replay.view import Gathers, StageView, Step
 from lightning_pipeline.model.replay.weight_gradients import Deferral, WeightQueue
-from lightning_pipeline.model.state import AsOne, StepState
+from lightning_pipeline.model.state import AsOne, BufferStarts, StepState
 from lightning_pipeline.model.tensors import copied_at_end, map_tensors
 from lightning_pipeline.model.trace import Transient, UnitPatches, reentrant_checkpoint_replaced
 from lightning_pipeline.wire import Stage, Values
@@ -44,6 +44,7 @@ class StageProgram(Stage):
         apart: Around each forward, such as what keeps metrics silent.
         state: Where the step leaves something behind.
         unit_state: Where its units keep something of the samples.
+        starts: Where its units advance buffers whatever they are given.
         counts: Whether what this stage leaves of it is the rank's.
         ends_itself: Whether the step ends after the last call, for what comes then runs once for the batch.
         replay_kind: Replays a micro-batch.
@@ -55,6 +56,7 @@ class StageProgram(Stage):
         self.apart: Callable[[], AbstractContextManager[None]] = nullcontext
         self.state: StepState | AsOne | None = None
         self.unit_state: StepState | None = None
+        self.starts: BufferStarts | None = None
         self.counts, self.ends_itself = True, False
         self.replay_kind: type[Replay] = Replay
         self._saved: dict[int, _Saved] = {}
@@ -130,8 +132,7 @@ class StageProgram(Stage):
             step.on_microbatch(microbatch)
         if self.state is not None:
             self.state.before(microbatch, counts=self.counts)
-        if self.unit_state is not None:
-            self.unit_state.before(microbatch, counts=True)
+        self._units_begin(microbatch)
         with (
             self._stashing(step),
             self._counting(microbatch, incoming),
@@ -162,10 +163,22 @@ class StageProgram(Stage):
                 self._patches.runner = self._mode.watcher = None
                 replay.close()
                 emptied.restore()
-        if self.unit_state is not None:
-            self.unit_state.after(counts=True)
+        self._units_end()
         if self.state is not None:
             self.state.after(counts=self.counts)
+
+    def _units_begin(self, microbatch: int) -> None:
+        """What units keep is the micro-batch's."""
+        if self.unit_state is not None:
+            self.unit_state.before(microbatch, counts=True)
+        if self.starts is not None:
+            self.starts.before()
+
+    def _units_end(self) -> None:
+        if self.starts is not None:
+            self.starts.after()
+        if self.unit_state is not None:
+            self.unit_state.after(counts=True)
 
     def _counting(self, microbatch: int, incoming: Values | None) -> AbstractContextManager[None]:
         count = self.view.current_step().count
@@ -260,6 +273,8 @@ class StageProgram(Stage):
     def _run_graph(self, saved: _Saved, roots: list[Any], gradients: list[Tensor]) -> None:
         again, queue = saved.again, saved.queue
         assert again is not None, "a forward that a backward follows says what answers code in it"
+        if self.starts is not None:
+            self.starts.backward()
         self._patches.runner, self._mode.watcher = again, again.watcher
         try:
             with (

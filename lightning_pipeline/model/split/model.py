@@ -133,9 +133,11 @@ class SplitModel(OutsideSteps):
             traced=self.known.traced, traced_like=self.known.traced_like,
             apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
             forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
+            stage_of=self._stage_of, stages=stages,
         )  # fmt: skip
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
+        self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -292,6 +294,10 @@ class SplitModel(OutsideSteps):
         end = len(trace.calls) + (not by_batch)
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
 
+    def mixed_values(self, step: str) -> dict[str, str]:
+        """Lines at which it mixes samples of what units gave, on the last stage, and by which function."""
+        return self._mixed_values.lines.get(step, {})
+
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""
         return len(sizes) > 1 and self.programs.end < self.num_stages and self._mixing.mends(trace, sizes)
@@ -369,10 +375,14 @@ class SplitModel(OutsideSteps):
             as_one,
             self._step.left_by_batch,
         )
+        starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self.programs:
-            program.state = self._state
+            program.state, program.starts = self._state, starts.get(program.index)
             program.unit_state = self.in_units.state(trace, program.index, sizes)
         self._total = sum(sizes)
+        if at_once is not None and self.has_last_stage and len(microbatches) > 1:
+            with self._left_behind.begun(None, sizes):
+                self._mixed_values.look(self._step, at_once, sizes, as_one)
         over_batch = self.programs.over_batch
         if over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"

@@ -310,7 +310,7 @@ class BatchReplay(Replay):
         for tensor in tensors_in(result) if self._left else ():
             if not is_placeholder(tensor):
                 self._drawn = True
-                self._taint.add(tensor)
+                self.taint.add(tensor)
         return result
 
     def _refuse(self, reason: str) -> PlaceholderError:

@@ -8,11 +8,13 @@ from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, is_small, left_in, put_in
 from lightning_pipeline.model.state.step_state import AsOne, StepState, is_absent, is_told_as_attribute
+from lightning_pipeline.model.state.unit_buffers import BufferStarts
 
 __all__ = [
     "Apart",
     "AsOne",
     "AttributeGuards",
+    "BufferStarts",
     "CannotRepeatError",
     "Elsewhere",
     "ElsewhereError",

@@ -61,6 +61,10 @@ class PlaceholderCache:
             args: Its arguments.
             kwargs: Its keyword arguments.
         """
+        if (
+            args and isinstance(args[0], Tensor) and id(args[0]) not in self._kept
+        ):  # the common case, kept short
+            return func(*args, **kwargs)
         key = None if self._off else self._key(func, args, kwargs)
         if key is None:
             return func(*args, **kwargs)

@@ -100,8 +100,15 @@ def _is_index(tensor: Tensor) -> bool:
 
 
 def takes_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether there is anything that a call might change."""
-    return any(isinstance(value, list | dict | tuple) for value in (*args, *kwargs.values()))
+    """Whether there is anything that a call might change, or hand on as it is."""
+    return any(map(_may_change, args)) or any(map(_may_change, kwargs.values()))
+
+
+def _may_change(value: Any) -> bool:
+    """Whether it holds what a call might change, or a mask, a length or a position among several values."""
+    if isinstance(value, tuple):
+        return any((isinstance(one, Tensor) and _is_index(one)) or _may_change(one) for one in value)
+    return isinstance(value, list | dict)
 
 
 def _walk(value: Any) -> Iterator[Any]:

@@ -20,6 +20,9 @@ class Taint:
     Args:
         mode: The placeholders' mode.
         on_unit_read: Called where a unit that really runs reads such memory; returns the error.
+
+    Attributes:
+        unguarded: Whether `enter` is due.
     """
 
     def __init__(self, mode: PlaceholderMode, on_unit_read: Callable[[], Exception | None]) -> None:
@@ -27,32 +30,29 @@ class Taint:
         self._on_unit_read = on_unit_read
         self._tensors: dict[int, Tensor] = {}  # held, so that no storage's identity is used twice
         self._guard: _Guard | None = None
+        self.unguarded = False
         self._outer: Any = None
 
     def add(self, tensor: Tensor) -> None:
         """Mark the memory behind a real tensor."""
         self._tensors[storage_key(tensor)] = tensor
+        self.unguarded = self._guard is None
 
     def holds(self, value: Any) -> bool:
         """Whether memory of a tensor in `value` is marked."""
         return bool(self._tensors) and any(storage_key(t) in self._tensors for t in tensors_in(value))
 
-    @property
-    def unguarded(self) -> bool:
-        """Whether `enter` is due."""
-        return self._guard is None and bool(self._tensors)
-
     def enter(self) -> bool:
         """Look at every operation from now on; False where a mode of the user's own is in the way."""
         if current_dispatch_mode() is not self._outer:
             return False
-        self._guard = _Guard(self)
+        self._guard, self.unguarded = _Guard(self), False
         self._guard.__enter__()  # type: ignore[no-untyped-call]
         return True
 
     def close(self) -> None:
         """Let go of the marked tensors, when nothing of the replay is read any more."""
-        self._tensors = {}
+        self._tensors, self.unguarded = {}, False
 
     def __enter__(self) -> None:
         """Begin a step."""
@@ -62,7 +62,7 @@ class Taint:
         """End it, and stop looking."""
         if self._guard is not None:
             self._guard.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-            self._guard = None
+            self._guard, self.unguarded = None, bool(self._tensors)
 
     def swapped(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The operands of an operation, with a placeholder for each marked tensor."""

@@ -53,6 +53,14 @@ _SUMS, _MEANS = frozenset({"sum", "nansum"}), frozenset({"mean", "nanmean"})
 """Over samples, which are followed where values of units meet what is made of them in a loss."""
 _TRIED = 4  # samples that are changed to see what depends on them
 _DERIVED = frozenset({Tag("batch")})
+_APART = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze", "clone", "detach", "alias", "_to_copy",
+        "native_dropout", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+    )
+)  # fmt: skip
+"""Beside those that work number by number: operations that keep samples apart."""
 
 
 class Glue:
@@ -199,7 +207,10 @@ class Glue:
         for tensor in written_tensors(func, args, kwargs):
             real = self._observed.origin(tensor)
             name = self._observed.states.get(storage_key(real))
-            if name is None or not real.is_floating_point():
+            if name is None:
+                continue
+            self._observed.trace.buffers_written.add(name)
+            if not real.is_floating_point():
                 continue
             if name not in self._observed.trace.written_in_units and not (
                 is_placeholder(real) or real.is_meta
@@ -368,6 +379,7 @@ class MixingSeen:
         self._derived, self._drawn = TagStore(), TagStore()
         self._continuous, self._summed = TagStore(), TagStore()
         self._samples = 0
+        self._meet = False  # values of units, in an operation that may mix samples
 
     def begin(self, batch: Any) -> None:
         """The step begins, with these arguments."""
@@ -379,6 +391,7 @@ class MixingSeen:
 
     def reaches_unit(self, given: Iterable[Tensor]) -> None:
         """A unit is called with these: what was made of a mean of the batch's samples counts as mixed."""
+        self._observed.trace.may_mix_values |= self._meet
         for _, position, _, found in self._summed.union(given):
             name, _, line = found.partition(" ")
             self._observed.trace.mixed.setdefault(line, (name, position))
@@ -406,6 +419,7 @@ class MixingSeen:
             result: What it gave.
         """
         operands, results = list(operands_of(args, kwargs)), list(operands_of((result,)))
+        self._meet = self._meet or self._may_meet(func, args, operands)
         if self._samples < 2:
             return
         if any(map(is_placeholder, (*operands, *results))):
@@ -423,6 +437,17 @@ class MixingSeen:
             self._derived.add(tensor, _DERIVED)
         if any(map(self._continuous.of, operands)):
             self._note_summed(func, args, kwargs, results)
+
+    def _may_meet(self, func: Any, args: tuple[Any, ...], operands: list[Tensor]) -> bool:
+        """Whether what units gave for a sample may reach others by this operation."""
+        if torch.Tag.pointwise in func.tags or func._schema.name in _APART or not operands:
+            return False
+        if all(tag.kind != "value" for tag in self._observed.tags.union(operands)):
+            return False
+        if func._schema.name in ("aten::slice", "aten::select"):
+            shape, dim = operands[0].shape, args[1] if len(args) > 1 else 0
+            return bool(shape[dim] == max(self._samples, 1))
+        return True
 
     def _note_summed(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]

@@ -138,6 +138,7 @@ class Trace:
         arguments: Shapes of the micro-batch that was traced.
         written_states: Parameters, buffers and plain tensors that glue changes in place.
         written_in_units: Parameters and buffers that units change in place, without those of batch norms.
+        buffers_written: Buffers, of whole numbers too, that units change in place.
         late_states: Buffers and plain tensors outside the units that it writes or sets after the first one.
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
@@ -181,6 +182,7 @@ class Trace:
         hooked: Calls of units on whose outputs a hook on gradients was put, and how many calls came before.
         has_means: Whether values of units meet rows in which a mean over samples may be.
         by_sizes: Whether it reads whole numbers of the batch that are no counts, such as its greatest length.
+        may_mix_values: Whether an operation that may mix samples meets values of units before another unit.
     """
 
     root: nn.Module
@@ -200,6 +202,7 @@ class Trace:
     arguments: Hashable = None
     written_states: list[str] = field(default_factory=list)
     written_in_units: set[str] = field(default_factory=set)
+    buffers_written: set[str] = field(default_factory=set)
     late_states: list[str] = field(default_factory=list)
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
@@ -238,6 +241,7 @@ class Trace:
     hooked: set[tuple[int, int]] = field(default_factory=set)
     has_means: bool = False
     by_sizes: bool = False
+    may_mix_values: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:
@@ -259,6 +263,7 @@ class Trace:
             self.made_of.setdefault(name, set()).update(names)
         self.mutated |= other.mutated
         self.written_in_units |= other.written_in_units
+        self.buffers_written |= other.buffers_written
         self.written_states = sorted({*self.written_states, *other.written_states})
         self.late_states = sorted({*self.late_states, *other.late_states})
         self.together += [group for group in other.together if group not in self.together]
@@ -272,6 +277,7 @@ class Trace:
         self.hooked |= other.hooked
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
+        self.may_mix_values |= other.may_mix_values
         self.steered_at = self.steered_at or other.steered_at
         self.divided_at = self.divided_at or other.divided_at
 
@@ -280,6 +286,7 @@ class Trace:
         self.mixed = {**other.mixed, **self.mixed}
         self.has_means |= other.has_means
         self.by_sizes |= other.by_sizes
+        self.may_mix_values |= other.may_mix_values
         self.reads_values |= other.reads_values
         self.draws_unseen |= other.draws_unseen
         self.checkpointed |= other.checkpointed

@@ -357,6 +357,18 @@ class Batch:
                 "or override merge_outputs(outputs, sizes)"
             )
 
+    def _warn_of_values(self, mixed: Mapping[str, str]) -> None:
+        kind = ("values", self.step)
+        if mixed and kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
+            warnings.warn(
+                f"{self.step} mixes what layers gave for several samples of the batch before another layer "
+                f"({lines}), as manifold mixup does, and each of {len(self.parts.args)} micro-batches mixes "
+                "its own samples, so that numbers are not those of one device: use num_microbatches=1, or "
+                "mix samples in on_after_batch_transfer, before the first layer"
+            )
+
     def _warn_of_left(self, names: Sequence[str]) -> None:
         kind = ("left as one", self.step)
         if kind not in self._steps.warned:
@@ -440,6 +452,8 @@ class Batch:
         step, number = self.step, len(self.parts.args)
         split = self._steps.split
         mixed = split.mixed(step)
+        if number > 1 and not mixed:
+            self._warn_of_values(split.mixed_values(step))
         if mixed and number > 1:
             lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
             self._say(

@@ -1,0 +1,215 @@
+"""Samples whose values of units a step mixes between its units, such as manifold mixup by `h[order]`.
+
+A stage has one micro-batch at a time, so `h.flip(0)` there is another one than in the batch. Whether a step
+does so is tried once: units answer with made-up values for the whole batch, and then with others for the
+samples of one micro-batch. What a later unit is given for all other samples has to be the same.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lightning_pipeline.model.cut import Microbatch, TracedOutput
+from lightning_pipeline.model.random import Generators, random_state_kept
+from lightning_pipeline.model.replay import Step
+from lightning_pipeline.model.rules import MadeUp, made_up
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, user_line
+from lightning_pipeline.model.trace import Trace, UnitPatches
+
+_log = logging.getLogger(__name__)
+Outputs = Mapping[tuple[int, int], TracedOutput]
+"""By unit and number of the call."""
+_LARGEST = 1 << 28  # bytes of made-up values for a batch
+_MOST = 8  # micro-batches whose values are exchanged
+
+
+class _Results(TorchFunctionMode):
+    """Keeps what functions between units give, with their lines.
+
+    Args:
+        root: The LightningModule.
+        inside: Whether a unit runs.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__()
+        self._root = root
+        self.found: list[tuple[str, str, Tensor]] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and not is_placeholder(result):
+            name = str(getattr(func, "__name__", "a function")).strip("_")
+            self.found.append((name, user_line(self._root), result.detach().clone()))
+        return result
+
+
+class MixedValues:
+    """Tries whether what units are given follows from what units gave for samples of other micro-batches.
+
+    Args:
+        root: The LightningModule.
+        patches: The patched units.
+        apart: Inside, runs of a step leave nothing behind.
+        quiet: Inside, they log nothing.
+
+    Attributes:
+        lines: By step, at which line that is so, and by which function.
+    """
+
+    def __init__(
+        self, root: nn.Module, patches: UnitPatches,
+        apart: Callable[[str], AbstractContextManager[None]],
+        quiet: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._root, self._patches, self._apart, self._quiet = root, patches, apart, quiet
+        self._tried: set[tuple[str, tuple[int, ...]]] = set()
+        self.lines: dict[str, dict[str, str]] = {}
+
+    def look(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int],
+        as_one: Callable[[Microbatch], tuple[Trace, Outputs]],
+    ) -> None:  # fmt: skip
+        """A batch begins: try it, if its trace leaves that open and it was not tried before.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+            as_one: Gives its trace as one, and what units return for it.
+        """
+        key = step.name, step.routes[0].trace.path
+        if key in self._tried or not step.routes[0].trace.may_mix_values:
+            return
+        self._tried.add(key)
+        try:
+            trace, outputs = as_one(whole)
+            with self._apart(step.name), self._quiet():
+                self.lines[step.name] = self.lines.get(step.name, {}) | self._mixed(
+                    step, whole, sizes, trace, outputs
+                )
+        except Exception as error:  # the user's code, on made-up values
+            _log.debug("whether %s mixes what units give cannot be tried: %s", step.name, error)
+
+    def _mixed(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int], trace: Trace, outputs: Outputs
+    ) -> dict[str, str]:
+        specs = [spec for _, each in outputs.values() for spec in each]
+        if sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) > _LARGEST:
+            return {}
+        total, values = sum(sizes), _values(outputs)
+
+        def run(given: Mapping[Any, Any], sees: AbstractContextManager[Any]) -> MadeUp:
+            return self._run(step, whole, MadeUp(given, trace, frozenset(), self._patches.originals), sees)
+
+        first = run(values, nullcontext())
+        touched: list[set[int]] = []
+        for start, size in _parts(sizes):
+            others = _exchanged(values, start, size, total)
+            found, shared = _reached(first, run(others, nullcontext()), start, size, total)
+            if found:
+                both = _Results(self._root), _Results(self._root)
+                run(values, both[0]), run(others, both[1])
+                return _line(*both, start, size, total)
+            touched.append(shared)
+        if len(touched) > 1 and set.intersection(*touched):
+            return {"a unit that is given one value for all samples": "what it gives"}
+        return {}
+
+    def _run(
+        self, step: Step, whole: Microbatch, runner: MadeUp, sees: AbstractContextManager[Any]
+    ) -> MadeUp:
+        args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), whole)
+        before, self._patches.runner = self._patches.runner, runner
+        try:
+            with random_state_kept(Generators(self._root.modules())), step.context(), torch.no_grad(), sees:
+                step.function(*args, **kwargs)
+        finally:
+            self._patches.runner = before
+        return runner
+
+
+def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First row and number of rows of the micro-batches to exchange."""
+    numbers = range(len(sizes)) if len(sizes) <= _MOST else [*range(_MOST - 1), len(sizes) - 1]
+    for number in numbers:
+        yield sum(sizes[:number]), sizes[number]
+
+
+def _values(outputs: Outputs) -> dict[Any, Any]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        call: ([made_up(spec, generator) for spec in specs], structure)
+        for call, (structure, specs) in outputs.items()
+    }
+
+
+def _exchanged(values: Mapping[Any, Any], start: int, size: int, total: int) -> dict[Any, Any]:
+    """The same with others for the samples of a micro-batch."""
+
+    def other(tensor: Tensor) -> Tensor:
+        dimension = next((d for d, length in enumerate(tensor.shape) if length == total), None)
+        if dimension is None or not tensor.is_floating_point():
+            return tensor
+        made = tensor.clone()
+        rows = made.narrow(dimension, start, size)
+        rows.copy_(1.5 - 2 * rows)
+        return made
+
+    return {
+        call: ([other(one) for one in tensors], structure) for call, (tensors, structure) in values.items()
+    }
+
+
+def _reached(first: MadeUp, other: MadeUp, start: int, size: int, total: int) -> tuple[bool, set[int]]:
+    """Whether other samples differ somewhere, and the calls of units that are given one value for all."""
+    if [unit for unit, _ in first.seen] != [unit for unit, _ in other.seen]:
+        return False, set()  # it went elsewhere, which says nothing
+    shared = set()
+    for place, ((_, before), (_, after)) in enumerate(zip(first.seen, other.seen, strict=True)):
+        for pair in zip(before, after, strict=False):
+            kind = _kind(*pair, start, size, total)
+            if kind == "others":
+                return True, set()
+            if kind == "all":
+                shared.add(place)
+    return False, shared
+
+
+def _kind(before: Tensor, after: Tensor, start: int, size: int, total: int) -> str:
+    """What differs: "" for nothing or the micro-batch alone, "others", "all" of what has no samples."""
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return ""
+    differs = ~torch.isclose(before, after, rtol=1e-5, atol=0.0, equal_nan=True)
+    if not bool(differs.any()):
+        return ""
+    many = [dim for dim, length in enumerate(differs.shape) if length and length % total == 0]
+    if not many:
+        return "all"
+    return "" if any(_is_of_part(differs, dim, start, size, total) for dim in many) else "others"
+
+
+def _is_of_part(differs: Tensor, dim: int, start: int, size: int, total: int) -> bool:
+    """Whether nothing but a micro-batch differs along a dimension that has each sample once or more often."""
+    flat = differs.movedim(dim, 0).flatten(1).any(1) if differs.dim() > 1 else differs
+    times = len(flat) // total
+    for before in (one for one in range(1, times + 1) if times % one == 0):
+        rows = flat.reshape(before, total, times // before).any(2).any(0)
+        if not bool(rows[:start].any() or rows[start + size :].any()):
+            return True
+    return False
+
+
+def _line(first: _Results, other: _Results, start: int, size: int, total: int) -> dict[str, str]:
+    """Where a function first gives what follows from samples of another micro-batch."""
+    for (name, line, before), (same, _, after) in zip(first.found, other.found, strict=False):
+        if name != same:
+            break
+        if _kind(before, after, start, size, total) == "others":
+            return {line: name}
+    return {"what a unit is given": "a function"}
