@@ -69,7 +69,7 @@ class Stages:
         for microbatch in range(len(batches)):
             values: Any = None
             for index, split in enumerate(self.splits):
-                values = received(split.stage(index).forward(microbatch, values))
+                values = received(split.programs[index].forward(microbatch, values))
         for split in reversed(self.splits):  # each puts back what it found, such as the standard output
             split.failed()  # there is no backward
 

@@ -122,7 +122,7 @@ def staged(
         values: Values | None = None
         row = []
         for stage, split in enumerate(splits):
-            values = split.stage(stage).forward(index, _received(values))
+            values = split.programs[stage].forward(index, _received(values))
             row.append(values)
         sent.append(row)
     for index in range(len(batches)):
@@ -174,7 +174,7 @@ def _backward(splits: list[SplitModel], index: int, sent: list[Values | None]) -
             gradients = [
                 g if t.requires_grad else None for g, t in zip(gradients, values.tensors, strict=True)
             ]
-        gradients = splits[stage].stage(stage).backward(index, gradients)
+        gradients = splits[stage].programs[stage].backward(index, gradients)
 
 
 def difference(module: nn.Module, losses: list[Tensor], mine: list[Any], splits: list[SplitModel]) -> float:

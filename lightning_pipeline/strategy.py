@@ -22,13 +22,15 @@ from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import tell_of_folders
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import Assumptions, Forecast
-from lightning_pipeline.hooks import called_once, of_stages
+from lightning_pipeline.hooks import of_stages
 from lightning_pipeline.ranks import fit_to_devices
 from lightning_pipeline.run import (
+    Answers,
     CheckpointHooks,
     ForecastInput,
     OptimizersOnDemand,
     Pipeline,
+    Splitting,
     begin,
     check_run,
     compare_modules,
@@ -44,7 +46,7 @@ from lightning_pipeline.settings import KnownArguments, read_settings
 from lightning_pipeline.weights import Staging
 
 
-class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
+class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHooks):
     """Trains an unmodified LightningModule over the stages of a pipeline.
 
     Args:
@@ -328,7 +330,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
         self.restore_data(trainer)
         trains = trainer.state.fn == TrainerFn.FITTING
         with self.optimizers_on_demand(self.lightning_module) if trains else nullcontext(), self._telling():
-            self._running.split_module(self.precision_plugin, built)
+            Splitting(self._running, self.precision_plugin).split(built)
         self.note_names(trainer)
         self.print_stages()
         self.model_to_device()
@@ -473,8 +475,8 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, CheckpointHooks):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        with self._running.split.stepping(optimizer):
-            return super().optimizer_step(optimizer, called_once(closure, optimizer), model, **kwargs)
+        with self._running.split.stepping(optimizer, closure) as once:
+            return super().optimizer_step(optimizer, once, model, **kwargs)
 
     @pipelined
     @override

@@ -3,7 +3,6 @@
 from lightning_pipeline.forecast.machine import (
     DEVICES,
     Assumptions,
-    Device,
     device_named,
     known_device,
     measure_link,
@@ -13,7 +12,6 @@ from lightning_pipeline.forecast.search import Search, search
 from lightning_pipeline.forecast.sweep import sweep
 from lightning_pipeline.forecast.workload import (
     MeasuredWorkload,
-    Rates,
     ScaledWorkload,
     Workload,
     name_of,
@@ -28,10 +26,8 @@ from lightning_pipeline.forecast.workload import (
 __all__ = [
     "DEVICES",
     "Assumptions",
-    "Device",
     "Forecast",
     "MeasuredWorkload",
-    "Rates",
     "ScaledWorkload",
     "Search",
     "Workload",

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine import Assumptions
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.rivals import Rivals
+from lightning_pipeline.forecast.verdict import Rivals
 from lightning_pipeline.forecast.workload import (
     Workload,
     basis_text,

@@ -43,7 +43,6 @@ class Failure:
 
     Args:
         groups: Whose connections are closed, and whose notes is used.
-        recent: Gives this rank's last actions as lines of text.
         asked: What a rank that was asked to end raises, such as after SIGTERM: all ranks raise it then.
 
     Attributes:
@@ -52,17 +51,9 @@ class Failure:
         cause: The first cause, once there is one.
     """
 
-    def __init__(
-        self,
-        groups: Groups,
-        *,
-        recent: Callable[[], list[str]] | None = None,
-        asked: type[BaseException] | None = None,
-    ) -> None:
+    def __init__(self, groups: Groups, *, asked: type[BaseException] | None = None) -> None:
         self._groups = groups
         self._notes, self._asked = groups.notes, asked
-        if recent is not None:
-            groups.lookout.recent = recent
         self.cause: Cause | None = None
         self._raised: BaseException | None = None
         self.explain: Callable[[BaseException, Where], str] = lambda error, where: ""
@@ -254,7 +245,7 @@ class Failure:
             read = self._notes.add("read", 0)
 
 
-def all_end_alike(notes: Notes, rank: int, size: int, place: str, seconds: float = _PATIENCE_SECONDS) -> bool:
+def all_end_alike(notes: Notes, rank: int, size: int, place: str) -> bool:
     """Whether all ranks have raised at one place. All that ask get the same answer.
 
     Args:
@@ -262,11 +253,10 @@ def all_end_alike(notes: Notes, rank: int, size: int, place: str, seconds: float
         rank: This global rank.
         size: Of the world.
         place: What was raised and where, in words.
-        seconds: How long the others have.
     """
     keys = [f"ends/{number}" for number in range(size)]
     notes.put(keys[rank], place)
-    until = time.monotonic() + seconds
+    until = time.monotonic() + _PATIENCE_SECONDS
     while True:
         found = notes.get_all([*keys, CAUSE, _VERDICT])
         if _VERDICT in found:

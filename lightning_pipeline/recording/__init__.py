@@ -1,8 +1,14 @@
 """When actions and messages began and ended, on one clock."""
 
 from lightning_pipeline.recording.clock import Mark, now, stream_clock
-from lightning_pipeline.recording.messages import Message, MessageLog
-from lightning_pipeline.recording.timeline import Event, OpenRecording, Recording, Timeline
+from lightning_pipeline.recording.timeline import (
+    Event,
+    Message,
+    MessageLog,
+    OpenRecording,
+    Recording,
+    Timeline,
+)
 
 __all__ = [
     "Event",

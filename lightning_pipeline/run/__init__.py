@@ -1,5 +1,6 @@
 """One run of a Trainer: from setup to teardown, and one batch in it."""
 
+from lightning_pipeline.run.answers import Answers
 from lightning_pipeline.run.checkpoints import CheckpointHooks
 from lightning_pipeline.run.forecasting import PRECISIONS, ForecastInput
 from lightning_pipeline.run.members import join, stay_away
@@ -13,14 +14,16 @@ from lightning_pipeline.run.setup import (
     compare_runs,
     loggers_set_aside,
 )
-from lightning_pipeline.run.start import begin
+from lightning_pipeline.run.start import Splitting, begin
 
 __all__ = [
     "PRECISIONS",
+    "Answers",
     "CheckpointHooks",
     "ForecastInput",
     "OptimizersOnDemand",
     "Pipeline",
+    "Splitting",
     "begin",
     "check_run",
     "compare_modules",

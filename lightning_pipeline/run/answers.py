@@ -4,40 +4,32 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_pipeline import _lightning
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.measure import MemoryMeter, PipelineRun
 from lightning_pipeline.model.cut import Partition, StageTable
 from lightning_pipeline.ranks import Offset
 from lightning_pipeline.recording import MessageLog, Timeline
 from lightning_pipeline.run.forecasting import ForecastInput
+from lightning_pipeline.run.held import Whole
 from lightning_pipeline.run.one_device import OneDevice
-from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.run import Running
 from lightning_pipeline.run.setup import held_states
-from lightning_pipeline.run.stages import Stages
-from lightning_pipeline.run.whole import Whole
 from lightning_pipeline.schedules import Plan, Schedule
-from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import gathered
 
 
-class Answers:
+class Answers(Running):
     """What is known while the module is split, and after it. The strategy inherits these answers."""
 
-    _settings: Settings
     _table: StageTable | None = None  # of the run that has ended
     _plan: Plan | None = None  # likewise, of its last training step
     _printed = ""
 
-    lightning_module: LightningModule | None
-    _pipeline: Pipeline | None = None
-    _one_device: OneDevice | None = None
     _device_mesh: DeviceMesh | None = None
 
     @property
@@ -48,19 +40,6 @@ class Answers:
                 "the device mesh exists once the processes have joined: ask for it in `setup`"
             )
         return self._device_mesh
-
-    @property
-    def _alone(self) -> bool:
-        """Whether nobody would answer: before the group exists, and once this rank's run was interrupted.
-
-        Callbacks that save on an exception run before the other ranks are told; they must not wait for them.
-        """
-        if self._pipeline is not None and self._pipeline.groups.aborted:
-            return True
-        if self._pipeline is not None and self._pipeline.ends_together:
-            return False
-        trainer = getattr(self.lightning_module, "_trainer", None)
-        return not dist.is_initialized() or _lightning.is_interrupted(trainer)
 
     def describe(self, module: LightningModule | None = None, batch: Any = None) -> StageTable:
         """The stages: units, parameters, share of cost, messages, and why the cuts are where they are.
@@ -88,12 +67,8 @@ class Answers:
 
     def keep_answers(self) -> None:
         """The run ends: keep what may be asked after it."""
-        if self._pipeline is not None and isinstance(stages := self._pipeline.stages, Stages):
+        if self._pipeline is not None and not isinstance(stages := self._pipeline.stages, Whole):
             self._table, self._plan = stages.table, stages.last_plan
-
-    @property
-    def _has_ended(self) -> bool:
-        return self._one_device is None and self._pipeline is None
 
     @property
     def run(self) -> PipelineRun:
@@ -254,28 +229,3 @@ class Answers:
             The norm before clipping, the same on every rank.
         """
         return self._split.clip(parameters, max_norm, error_if_nonfinite=error_if_nonfinite)
-
-    @property
-    def _run(self) -> Pipeline | OneDevice:
-        run = self._one_device or self._pipeline
-        if run is None:
-            raise ConfigurationError(
-                "no run is under way, or its module is not split yet: it is from `configure_optimizers` on"
-            )
-        return run
-
-    @property
-    def _stages(self) -> Stages | Whole | OneDevice:
-        run = self._run
-        return run if isinstance(run, OneDevice) else run.stages
-
-    @property
-    def _split(self) -> Stages | OneDevice:
-        run = self._run
-        return run if isinstance(run, OneDevice) else run.split
-
-    @property
-    def _running(self) -> Pipeline:
-        run = self._run
-        assert isinstance(run, Pipeline), "hooks of one device are those of the base class"
-        return run

@@ -42,12 +42,10 @@ from lightning_pipeline.checkpoint.contents import (
 from lightning_pipeline.checkpoint.folder import discard, local_path
 from lightning_pipeline.errors import CheckpointError, ConfigurationError
 from lightning_pipeline.patching import all_undone
-from lightning_pipeline.run.answers import Answers
 from lightning_pipeline.run.one_device import pipelined
 from lightning_pipeline.run.plain import PlainStrategy
-from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.run import Running
 from lightning_pipeline.run.setup import held_states, listed_states
-from lightning_pipeline.settings import Settings
 from lightning_pipeline.weights import fillers, holds_weights_only, load_weights, save_weights
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -58,17 +56,16 @@ def no_hook(method: Method) -> Method:
 
     @wraps(method)
     def run(strategy: Any, *args: Any, **kwargs: Any) -> Any:
-        pipeline: Pipeline | None = strategy._pipeline
+        pipeline = strategy._pipeline
         with nullcontext() if pipeline is None else pipeline.stages.aside():
             return method(strategy, *args, **kwargs)
 
     return cast(Method, run)
 
 
-class CheckpointHooks(Answers, PlainStrategy):
+class CheckpointHooks(Running, PlainStrategy):
     """Saves and loads checkpoint folders. `PipelineStrategy` inherits this."""
 
-    _settings: Settings
     _names: Mapping[int, str] = {}
     _written: Mapping[int, str] = {}
     _stood: Mapping[str, Any] | None = None

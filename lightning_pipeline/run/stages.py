@@ -1,43 +1,29 @@
 """What a run has once its module is split: this rank's stages, and all that works on them."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
-    Beside,
-    HooksElsewhere,
     LockSteps,
     LogRecorder,
-    OwnParts,
     Reads,
     ReportChannel,
     UncutBatch,
-    exchange,
-    give_gradients,
-    give_states,
-    gradients_of,
-    is_torchs,
     join_scaler,
-    refuse_strangers,
-    refuse_unserved,
-    states_of,
 )
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.patching import all_undone
 from lightning_pipeline.run.batch import (
     Batch,
-    Gradients,
     Plans,
     StagesMeter,
     Steps,
@@ -45,24 +31,20 @@ from lightning_pipeline.run.batch import (
     split_arguments,
     watch_memory,
 )
+from lightning_pipeline.run.held import StagesHeld
 from lightning_pipeline.run.members import Members
 from lightning_pipeline.run.served import ServedHooks
 from lightning_pipeline.run.setup import (
     Cut,
     beside_module,
-    held_states,
-    kept_by_units,
     loggers_set_aside,
-    make_whole,
-    move,
-    start_equal,
 )
 from lightning_pipeline.run.stages_run import StagesRun
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.settings import Settings
 
 
-class Stages:
+class Stages(StagesHeld):
     """The stages of this rank in one run; `Whole` answers the same before and without them.
 
     Args:
@@ -76,11 +58,7 @@ class Stages:
 
     Attributes:
         says: That, and how tensors travel between stages.
-        split: This rank's part of the module.
         executor: Runs plans on it.
-        gradients: What batches make of them.
-        hooks: On gradients, where one rank alone has registered them.
-        meeting: Completes values of several stages in the user's hooks.
         run: What is known of it, and what its steps did.
         reads: Brings to stages what steps read there.
         steps: What its batches have in common.
@@ -90,14 +68,10 @@ class Stages:
         self, members: Members, settings: Settings, placement: Plan, trainer: Trainer, cut: Cut,
         split: SplitModel, says: str,
     ) -> None:  # fmt: skip
-        self.split, self.table = split, cut.table
+        super().__init__(members, settings, placement, trainer, cut, split)
+        self.table = cut.table
         self.says = "\n".join(filter(None, [says, members.groups.ways]))
-        self._members, self._settings, self._placement = members, settings, placement
-        self._trainer, self._module = trainer, trainer.lightning_module
-        self._partition = cut.partition
-        self._here = placement.stages_of(members.groups.rank)
         self._device: torch.device = trainer.strategy.root_device
-        self._undo: list[Callable[[], Any]] = []
 
     # Setting up
 
@@ -122,7 +96,7 @@ class Stages:
         self._let_steps_see(recorder, scaled)
         if groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()
-        stages = {index: split.executed(index) for index in self._here}
+        stages = {index: split.programs.executed(index) for index in self._here}
         self.executor = Executor(stages, groups, device=self._device, failure=members.failure)
         self.run = StagesRun(
             split,
@@ -133,16 +107,13 @@ class Stages:
             members.gather,
             members.exchange,
         )
-        groups.share((shared.stages for shared in split.shared), self._placement)
-        self.gradients = Gradients(split, groups, members.failure, self._placement)
-        self.hooks = self._hooks_elsewhere()
+        self.hold()
         served = ServedHooks(
             self._module, split, split.sinks_to, members, self._placement, trainer, self._device,
         )  # fmt: skip
         self.meeting, self.units, members.aside = served.meeting, served.units, self.aside
         self._undo += [_lightning.around_hooks(trainer, self.meeting.hook, members.gather), served.restore]
-        self._equal: list[Tensor] = []
-        self._start_equal()
+        self.start_equal()
 
         def ends(logged: bool) -> bool:
             raised, others = end_batch(logged, self.hooks.has_changed())
@@ -155,7 +126,7 @@ class Stages:
             self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
             split.forward_context, keeps=split.has_last_stage,
         )  # fmt: skip
-        self.reads = Reads(split, self.meeting, members.gather, self._spread)
+        self.reads = Reads(split, self.meeting, members.gather, self.spread)
         reports = ReportChannel(members.from_last, self._device, groups.pipeline)
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
         if looks and trainer.training and scaled is None:
@@ -171,26 +142,10 @@ class Stages:
         )  # fmt: skip
         run = self.run
         run.memory = StagesMeter(
-            split, split.cut, self.executor, split.waiting, lambda: run.last_plan,
+            split, split.cut, self.executor, split.programs.waiting, lambda: run.last_plan,
             lambda: trainer.optimizers, self.gradients.aside.held, self._device,
         )  # fmt: skip
         watch_memory(run.memory, run, members.failure)
-
-    def _hooks_elsewhere(self) -> HooksElsewhere:
-        members, split = self._members, self.split
-
-        def holders(name: str) -> list[int]:
-            return [self._placement.rank_of(stage) for stage in split.stages_of(name)]
-
-        def send(what: str, tensor: Tensor, rank: int) -> None:
-            members.replica.broadcast(what, tensor, members.ranks[rank], members.groups.pipeline)
-
-        originals = {id(made): tensor for tensor, made in split.stand_ins.items()}
-        return HooksElsewhere(
-            self._module, originals, holders, members.gather, send, members.groups.rank,
-            self._placement.num_ranks,
-            {name: (part, self._placement.rank_of(stage)) for name, part, stage in split.modules_run()},
-        )  # fmt: skip
 
     def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
@@ -201,68 +156,7 @@ class Stages:
         split.looks_again = getattr(trainer.strategy, "asked", False)
         split.set_aside = lambda: loggers_set_aside(trainer)
 
-    def _start_equal(self) -> None:
-        """Give what is new here the same values on all replicas and stages that have it."""
-        known = set(map(id, self._equal))
-        new = [tensor for tensor in held_states(self._module).values() if id(tensor) not in known]
-        here = set(map(id, new))
-        shared = [one for one in self.split.shared if one.parameter is None or id(one.parameter) in here]
-        start_equal(new, shared, self._members.groups, self._placement)
-        self._equal = list(held_states(self._module).values())
-
-    def take_in(self) -> None:
-        """Before a batch or a checkpoint: what hooks have added goes to its stages; all ranks call."""
-        split, groups = self.split, self._members.groups
-        if not split.take_in():
-            return
-        exchange(self._trainer.optimizers, {id(tensor): made for tensor, made in split.stand_ins.items()})
-        groups.share((shared.stages for shared in split.shared), self._placement)
-        self._start_equal()
-        self.gradients.list_anew()
-        self.hooks = self._hooks_elsewhere()
-
-    def _spread(self, wider: Mapping[str, Set[int]]) -> None:
-        """Give more stages copies of parameters, with what optimizers know of them; all ranks call."""
-        split, groups, optimizers = self.split, self._members.groups, self._trainer.optimizers
-        names = {id(parameter): name for name, parameter in self._module.named_parameters()}
-        asked = {key: name for key, name in names.items() if name in wider}
-        own = states_of(optimizers, asked), gradients_of(self._module, asked)
-        made = split.spread(wider)
-        exchange(optimizers, made)
-        groups.share((shared.stages for shared in split.shared), self._placement)
-        start_equal((), [one for one in split.shared if one.name in wider], groups, self._placement)
-        self._equal = list(held_states(self._module).values())
-        told = self._members.gather(own, "sharing what optimizers know of parameters")
-        copies = {names[key]: parameter for key, parameter in made.items()}
-        give_states(optimizers, copies, [states for states, _ in told])
-        give_gradients(copies, [found for _, found in told])
-        self.gradients.list_anew()
-        self.hooks = self._hooks_elsewhere()
-
-    def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Let optimizers list the whole model, and step over what this rank holds.
-
-        Raises:
-            ConfigurationError: One that cannot be served.
-        """
-        refuse_unserved(optimizers)
-        exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
-        if self._module.automatic_optimization:  # else every rank runs the step whole
-            self._undo.append(refuse_strangers(optimizers, self._module))
-        self.own_parts = OwnParts(optimizers)
-
-        def whole() -> None:
-            originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
-            exchange(optimizers, originals)
-
-        self._undo += [whole, self.own_parts.remove]
-
-    def to_device(self, device: torch.device) -> None:
-        """Move this rank's parameters, buffers and metrics."""
-        if device.type != "cpu":
-            move(self._module, device)
-
-    # What it holds
+    # What its batches did
 
     @property
     def last_plan(self) -> Plan | None:
@@ -273,33 +167,6 @@ class Stages:
     def batch_size(self) -> int | None:
         """Samples in the last training batch; `None` where the batch does not tell."""
         return self.run.batch_size
-
-    def names(self) -> dict[int, str]:
-        """Names of this rank's parameters in the whole module, by `id`."""
-        return names_by_identity(self.split.owned_parameters())
-
-    def written_names(self) -> dict[int, str]:
-        """Those whose optimizer state this rank writes: of a shared parameter only its owner does."""
-        elsewhere = self.gradients.counted_elsewhere
-        return {identity: name for identity, name in self.names().items() if identity not in elsewhere}
-
-    def own_state(self) -> dict[str, Tensor]:
-        """What this rank writes into a checkpoint: each name is owned by one stage."""
-        return self.split.owned_states()
-
-    def owns(self) -> Owns:
-        """Whether this rank has the true state of a module that is neither parameter nor buffer."""
-        return owned_by(self._partition, self._here)
-
-    def units_by_stage(self) -> list[list[str]]:
-        """Names of the units of each stage."""
-        cut = self._partition
-        units = [unit.name for unit in cut.trace.units]
-        return [[units[number] for number in cut.units_of(stage)] for stage in range(cut.num_stages)]
-
-    def reseed(self, seed: int) -> None:
-        """Draw from other random numbers from now on."""
-        self.split.seed = seed
 
     # Batches
 
@@ -386,22 +253,6 @@ class Stages:
             self.gradients.average()
         self.meeting.changed()
 
-    @contextmanager
-    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
-        """Around an optimizer's step. torch's own go over each parameter by itself; what others do is seen.
-
-        Args:
-            optimizer: Whose step follows. Hooks that it calls by its closure are hooks again.
-        """
-        try:
-            with self.meeting.aside() if is_torchs(optimizer) else self.meeting.hook():
-                yield
-                self.own_parts.put_back()
-                self.own_parts.show_states(optimizer, self.split, self._members.gather)
-        finally:
-            self.own_parts.put_back()
-            self.meeting.changed()
-
     def clip(self, parameters: Any, max_norm: float, *, error_if_nonfinite: bool) -> Tensor:
         """Clip gradients by their norm over all stages; tied parameters count once."""
         with self.meeting.aside():
@@ -428,74 +279,7 @@ class Stages:
         """A value, as far as a hook made it of other stages' tensors."""
         return self.meeting.whole(value)
 
-    # The end
-
     def disconnect(self) -> None:
         """Undo what was replaced for hooks and steps."""
         undo, self._undo = self._undo, []
         all_undone(undo)()
-
-    def join(self, *, failed: bool, staged: bool) -> None:
-        """The module becomes whole, on CPU, on the ranks that `gather_weights` names.
-
-        On the others what they did not hold is on the meta device. After an exception the other stages'
-        weights are not to be had; the module then keeps empty tensors for them, which fail loudly when used.
-
-        Args:
-            failed: Whether there was one.
-            staged: Whether ranks built their own stages only.
-        """
-        if failed:
-            self.split.restore()
-            return
-        self.split.mode.forget()
-        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
-        from_last = self._members.from_last
-        try:
-            left, _ = from_last.share(self.split.left_so_far, "gathering what steps left on the last stage")
-            how = self._settings.gather_weights
-            kept = kept_by_units(self.split.in_units, self._members.replica, how, staged=staged)
-            came = make_whole(
-                self._module, callbacks, self.split, self.owns(), self._members.replica,
-                how, staged=staged,
-            )  # fmt: skip
-        except BaseException:  # another rank has failed
-            self.split.restore()
-            raise
-        self.split.restore(came, on_meta=True)
-        if not from_last.is_source:
-            self.split.take(left)
-        self.split.in_units.take_last(kept)
-
-
-def split_module(
-    module: LightningModule,
-    cut: Cut,
-    stages: tuple[int, ...],
-    recorder: LogRecorder,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    device: torch.device,
-    seed: int,
-    trainer: Trainer,
-    *,
-    loss_over_batch: bool = False,
-) -> SplitModel:
-    """Keep this rank's stages of a module.
-
-    Args:
-        module: Whole.
-        cut: The same on every rank.
-        stages: This rank's.
-        recorder: Where `self.log` goes during a step.
-        forward_context: The precision plugin's.
-        device: Of this rank.
-        seed: Of the random numbers in steps; the same on every rank.
-        trainer: Whose data module, callbacks and so on a step may change.
-        loss_over_batch: Of the strategy.
-    """
-    sinks = {"log": recorder.log, "log_dict": recorder.log_dict}
-    return SplitModel(
-        module, cut.partition, stages=list(stages), sinks=sinks, forward_context=forward_context, seed=seed,
-        later=cut.later, device=device,
-        others=Beside(trainer).owners, loss_over_batch=loss_over_batch,
-    )  # fmt: skip

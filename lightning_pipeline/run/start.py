@@ -1,18 +1,51 @@
-"""What a run has from its first moment on: others are told of failures, and a job goes on where one was."""
+"""How a run starts: others are told of failures, a job goes on where one was, and the module is split."""
 
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.checkpoint import newest_verified
+from lightning_pipeline.data import EarlyLoaders
 from lightning_pipeline.errors import CheckpointError
+from lightning_pipeline.hooks import Beside, LogRecorder
+from lightning_pipeline.model.construction import Construction
+from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.ranks import write_crash
-from lightning_pipeline.run.in_step import is_refusal, quits, saver_of
+from lightning_pipeline.run.batch import (
+    Parts,
+    Plans,
+    samples_of,
+    split_arguments,
+    trains_batch_norm,
+)
+from lightning_pipeline.run.in_step import RanksInStep, is_refusal, quits, saver_of
 from lightning_pipeline.run.run import Pipeline
+from lightning_pipeline.run.setup import (
+    BY_HAND,
+    Cut,
+    Cutting,
+    FirstCall,
+    around_forwards,
+    batch_statistics,
+    headline,
+    hooks_undone,
+    lazy_layers,
+    make_lazy_layers,
+    materialize,
+    seed_of_run,
+    steered,
+    summarize_before_split,
+)
+from lightning_pipeline.run.stages import Stages
 from lightning_pipeline.settings import Settings
 
 
@@ -74,3 +107,145 @@ def begin(pipeline: Pipeline, trainer: Trainer, settings: Settings) -> None:
 
     if settings.resume == "auto" and trainer.state.fn == TrainerFn.FITTING:
         pipeline.at_end(_lightning.resume_from(trainer, newest))
+
+
+class Splitting:
+    """Looks at a first batch, cuts the module, and keeps this rank's stages; all ranks do so together.
+
+    Args:
+        run: Its ranks and data; gets the stages.
+        plugin: Whose context the forwards run in.
+    """
+
+    def __init__(self, run: Pipeline, plugin: Precision) -> None:
+        self._run, self._settings, self._placement = run, run.settings, run.placement
+        self._trainer, self._module, self._plugin = run.trainer, run.trainer.lightning_module, plugin
+        self._device, self._here = run.device, run.placement.stages_of(run.groups.rank)
+        over_batch = run.settings.loss_over_batch
+        self._plans = Plans(run.settings.schedule, run.placement.num_ranks, over_batch=over_batch)
+        self._forwards = around_forwards(plugin, run.groups.numbering.replicas)
+
+    def split(self, built: Construction | None = None) -> None:
+        """Do it. With no data the module stays whole, for nothing will run.
+
+        Args:
+            built: The weights that the module has not yet.
+        """
+        run, trainer = self._run, self._trainer
+        run.seed = run.feed.seed = seed_of_run(run.members.from_zero)
+        run.order = [name for name, _ in self._module.named_parameters()]
+        together = self._keep_together()
+        early = EarlyLoaders(trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer))
+        run.at_end(early.restore)
+        first = early.first_arguments()
+        self._let_the_trainer_see(together)
+        if first is not None:
+            self._keep_stages(*first, built, early, together)
+
+    def _let_the_trainer_see(self, together: RanksInStep) -> None:
+        """From now on the Trainer counts, watches and writes for ranks that hold a part each."""
+        run, trainer, num_ranks = self._run, self._trainer, self._placement.num_ranks
+        _lightning.count_replicas_as_devices(trainer, num_ranks)
+        if trainer.training:
+            run.at_end(run.position.install())
+            run.at_end(summarize_before_split(trainer))
+            run.at_end(_lightning.skip_without_loss(trainer))
+            several = run.groups.numbering.replicas > 1
+            run.at_end(_lightning.before_hooks(trainer, together.at_hooks(trainer, several=several)))
+            clock = partial(run.members.from_zero.share, what="asking for the time to validate")
+            run.at_end(_lightning.validate_by_the_clock_of(trainer, clock))
+        if trainer.predicting and num_ranks > 1:
+            has = self._placement.num_stages - 1 in self._here
+            run.at_end(_lightning.write_predictions_once(trainer, has=has))
+
+    def _keep_stages(
+        self, step: str, args: tuple[Any, ...], built: Construction | None, early: EarlyLoaders,
+        together: RanksInStep,
+    ) -> None:  # fmt: skip
+        run, trainer = self._run, self._trainer
+        number, at_least = self._choose_number(args)
+        run.at_end(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
+        _lightning.claim_device(self._module, self._device)
+        parts = split_arguments(self._module, args, number, says=True)
+        says = self._headline(parts, number)
+        with parts.explained(args[0]):
+            cut = self._cut(step, parts.args[0], number, built, early)
+        line = cut.partition.trace.steered_at if trainer.training else ""  # others are run whole for it
+        says += f"\n{steered(line, len(parts.args))}" if line and len(parts.args) > 1 else ""
+        says += f"\n{cut.advice}" if cut.advice else ""
+        run.built_in_parts = bool(built)
+        materialize(self._module, cut, self._here, run.world, run.members.replica, built)
+        recorder = LogRecorder(self._module)
+        split = run.members.agreed(
+            lambda: SplitModel(
+                self._module, cut.partition, list(self._here), seed=run.seed, device=self._device,
+                sinks={"log": recorder.log, "log_dict": recorder.log_dict}, later=cut.later,
+                forward_context=self._forwards, others=Beside(trainer).owners,
+                loss_over_batch=self._settings.loss_over_batch,
+            )
+        )  # fmt: skip
+        run.stages = stages = Stages(
+            run.members, self._settings, self._placement, trainer, cut, split, says
+        )  # fmt: skip
+        end_batch = partial(together.end_batch, trainer)
+        stages.connect(recorder, self._plans, self._plugin, end_batch, number, at_least)
+
+    def _keep_together(self) -> RanksInStep:
+        run, trainer = self._run, self._trainer
+        together = RanksInStep(run.members, run.position.epoch_starts, run.checkpoints)
+        together.equal_random_states()
+        run.at_end(together.watch_signals(trainer))
+        run.together = together
+        return together
+
+    def _headline(self, parts: Parts, number: int) -> str:
+        settings, trains = self._settings, self._trainer.training
+        if trains and not self._module.automatic_optimization:
+            return BY_HAND
+        plan = self._plans.plan(len(parts.args), forward_only=not trains)
+        replicas = self._run.groups.numbering.replicas
+        text = headline(
+            plan, settings.schedule, batch_size=parts.batch_size, replicas=replicas,
+            asked=None if settings.num_microbatches == "auto" else number, trains=trains,
+        )  # fmt: skip
+        if trains and plan.num_microbatches > 1 and trains_batch_norm(self._module):
+            text += f"\n{batch_statistics(plan, parts.batch_size)}"
+        return text
+
+    def _cut(
+        self, step: str, args: tuple[Any, ...], number: int, built: Construction | None,
+        early: EarlyLoaders,
+    ) -> Cut:  # fmt: skip
+        members = self._run.members
+        cutting = Cutting(
+            self._trainer, self._settings, self._forwards, self._device, members.from_zero,
+            members.agreed,
+        )  # fmt: skip
+        with early.shown():
+            if lazy_layers(self._module):
+                self._make_lazy_layers(FirstCall(step, args, early.states[step]), number, early)
+            cut = cutting.choose(step, args, self._placement.num_stages, built)
+            later = early.later_arguments(step)
+            if later is None:
+                return cut
+            return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
+
+    def _make_lazy_layers(self, call: FirstCall, number: int, early: EarlyLoaders) -> None:
+        checked, calls = early.later_arguments(call.step), [call]
+        if checked is not None:  # the sanity check comes first
+            args = split_arguments(self._module, checked[1], number).args[0]
+            calls.insert(0, FirstCall(checked[0], args, early.states[checked[0]]))
+        states = self._run.members.from_zero.share(lambda: [one.states for one in calls])
+        calls = [one._replace(states=equal) for one, equal in zip(calls, states, strict=True)]
+        self._run.members.agreed(lambda: make_lazy_layers(self._trainer, calls, self._forwards))
+
+    def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
+        """Micro-batches of a batch, and samples that each should have."""
+        if self._settings.num_microbatches != "auto":
+            return self._settings.num_microbatches, 1
+        at_least = 1 + trains_batch_norm(self._module)
+
+        def choose() -> int:
+            return self._plans.choose_number(samples_of(self._module, args), at_least=at_least)
+
+        return int(self._run.members.from_zero.share(choose)), at_least

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_pipeline.executor.executor import Executor
 from lightning_pipeline.ranks.groups import Groups
-from lightning_pipeline.recording.messages import Message
+from lightning_pipeline.recording.timeline import Message
 from lightning_pipeline.schedules import Action, communicate, get_schedule
 from tests.pool import Pool
 from tests.ranks.toy import Toy

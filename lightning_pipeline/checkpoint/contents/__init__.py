@@ -26,7 +26,6 @@ from lightning_pipeline.checkpoint.contents.added import (
     writers_of,
 )
 from lightning_pipeline.checkpoint.contents.extra_state import (
-    EXTRA,
     Owns,
     as_told,
     extra_names,
@@ -57,7 +56,6 @@ from lightning_pipeline.checkpoint.contents.rank_differences import at, differen
 from lightning_pipeline.checkpoint.contents.schedulers import as_read, schedulers_for, with_edits
 
 __all__ = [
-    "EXTRA",
     "Misfits",
     "Owns",
     "StateEntries",

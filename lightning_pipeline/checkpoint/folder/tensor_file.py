@@ -35,7 +35,6 @@ def write_tensors(
     shapes: Mapping[str, Shape],
     get: Callable[[str], Tensor],
     metadata: Mapping[str, str],
-    wrote: Callable[[int], Any] = lambda count: None,
 ) -> None:
     """Write a safetensors file, and make it last.
 
@@ -44,7 +43,6 @@ def write_tensors(
         shapes: Sizes and data type of each tensor, by name; known to the format.
         get: Gives a tensor when its turn has come.
         metadata: Of the file.
-        wrote: Told the number of bytes of each tensor that is in the file.
     """
     entries: dict[str, Any] = {"__metadata__": dict(metadata)}
     offset = 0
@@ -59,7 +57,6 @@ def write_tensors(
         for name in shapes:
             for piece in _bytes_of(get(name)):
                 file.write(piece)
-                wrote(piece.nbytes)
         file.flush()
         os.fsync(file.fileno())
 

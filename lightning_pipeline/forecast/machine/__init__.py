@@ -6,10 +6,9 @@ from lightning_pipeline.forecast.machine.assumptions import (
     EFFICIENCY,
     SPLIT_SURPLUS,
     Assumptions,
-    Handling,
 )
 from lightning_pipeline.forecast.machine.devices import DEVICES, Device, device_named, known_device
-from lightning_pipeline.forecast.machine.link import Link, measure_link
+from lightning_pipeline.forecast.machine.link import measure_link
 
 __all__ = [
     "BANDWIDTH_SHARE",
@@ -19,8 +18,6 @@ __all__ = [
     "SPLIT_SURPLUS",
     "Assumptions",
     "Device",
-    "Handling",
-    "Link",
     "device_named",
     "known_device",
     "measure_link",

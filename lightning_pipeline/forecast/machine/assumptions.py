@@ -5,7 +5,7 @@ from typing import Any
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast.machine.devices import Device, device_named
-from lightning_pipeline.model.trace import FLOPS_PER_BYTE, Work
+from lightning_pipeline.model.tensors import FLOPS_PER_BYTE, Work
 
 EFFICIENCY = 0.6
 """Share of a data sheet's peak that large matrix products reach."""

@@ -7,7 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.model.cut import Partition, stage_activations, stages_of_states, value_sizes
-from lightning_pipeline.model.trace import Call, Trace, Work
+from lightning_pipeline.model.tensors import Work
+from lightning_pipeline.model.trace import Call, Trace
 
 _ELEMENTWISE = (
     1.5  # bytes that the backward of an operation without products moves, over those of its forward

@@ -8,7 +8,7 @@ from typing_extensions import override
 from lightning_pipeline.forecast.workload.profile import StageProfile, State, profile
 from lightning_pipeline.forecast.workload.workload import Workload
 from lightning_pipeline.model.cut import Partition, StageActivations, stage_activations
-from lightning_pipeline.model.trace import Work
+from lightning_pipeline.model.tensors import Work
 
 
 class ScaledWorkload(Workload):

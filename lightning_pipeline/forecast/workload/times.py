@@ -6,7 +6,7 @@ from random import Random
 
 from lightning_pipeline.forecast.machine import SPLIT_SURPLUS, Assumptions
 from lightning_pipeline.forecast.workload.profile import StageProfile
-from lightning_pipeline.model.trace import Work
+from lightning_pipeline.model.tensors import Work
 from lightning_pipeline.schedules import Action, Costs, Plan
 
 

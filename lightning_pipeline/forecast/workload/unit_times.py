@@ -151,7 +151,7 @@ class _Rounds:
         seconds: Seconds,
     ) -> None:
         self._split, self._stage, self._args, self._incoming = split, stage, args, incoming
-        self._program = split.stage(stage)
+        self._program = split.programs[stage]
         self._stage_seen = (stage, "F") in seconds
         self._pool, self._seconds = seconds, defaultdict[str, list[float]](list)
         self._on_gpu = any(parameter.is_cuda for parameter in split.root.parameters())

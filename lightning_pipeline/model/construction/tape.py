@@ -135,10 +135,6 @@ class Tape:
             int(tensor.storage_offset()),
         )  # fmt: skip
 
-    def knows(self, tensor: Tensor) -> bool:
-        """Whether a tensor's memory has a number."""
-        return storage_key(tensor) in self._numbers
-
     def fills(self, func: Any, target: Any) -> int | None:
         """The memory that an operation overwrites from end to end."""
         if func not in _FILLS or not isinstance(target, View) or target.offset:

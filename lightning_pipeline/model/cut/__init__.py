@@ -5,15 +5,6 @@ from lightning_pipeline.model.cut.advice import too_large
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.graph import torn
 from lightning_pipeline.model.cut.growth import ModuleTree
-from lightning_pipeline.model.cut.liveness import (
-    Liveness,
-    ValueKey,
-    backward_edges,
-    goes_on,
-    liveness_of,
-    stages_of_states,
-    states_by_stage,
-)
 from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
 from lightning_pipeline.model.cut.table import (
     StageRow,
@@ -25,12 +16,19 @@ from lightning_pipeline.model.cut.table import (
 )
 from lightning_pipeline.model.cut.trials import Trials
 from lightning_pipeline.model.cut.ways import (
+    Liveness,
     Microbatch,
     Route,
     StageDone,
     StepRoutes,
     TracedOutput,
     TracedOutputs,
+    ValueKey,
+    backward_edges,
+    goes_on,
+    liveness_of,
+    stages_of_states,
+    states_by_stage,
 )
 
 __all__ = [

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lightning_pipeline.model.cut.liveness import ValueKey
 from lightning_pipeline.model.cut.partitioning import Partition
+from lightning_pipeline.model.cut.ways import ValueKey
 from lightning_pipeline.model.tensors import Held
 from lightning_pipeline.model.trace import Trace
 from lightning_pipeline.schedules import Plan

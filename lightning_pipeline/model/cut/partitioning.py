@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from lightning_pipeline.errors import PartitionError
 from lightning_pipeline.model.cut.graph import Atom, atoms_of
-from lightning_pipeline.model.cut.liveness import Liveness, liveness_of, stages_of_states
 from lightning_pipeline.model.cut.table import StageRow, StageTable
+from lightning_pipeline.model.cut.ways import Liveness, liveness_of, stages_of_states
 from lightning_pipeline.model.trace import Trace, Unit, finer_names
 
 SLACK = 0.02  # how much slower the slowest stage may be for a smaller message

@@ -4,7 +4,6 @@ from lightning_pipeline.model.loss.bent import Bent as Bent
 from lightning_pipeline.model.loss.bent import DifferentWaysError as DifferentWaysError
 from lightning_pipeline.model.loss.bent import together as together
 from lightning_pipeline.model.loss.events import Guess as Guess
-from lightning_pipeline.model.loss.events import Share as Share
 from lightning_pipeline.model.loss.events import Whole as Whole
 from lightning_pipeline.model.loss.follower import Follower as Follower
 from lightning_pipeline.model.loss.follower import Part as Part
@@ -14,7 +13,6 @@ from lightning_pipeline.model.loss.metric_calls import MetricCalls as MetricCall
 from lightning_pipeline.model.loss.observer import Observer as Observer
 from lightning_pipeline.model.loss.observer import rehearsed as rehearsed
 from lightning_pipeline.model.loss.observer import told_apart as told_apart
-from lightning_pipeline.model.loss.shares import Shares as Shares
 from lightning_pipeline.model.loss.weighting import Weights as Weights
 from lightning_pipeline.model.loss.weighting import loss_of_batch as loss_of_batch
 from lightning_pipeline.model.loss.weighting import weights_of as weights_of

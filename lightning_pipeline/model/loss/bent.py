@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_pipeline.model.loss.calls import Form, Seen, grows, pairs, type_of
-from lightning_pipeline.model.loss.events import Share, Whole
+from lightning_pipeline.model.loss.events import Form, Seen, Share, Whole, grows, pairs, type_of
 from lightning_pipeline.model.loss.functions import ARITHMETIC, both
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.loss.calls import Call
-from lightning_pipeline.model.loss.events import Event, Guess, Operand, Whole
+from lightning_pipeline.model.loss.events import Call, Event, Guess, Operand, Whole
 from lightning_pipeline.model.loss.functions import (
     ARRAYS,
     BY_VALUES,

@@ -14,8 +14,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.loss.bent import Bent, Leaf, bend, extreme, extremes, summed
-from lightning_pipeline.model.loss.calls import Call, Form, Seen
-from lightning_pipeline.model.loss.events import SHAPES, VALUES, Event, Operand, Share, Whole
+from lightning_pipeline.model.loss.events import (
+    SHAPES,
+    VALUES,
+    Call,
+    Event,
+    Form,
+    Operand,
+    Seen,
+    Share,
+    Whole,
+)
 from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING
 from lightning_pipeline.model.loss.masks import has_mask, indices
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets

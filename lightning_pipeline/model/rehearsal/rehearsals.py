@@ -6,19 +6,18 @@ from typing import Any
 
 from torch import nn
 
-from lightning_pipeline.model.cut import Microbatch, Partition, Route, StepRoutes
+from lightning_pipeline.model.cut import Microbatch, Partition
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
+from lightning_pipeline.model.rehearsal.dry_runs import DryRuns
 from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
 from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
-from lightning_pipeline.model.rehearsal.routes import Reads, RouteFinder
+from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.rehearsal.unit_buffers import UnitBuffers
-from lightning_pipeline.model.replay import Told
+from lightning_pipeline.model.replay import StageView, Told
 from lightning_pipeline.model.state import Apart
 from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches
-
-Walk = Callable[[Microbatch, Callable[[], MicrobatchSeeds], StepRoutes, Reads], Route | None]
 
 
 class Rehearsals:
@@ -31,9 +30,8 @@ class Rehearsals:
         patches: The patched units.
         told: What steps tell.
         outside: Keeps what a run of a step leaves behind.
-        walk: Runs a step to see which units it calls.
-        first: Rehearses it with the first stage of this rank; see `DryRuns.rehearse`.
-        last: With the last one.
+        first: The first stage of this rank, with which steps are run to see which units they call.
+        last: The last one, with which they are run for what they divide by.
         traced: Traces a step.
         traced_like: Gives a trace with arguments of this form, which may be an earlier one.
         apart: Inside, runs of a step leave nothing behind and tell nobody anything.
@@ -57,9 +55,8 @@ class Rehearsals:
     def __init__(
         self, root: nn.Module, cut: Partition, needed: Mapping[str, Sequence[int]], patches: UnitPatches,
         told: Told, outside: Apart, *,
-        walk: Walk,
-        first: Callable[..., None],
-        last: Callable[..., None],
+        first: StageView,
+        last: StageView,
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
         traced_like: Callable[[str, Microbatch], Trace],
         apart: Callable[[str], AbstractContextManager[None]],
@@ -71,13 +68,14 @@ class Rehearsals:
         stage_of: Sequence[int],
         stages: Collection[int],
     ) -> None:  # fmt: skip
+        begins, ends = DryRuns(first, patches), DryRuns(last, patches)
         self.ways = RouteFinder(
-            root, cut, needed, walk=walk, traced=traced, traced_like=traced_like, apart=apart,
+            root, cut, needed, walk=begins.walk, traced=traced, traced_like=traced_like, apart=apart,
             in_silence=in_silence, forget=forget, others=others,
         )  # fmt: skip
-        self.mixed = MixedSamples(root, first, self.ways, apart, begun)
+        self.mixed = MixedSamples(root, begins.rehearse, self.ways, apart, begun)
         self.divisors = Divisors(
-            root, last, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
+            root, ends.rehearse, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
         )
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
         self.values = MixedValues(root, patches, apart, quiet)

@@ -3,11 +3,10 @@
 from lightning_pipeline.model.rules.at_end import Gathered, Outputs, at_end, values_at_end
 from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.rules.probe import Rules, rules_of
-from lightning_pipeline.model.rules.rows import Rows, rows_by_shape, rows_of_each
-from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, summed, unmerged, usual
+from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_by_shape
+from lightning_pipeline.model.rules.rules import same, summed, unmerged, usual
 from lightning_pipeline.model.rules.runs import Question, Runs
-from lightning_pipeline.model.rules.start_rows import Pieces, StartRows
-from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule, Trial
+from lightning_pipeline.model.rules.trial import CHAINED, Merge, NoFit, Rule
 from lightning_pipeline.model.rules.values import equal, own_containers
 
 __all__ = [
@@ -17,24 +16,19 @@ __all__ = [
     "Merge",
     "NoFit",
     "Outputs",
-    "Pieces",
     "Question",
     "Rows",
     "Rule",
     "Rules",
     "Runs",
     "StartRows",
-    "Trial",
     "at_end",
     "dimension_of",
     "equal",
-    "goes_on",
     "joined_values",
     "made_up",
     "own_containers",
     "rows_by_shape",
-    "rows_of_each",
-    "rule_for",
     "rules_of",
     "same",
     "summed",

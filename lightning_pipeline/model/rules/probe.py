@@ -17,10 +17,9 @@ from torch import Tensor
 
 from lightning_pipeline.model.rules.at_end import Wait, at_end, waiting
 from lightning_pipeline.model.rules.made_up import Observed
-from lightning_pipeline.model.rules.rows import Rows, rows_of_each
+from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
 from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_whole, values_for
-from lightning_pipeline.model.rules.start_rows import StartRows
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
 from lightning_pipeline.model.tensors import is_placeholder, tensors_held

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
-from lightning_pipeline.model.rules.start_rows import Pieces
+from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
 from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches, stub_sinks

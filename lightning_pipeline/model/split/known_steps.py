@@ -1,7 +1,7 @@
 """The kinds of steps that have been traced; one that was not seen yet is traced when it comes."""
 
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges
+from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges, states_by_stage
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import PlaceholderMode
 from lightning_pipeline.model.trace import (
@@ -166,6 +166,21 @@ class KnownSteps:
             f"a value computed by the model steers the code at {line}, before other units may be called: of "
             "each part of the batch it may be another one, and which units are called may follow from it"
         )
+
+    def lacks(
+        self, step: str, needed: Mapping[str, Sequence[int]], stage_of: Sequence[int]
+    ) -> dict[str, set[int]]:
+        """Parameters that a known step reads on stages that have no copy, by name, with these stages.
+
+        Args:
+            step: Name of the user's method.
+            needed: The stages that have each parameter and buffer, by name.
+            stage_of: The stage of each unit that there is now.
+        """
+        readers = states_by_stage(self[step], stage_of, self._cut.num_stages, held=needed)
+        parameters = {name for name, _ in self._root.named_parameters(remove_duplicate=False)}
+        found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
+        return {name: stages for name, stages in found.items() if stages}
 
     def _know(self, trace: Trace) -> tuple[Trace, Liveness]:
         wrong = backward_edges(trace, self._cut.stage_of)

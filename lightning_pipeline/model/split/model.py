@@ -9,16 +9,20 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data import merge_outputs
-from lightning_pipeline.model.cut import Microbatch, Partition, TracedOutput, stages_of_states
+from lightning_pipeline.model.cut import (
+    Microbatch,
+    Partition,
+    TracedOutput,
+)
 from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.random import StepSeeds
-from lightning_pipeline.model.rehearsal import DryRuns, Rehearsals
-from lightning_pipeline.model.replay import Sink, StageProgram, StageView, Step, StepResult, Told, WholeBatch
+from lightning_pipeline.model.rehearsal import Rehearsals
+from lightning_pipeline.model.replay import Sink, Step, StepResult, Told, WholeBatch
 from lightning_pipeline.model.rules import Merge
 from lightning_pipeline.model.split.known_steps import KnownSteps
 from lightning_pipeline.model.split.left_behind import LeftBehind
-from lightning_pipeline.model.split.outside_steps import IdleRunner, ModuleGuards, OutsideSteps
-from lightning_pipeline.model.split.over_batch import OverBatch
+from lightning_pipeline.model.split.outside_steps import IdleRunner, OutsideSteps
+from lightning_pipeline.model.split.programs import Programs
 from lightning_pipeline.model.state import (
     Apart,
     AttributeGuards,
@@ -26,7 +30,6 @@ from lightning_pipeline.model.state import (
     FromLast,
     Gradients,
     Sent,
-    StageParameters,
     StepState,
     is_told_as_attribute,
     left_in,
@@ -35,7 +38,6 @@ from lightning_pipeline.model.state import (
 from lightning_pipeline.model.tensors import (
     Held,
     Peaks,
-    PlaceholderMode,
     SavedCount,
 )
 from lightning_pipeline.model.trace import (
@@ -45,7 +47,6 @@ from lightning_pipeline.model.trace import (
     Replayed,
     Standing,
     Trace,
-    UnitPatches,
     step_function,
 )
 
@@ -73,6 +74,7 @@ class SplitModel(OutsideSteps):
         set_aside: While a step is run once more than on one device, keeps what it would tell loggers.
         told: What steps tell loggers and metrics.
         known: What is known of each step.
+        programs: What runs the stages of this rank.
         as_one: What steps tell of some batches as one.
         in_units: What units keep of their own.
         scaled: Makes what a backward begins with larger, as a gradient scaler does.
@@ -90,29 +92,20 @@ class SplitModel(OutsideSteps):
         device: torch.device | None = None,
         loss_over_batch: bool = False,
     ) -> None:  # fmt: skip
-        self.root, self.cut = root, cut
-        self._device = device or torch.device("cpu")
+        super().__init__(root, cut, stages, device or torch.device("cpu"))
         self.forward_context, self.seed = forward_context, seed
-        self.mode = PlaceholderMode()
-        self._patches = UnitPatches(cut.trace.units)
-        self._stage_of = cut.stage_of
         self.num_stages = cut.num_stages
         last = self.num_stages - 1 in stages
         self.told = Told(
             root, sinks or {}, self.mode, self._device,
             has_last_stage=last, follower=lambda: None if self._step is None else self._step.follower,
         )  # fmt: skip
-        self._end = self.num_stages if loss_over_batch else self.num_stages - 1  # who runs the end of steps
-        self._programs = {stage: self._program(stage) for stage in stages}
-        self._here = set(stages)
-        self._over_batch: OverBatch | None = None
-        if loss_over_batch and last:
-            self._over_batch = OverBatch(self._programs[self.num_stages - 1], self._program(self.num_stages))
-        needed = stages_of_states(root, cut.trace, self._stage_of, self.num_stages)
-        self._residence = StageParameters(root, needed, set(stages), self.mode, self._device)
+        self.programs = Programs(
+            root, self._patches, self.mode, self._stage_of, stages, self.num_stages,
+            loss_over_batch=loss_over_batch,
+        )  # fmt: skip
         self._guards = AttributeGuards()
         self._others = others
-        self._module_guards = ModuleGuards(root, self._patches.units, self._stage_of)
         self.known = KnownSteps(
             root, cut, later, patches=self._patches, mode=self.mode, context=forward_context,
             sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
@@ -134,11 +127,9 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self.in_units = self._left_behind.in_units
         self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
-        first = DryRuns(self._first_view, self._patches)
-        last_one = DryRuns(self._programs[max(self._programs)].view, self._patches)
         rehearsals = Rehearsals(
             root, cut, self._residence.needed, self._patches, self.told, self._apart,
-            walk=first.walk, first=first.rehearse, last=last_one.rehearse,
+            first=self.programs.first_view, last=self.programs.last_view,
             traced=self.known.traced, traced_like=self.known.traced_like,
             apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
             forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
@@ -155,21 +146,13 @@ class SplitModel(OutsideSteps):
         self._install()
         self.watch_growth()
 
-    def _program(self, stage: int) -> StageProgram:
-        last = stage == self._end
-        view = StageView(stage, self.root, self._stage_of, self._patches, self.mode, is_last=last)
-        return StageProgram(view, self._patches)
-
-    @property
-    def _first_view(self) -> StageView:
-        return next(iter(self._programs.values())).view
-
     def _install(self) -> None:
         self._residence.drop()
         self._patches.install()
-        self._patches.idle = IdleRunner(self.root, self._patches, self._first_view, self._programs)
-        for stage, program in self._programs.items():
-            program.counts = stage == max(self._programs) and self._over_batch is None
+        self._patches.idle = IdleRunner(
+            self.root, self._patches, self.programs.first_view, self.programs.here
+        )  # fmt: skip
+        for program in self.programs:
             if not program.counts:
                 program.apart = self.told.silent_metrics
 
@@ -192,17 +175,24 @@ class SplitModel(OutsideSteps):
 
     def changed(self) -> None:
         """What hooks have added to the module is on its stages: find out anew what steps do."""
-        self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
+        self.guard_modules()
         self._modules = list(self.root.modules())
         self.in_units.changed()
-        for program in self._programs.values():
-            program.view.modules, program.view.stage_of = self._modules, list(self._stage_of)
+        self.programs.changed(self._modules, self._stage_of)
         for trace in self.known.forget():
             self._earlier.append(trace)
             self._left_behind.forget(trace.step, keeps=False)
         self._finder.forget()
-        if self._over_batch is not None:
-            self._over_batch.forget(self._stage_of)
+        if self.programs.over_batch is not None:
+            self.programs.over_batch.forget(self._stage_of)
+
+    def lacks(self, step: str) -> dict[str, set[int]]:
+        """Parameters that a known step reads on stages that have no copy, by name, with these stages.
+
+        A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
+        traced when it comes, and the module is cut by then.
+        """
+        return self.known.lacks(step, self._residence.needed, self._stage_of)
 
     def compile_units(self, compiles: Callable[[Callable[..., Any]], Callable[..., Any]] | None) -> None:
         """Let the forwards of this rank's units be compiled ones, until the end.
@@ -212,7 +202,7 @@ class SplitModel(OutsideSteps):
         """
         originals = self._patches.originals
         for unit, stage in enumerate(self._stage_of):
-            if compiles is not None and stage in self._programs:
+            if compiles is not None and stage in self.programs.here:
                 originals[unit] = compiles(originals[unit])
 
     # ---- what this rank holds
@@ -223,23 +213,10 @@ class SplitModel(OutsideSteps):
             for name, part in unit.module.named_modules(prefix=unit.name):
                 yield name, part, stage
 
-    def stage(self, index: int) -> StageProgram:
-        """A stage of this rank."""
-        return self._programs[index]
-
-    def waiting(self, stage: int) -> tuple[int, int]:
-        """Micro-batches of a stage of this rank that wait for a backward, and for its W."""
-        return self._programs[stage].num_saved, self._programs[stage].num_waiting
-
-    def executed(self, index: int) -> StageProgram | OverBatch:
-        """A stage of this rank, for the executor."""
-        last = index == self.num_stages - 1
-        return self._over_batch if last and self._over_batch is not None else self._programs[index]
-
     @property
     def has_last_stage(self) -> bool:
         """Whether losses, logs and outputs arrive here."""
-        return self.num_stages - 1 in self._programs
+        return self.programs.has_last_stage
 
     def has_late_attributes(self, step: str) -> bool:
         """Whether a step that has been traced leaves attributes that depend on what units return."""
@@ -313,7 +290,8 @@ class SplitModel(OutsideSteps):
         trace = self.known[step]
         if self._mends(trace, self._sizes):
             return {}
-        end = len(trace.calls) + (self._over_batch is None)  # what comes last may run once for the batch
+        by_batch = self.programs.over_batch is not None  # what comes last then runs once for the batch
+        end = len(trace.calls) + (not by_batch)
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
 
     def mixed_values(self, step: str) -> dict[str, str]:
@@ -322,7 +300,7 @@ class SplitModel(OutsideSteps):
 
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""
-        return len(sizes) > 1 and self._end < self.num_stages and self._mixing.mends(trace, sizes)
+        return len(sizes) > 1 and self.programs.end < self.num_stages and self._mixing.mends(trace, sizes)
 
     # ---- a batch
 
@@ -380,7 +358,7 @@ class SplitModel(OutsideSteps):
         self._open = ExitStack()
         self._open.callback(seeds.close)
         self._open.enter_context(self.told.in_step(several=len(microbatches) > 1))
-        for program in self._programs.values():
+        for program in self.programs:
             program.begin(self._step)
         sizes = self._sizes = sizes or [1] * len(microbatches)
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
@@ -398,21 +376,22 @@ class SplitModel(OutsideSteps):
             self._step.left_by_batch,
         )
         starts = self._buffers.starts(self._step, trace, at_once, as_one)
-        for program in self._programs.values():
+        for program in self.programs:
             program.state, program.starts = self._state, starts.get(program.index)
             program.unit_state = self.in_units.state(trace, program.index, sizes)
         self._total = sum(sizes)
         if at_once is not None and self.has_last_stage and len(microbatches) > 1:
             with self._left_behind.begun(None, sizes):
                 self._mixed_values.look(self._step, at_once, sizes, as_one)
-        if self._over_batch is not None:
+        over_batch = self.programs.over_batch
+        if over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
-            later = self._over_batch.begin(self._step, at_once, self._finder, self._state)
-            last = self._programs[self.num_stages - 1]
+            later = over_batch.begin(self._step, at_once, self._finder, self._state)
+            last = self.programs[self.num_stages - 1]
             last.unit_state = self.in_units.state(trace, last.index, sizes, but=later)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
-        if self.has_last_stage and len(microbatches) > 1 and self._over_batch is None:
+        if self.has_last_stage and len(microbatches) > 1 and over_batch is None:
             self._open.enter_context(self.told.metrics_by_batch(step, sizes))
         if whole is not None and self.has_last_stage and len(microbatches) > 1:
             self._divisors.follow(self._step, whole)
@@ -430,7 +409,7 @@ class SplitModel(OutsideSteps):
         step.later_outputs = []
         for number, (route, batch) in enumerate(zip(step.routes, step.microbatches, strict=True)):
             outputs: dict[tuple[int, int], TracedOutput] = {}
-            if route.looks_ahead(self._programs):
+            if route.looks_ahead(self.programs.here):
                 with begun(number):
                     outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
             step.later_outputs.append(outputs)
@@ -464,7 +443,7 @@ class SplitModel(OutsideSteps):
         Args:
             merge: Merges one value per micro-batch.
         """
-        inside = [program.unit_state for program in self._programs.values()]
+        inside = [program.unit_state for program in self.programs]
         for state in (self._state, *inside):
             if state is not None:
                 state.settle(merge)
@@ -559,8 +538,8 @@ class SplitModel(OutsideSteps):
         if step.count is not None:
             step.count.settle()
             self.worst.rise_to(step.count.peaks)
-        if self._over_batch is not None:
-            step = self._over_batch.step
+        if self.programs.over_batch is not None:
+            step = self.programs.over_batch.step
         self.failed()
         if not self.has_last_stage:
             return StepResult([], [], [])
@@ -578,10 +557,7 @@ class SplitModel(OutsideSteps):
 
     def failed(self) -> None:
         """Drop the state of a batch, after an error too."""
-        for program in self._programs.values():
-            program.end()
-        if self._over_batch is not None:
-            self._over_batch.end()
+        self.programs.stop()
         if self._open is not None:
             self._open.close()
         self._open, self._step = None, None

@@ -4,32 +4,48 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import ModuleTree, Partition, states_by_stage
+from lightning_pipeline.model.cut import ModuleTree, Partition, stages_of_states
 from lightning_pipeline.model.replay import StageView
-from lightning_pipeline.model.split.known_steps import KnownSteps
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
-from lightning_pipeline.model.tensors import TensorSpec, tensors_in, user_line
+from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, tensors_in, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 
 R = TypeVar("R", bound=Runner)
 
 
 class OutsideSteps:
-    """This rank's part of the module, between the steps. `SplitModel` inherits this."""
+    """This rank's part of the module, between the steps. `SplitModel` inherits this.
 
-    root: nn.Module
-    cut: Partition
-    known: KnownSteps
-    _residence: StageParameters
-    _patches: UnitPatches
-    _stage_of: list[int]
-    _here: set[int]
+    Args:
+        root: The LightningModule, whole.
+        cut: Its partition.
+        stages: The stages of this rank.
+        device: Of the run.
+
+    Attributes:
+        mode: Of placeholders.
+    """
+
     _tree: ModuleTree
     _on_growth: list[Callable[[], None]]
+
+    def __init__(self, root: nn.Module, cut: Partition, stages: Sequence[int], device: torch.device) -> None:
+        self.root, self.cut, self._device = root, cut, device
+        self.mode = PlaceholderMode()
+        self._patches = UnitPatches(cut.trace.units)
+        self._stage_of, self._here = cut.stage_of, set(stages)
+        needed = stages_of_states(root, cut.trace, self._stage_of, cut.num_stages)
+        self._residence = StageParameters(root, needed, set(stages), self.mode, device)
+        self.guard_modules()
+
+    def guard_modules(self) -> None:
+        """From now on tell of hooks on modules that are spread over stages."""
+        self._module_guards = ModuleGuards(self.root, self._patches.units, self._stage_of)
 
     # ---- what this rank holds
 
@@ -109,18 +125,6 @@ class OutsideSteps:
             told()
         self._tree.look()
         return True
-
-    def lacks(self, step: str) -> dict[str, set[int]]:
-        """Parameters that a known step reads on stages that have no copy, by name, with these stages.
-
-        A step that was traced when the module was whole lacks nothing. One that reads what hooks set is
-        traced when it comes, and the module is cut by then.
-        """
-        needed = self._residence.needed
-        readers = states_by_stage(self.known[step], self._stage_of, self.cut.num_stages, held=needed)
-        parameters = {name for name, _ in self.root.named_parameters(remove_duplicate=False)}
-        found = {name: stages - set(needed[name]) for name, stages in readers.items() if name in parameters}
-        return {name: stages for name, stages in found.items() if stages}
 
     def spread(self, wider: Mapping[str, Collection[int]]) -> dict[int, nn.Parameter]:
         """Let more stages keep copies of parameters, and trace the steps anew; all ranks call.

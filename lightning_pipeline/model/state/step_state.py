@@ -64,7 +64,7 @@ class StepState:
         *, is_last: bool, step: str, beside: Sequence[tuple[Place, Rows]] = (),
         in_unit: bool = False, left: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        self._step, self._is_last = step, is_last
+        self._step = step
         self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
         self._elsewhere = [e for e in effects if e not in self._effects]
         self._rules = rules

@@ -13,15 +13,21 @@ from lightning_pipeline.model.tensors.containers import (
 )
 from lightning_pipeline.model.tensors.given import Given, takes_containers
 from lightning_pipeline.model.tensors.operations import (
+    FLOPS_PER_BYTE,
     SET_DATA,
+    Flops,
     FormSeen,
+    Work,
     WritesSeen,
     WritesUndone,
     data_set_without_values,
+    has_class_weights,
     is_placeholder,
+    left_out_by,
     operands_of,
     standing_tensors,
     storage_key,
+    work_of,
     written_tensors,
 )
 from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, alias
@@ -43,7 +49,6 @@ from lightning_pipeline.model.tensors.saved import (
     top_hooks,
 )
 from lightning_pipeline.model.tensors.shape_rules import (
-    Sizes,
     TensorSpec,
     by_shape_alone,
     chosen_by,
@@ -68,9 +73,11 @@ from lightning_pipeline.model.tensors.taint import Taint
 from lightning_pipeline.model.tensors.user_code import user_line
 
 __all__ = [
+    "FLOPS_PER_BYTE",
     "NOTHING",
     "SET_DATA",
     "Code",
+    "Flops",
     "FormSeen",
     "Given",
     "Held",
@@ -81,13 +88,13 @@ __all__ = [
     "PlaceholderMode",
     "SavedCount",
     "SharedMemory",
-    "Sizes",
     "StandIns",
     "Structure",
     "Tag",
     "TagStore",
     "Taint",
     "TensorSpec",
+    "Work",
     "WritesSeen",
     "WritesUndone",
     "alias",
@@ -104,11 +111,13 @@ __all__ = [
     "fitted",
     "flatten",
     "forget_placeholders",
+    "has_class_weights",
     "holds_tensor",
     "is_changed",
     "is_placeholder",
     "items_of",
     "leaves_in",
+    "left_out_by",
     "map_leaves",
     "map_tensors",
     "objects_below",
@@ -129,5 +138,6 @@ __all__ = [
     "unflatten",
     "user_line",
     "weights_needed",
+    "work_of",
     "written_tensors",
 ]

@@ -24,7 +24,6 @@ from lightning_pipeline.model.trace.choices import (
     with_noted_index,
     with_sealed_index,
 )
-from lightning_pipeline.model.trace.costs import FLOPS_PER_BYTE, Work
 from lightning_pipeline.model.trace.patches import (
     BackwardHooks,
     Runner,
@@ -68,12 +67,11 @@ from lightning_pipeline.model.trace.sinks import (
     stub_metrics,
     stub_sinks,
 )
-from lightning_pipeline.model.trace.tracer import trace_step
+from lightning_pipeline.model.trace.tracing import trace_step
 from lightning_pipeline.model.trace.units import Unit, find_new_units, find_units, finer_names
 
 __all__ = [
     "AT",
-    "FLOPS_PER_BYTE",
     "INDEX",
     "MISSING",
     "SCALAR_READS",
@@ -105,7 +103,6 @@ __all__ = [
     "Unit",
     "UnitPatches",
     "Watch",
-    "Work",
     "around_metrics",
     "circumstances",
     "find_new_units",

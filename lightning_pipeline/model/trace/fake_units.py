@@ -14,23 +14,26 @@ from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.random import Generators, host_draws, random_state_kept
 from lightning_pipeline.model.tensors import (
+    Flops,
     Given,
     ObjectState,
     PlaceholderMode,
     TensorSpec,
+    Work,
     alias,
+    has_class_weights,
     is_placeholder,
+    left_out_by,
     map_tensors,
     storage_key,
     tensors_in,
     user_line,
 )
-from lightning_pipeline.model.trace.checkpointing import ReentrantRegions, Regions
-from lightning_pipeline.model.trace.costs import Flops, Work, has_class_weights, left_out_by
+from lightning_pipeline.model.trace.checkpointing import ReentrantRegions
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import has_ports
 from lightning_pipeline.model.trace.record import Call, Observation
-from lightning_pipeline.model.trace.saved_activations import SavedActivations
+from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
 
 _log = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from lightning_pipeline.model.tensors import (
     Tag,
     TagStore,
     TensorSpec,
+    Work,
     by_shape_alone,
     chosen_by,
     data_set_without_values,
@@ -30,7 +31,6 @@ from lightning_pipeline.model.tensors import (
     written_tensors,
 )
 from lightning_pipeline.model.trace.choices import SCALAR_READS, Guesses, is_tensor_read
-from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.record import Observation, refuse
 from lightning_pipeline.model.trace.saved_activations import SavedActivations
 

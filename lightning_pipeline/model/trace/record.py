@@ -23,6 +23,7 @@ from lightning_pipeline.model.tensors import (
     Tag,
     TagStore,
     TensorSpec,
+    Work,
     is_changed,
     is_placeholder,
     storage_key,
@@ -30,7 +31,6 @@ from lightning_pipeline.model.tensors import (
     user_line,
 )
 from lightning_pipeline.model.trace.choices import Expression, Noted
-from lightning_pipeline.model.trace.costs import Work
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.places import Effect, Owner, Place
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch

@@ -1,22 +1,141 @@
-"""Note, while tracing, which memory autograd would keep for the backward, in units and between them."""
+"""Note, while tracing, which memory the backward needs: what autograd would keep, in units and between them.
 
-from collections.abc import Iterable, Iterator
+What an activation checkpoint drops is computed again instead.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_pipeline.model.tensors import Tag, stepping_aside, storage_key, top_hooks
-from lightning_pipeline.model.trace.checkpointing import Regions
-from lightning_pipeline.model.trace.costs import Work, work_of
+from lightning_pipeline.model.tensors import Tag, Work, stepping_aside, storage_key, top_hooks, work_of
 from lightning_pipeline.model.trace.record import Call, Observation
+from lightning_pipeline.patching import patched
 
 _aten = torch.ops.aten
 # What `deferred.Deferral` reroutes, as it looks below autograd. A plain `x @ weight` is no linear layer.
 _DEFERRED = (_aten.addmm, _aten.mm, _aten.convolution, _aten.embedding)
+
+
+class _Region:
+    """A region that is open: what ran in it since its last saved tensor, and the sizes of what it saved.
+
+    `kept` is the memory of it that a selective checkpoint's policy keeps.
+    """
+
+    def __init__(self, frame: Any) -> None:
+        self.frame = frame
+        self.since: list[tuple[Call, Work]] = []
+        self.sizes: dict[int, int] = {}
+        self.kept: set[int] = set()
+        self.latest: tuple[Call, Work] | None = None
+        self.calls: list[Call] = []
+
+
+class Regions:
+    """What a backward computes again: of each region all that stands before the last tensor saved in it.
+
+    torch ends a recomputation there, unless `set_checkpoint_early_stop(False)` says otherwise.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[_Region] = []
+        self._seen: list[weakref.ref[Any]] = []
+
+    def operation(self, call: Call, work: Work) -> None:
+        """An operation of a unit ran."""
+        for region in self._open:
+            region.latest = (call, work)
+            region.since.append(region.latest)
+
+    def saved(self, number: int | None, size: int) -> None:
+        """Autograd keeps a piece of memory, by its number, which a region drops until it is run again."""
+        for region in self._open:
+            if number is not None:
+                region.sizes[number] = size
+            self._again(region)
+
+    def keeps(self, number: int | None) -> None:
+        """The policy of the innermost region keeps what the last operation made: it does not run again."""
+        if self._open:
+            region = self._open[-1]
+            if number is not None:
+                region.kept.add(number)
+            if region.since and region.since[-1] is region.latest:  # an operation may have several results
+                region.since.pop()
+                region.latest = None
+
+    @property
+    def open(self) -> bool:
+        """Whether code inside a region runs."""
+        return bool(self._open)
+
+    @staticmethod
+    def _pack_of(hook: Any) -> Callable[[Tensor], Any]:
+        pack: Callable[[Tensor], Any] = hook.pack_hook
+        return pack
+
+    @staticmethod
+    def _again(region: _Region) -> None:
+        for call, work in region.since:
+            call.recomputed.append(work)
+            region.calls.append(call)
+        region.since.clear()
+
+    @contextmanager
+    def watched(self, number_of: Callable[[Tensor], int | None]) -> Iterator[None]:
+        """Notice checkpoints, for the length of a trace.
+
+        Args:
+            number_of: Of the memory of a saved tensor; `None` where it is there anyway.
+        """
+        regions, module = self._open, torch.utils.checkpoint
+        kind: Any = module._checkpoint_hook
+
+        class Noted(kind):  # type: ignore[misc]
+            def __init__(hook, frame: Any) -> None:
+                super().__init__(frame)
+                hook.region, pack = _Region(frame), self._pack_of(hook)
+                self._seen.append(weakref.ref(frame))
+
+                def noting(tensor: Tensor) -> Any:
+                    self.saved(number_of(tensor), tensor.untyped_storage().nbytes())
+                    return pack(tensor)
+
+                hook.pack_hook = noting
+
+            def __enter__(hook) -> Any:
+                regions.append(hook.region)
+                return super().__enter__()
+
+            def __exit__(hook, *error: Any) -> None:
+                super().__exit__(*error)
+                regions.remove(hook.region)
+                if not hook.region.frame.early_stop:
+                    self._again(hook.region)
+                held = sum(s for number, s in hook.region.sizes.items() if number not in hook.region.kept)
+                for call in hook.region.calls:
+                    call.recomputed_bytes = max(call.recomputed_bytes, held)
+
+        with patched(module, {"_checkpoint_hook": Noted}):
+            try:
+                yield
+            finally:
+                regions.clear()
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """None runs again after a trace, and its function may hold what was made later, which holds it."""
+        for frame in (reference() for reference in self._seen):
+            if frame is not None:
+                frame.recompute_fn = None
+        self._seen.clear()
 
 
 class SavedActivations:

@@ -1,55 +1,33 @@
 """The mechanism of the trace: who answers unit calls, and how dependence is followed through glue."""
 
-import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
     Given,
-    ModuleState,
     PlaceholderMode,
     StandIns,
     Tag,
     describe,
-    forget_placeholders,
     is_changed,
     is_placeholder,
-    map_tensors,
     operands_of,
     selective_checkpoints,
     storage_key,
     tensors_in,
     written_tensors,
 )
-from lightning_pipeline.model.trace.checkpointing import (
-    AutogradFunctions,
-    Regions,
-    reentrant_checkpoint_replaced,
-)
-from lightning_pipeline.model.trace.choices import (
-    Decisions,
-    circumstances,
-    index_of,
-    numbers_beside,
-    plain_leaves,
-    updates_of_metrics,
-    with_noted_index,
-)
+from lightning_pipeline.model.trace.checkpointing import AutogradFunctions, reentrant_checkpoint_replaced
 from lightning_pipeline.model.trace.effects import EffectsSeen
 from lightning_pipeline.model.trace.fake_units import FakeRun
 from lightning_pipeline.model.trace.glue import Glue, GlueFunctions, GlueOperations
 from lightning_pipeline.model.trace.patches import UnitPatches
-from lightning_pipeline.model.trace.places import Owner, Standing
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch, candidates, transient
 from lightning_pipeline.model.trace.record import (
     Call,
@@ -62,11 +40,9 @@ from lightning_pipeline.model.trace.record import (
     refuse,
     step_function,
 )
-from lightning_pipeline.model.trace.saved_activations import SavedActivations
-from lightning_pipeline.model.trace.sinks import metrics_of, printed_once, silence, stub_metrics, stub_sinks
-from lightning_pipeline.model.trace.units import Unit
+from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
+from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
 
-_log = logging.getLogger(__name__)
 _MOST_CALLS = 200  # of a unit, where a value may say whether there is one more
 
 
@@ -180,7 +156,7 @@ class Tracer:
         used = {call.unit for call in self.trace.calls} | self._units_used_by_weight()
         missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in used]
         if missing:
-            kind = _UndecidedError if self.glue.guesses.asked else SplitError
+            kind = UndecidedError if self.glue.guesses.asked else SplitError
             raise kind(
                 f"{self.trace.step} cannot be traced: {type(error).__name__}: {error} [at "
                 f"{_error_line(error)}]; it was raised before {missing[0]!r} was called. {_hint(error)}"
@@ -282,7 +258,7 @@ class Tracer:
         done, expected = len(self.trace.calls), self.observed.expected
         self.trace.steered_at, self.trace.divided_at = self.glue.unknown_line, self.glue.divided_line
         if expected is not None and expected[done : done + 1] != (unit,):
-            raise _OtherWayError(self.glue.divided_line)
+            raise OtherWayError(self.glue.divided_line)
         if self.glue.unknown_line and self._counts[unit] >= _MOST_CALLS:
             raise SplitError(
                 f"a value computed by the model steers the code at {self.glue.unknown_line}, and unit "
@@ -394,187 +370,12 @@ class Tracer:
             self.trace.together.append((units, f"autograd function {name} calls units in its forward"))
 
 
-def trace_step(
-    root: nn.Module,
-    step: str,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None = None,
-    *,
-    units: Sequence[Unit],
-    patches: UnitPatches | None = None,
-    mode: PlaceholderMode | None = None,
-    sinks: Sequence[str] = ("log", "log_dict"),
-    forward_context: ContextFactory = nullcontext,
-    others: Sequence[Owner] = (),
-    seen: Sequence[Call] = (),
-    device: torch.device | None = None,
-    seeds: MicrobatchSeeds | None = None,
-    like: Trace | None = None,
-) -> Trace:
-    """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
-
-    Nothing is left behind: the batch is cloned, and buffers, attributes, random states and caches are
-    restored.
-
-    Args:
-        root: The LightningModule, with its weights or on the meta device.
-        step: Name of its method.
-        args: Its arguments: the micro-batch, its index, and so on.
-        kwargs: Its keyword arguments.
-        units: The units, from `find_units`.
-        patches: The patched units where the module is split already; None patches them for this call.
-        mode: The placeholders' mode of that split.
-        sinks: Methods of `root` that take values away, such as `log`.
-        forward_context: Makes the precision's context, such as autocast.
-        others: What the step may change beside the module.
-        seen: Calls of earlier traces, for a unit that can be traced on the whole module only.
-        device: Where the step runs; weights that are elsewhere are seen there. None stands for the CPU.
-        seeds: The random numbers of the micro-batch, where its way through the model is looked for; calls
-            like one of `seen` then are not traced again.
-        like: An earlier trace of the step. Ports that it has found are tried first, and are the ports of this
-            one where no more is read of what units change.
-
-    Raises:
-        SplitError: The step does something that no cut allows. The message names module and line.
-    """
-    patched = patches or UnitPatches(units)
-    placeholders = mode or PlaceholderMode()
-    batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
-
-    def once(porting: Porting | None = None, look: Look = look) -> Trace:
-        if patches is None:
-            patched.install()
-        try:
-            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting)
-        finally:
-            if patches is None:
-                patched.remove()
-
-    try:
-        found = _with_ports(once, like)
-    except SplitError as error:
-        looks = [look._replace(constants=True)]
-        if isinstance(error, _UndecidedError):
-            looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
-        found = _otherwise(error, [partial(once, look=other) for other in looks], like)
-    if found.asked:
-        again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
-        _join_opposite(found, partial(once, look=again))
-    return found
-
-
-class _OtherWayError(SplitError):
+class OtherWayError(SplitError):
     """Another unit is called where values say so; holds the line that asks."""
 
 
-class _UndecidedError(SplitError):
+class UndecidedError(SplitError):
     """The step ended early after code had asked whether something holds of values that are not known."""
-
-
-def _traced(
-    root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
-    look: Look, forward_context: ContextFactory, porting: Porting | None,
-) -> Trace:  # fmt: skip
-    clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    decisions = Decisions()
-    clone = with_noted_index(clone[0], decisions), clone[1]
-    numbers = {one.label: one for one in (*numbers_beside(look.others), *updates_of_metrics(root))}
-    saved, outside, begin = ModuleState(root), Standing(look.others), circumstances(root, look.others)
-    grad_mode = torch.is_grad_enabled()
-    tracer = None
-    try:
-        stand_ins = StandIns(mode, look.device)
-        weightless = stand_ins.put_into(root)
-        tracer = Tracer(root, step, patches, mode, look, stand_ins if weightless else None, porting)
-        # Code that torch.compile meets under a dispatch mode it would leave uncompiled for good.
-        with (
-            random_state_kept(Generators(root.modules())),
-            torch.compiler.set_stance("force_eager"),
-            decisions.noting(numbers.values()),
-            printed_once(root),
-        ):
-            trace = tracer.run(clone[0], clone[1], forward_context)
-    finally:
-        if tracer is not None:
-            tracer.close()
-        torch.set_grad_enabled(grad_mode)
-        kept = tracer.effects.iterators_taken() if tracer is not None else []
-        saved.restore()
-        outside.restore()
-        for place, replayed in kept:
-            place.put(replayed)
-    trace.arguments, trace.leaves = signature_of(*batch), plain_leaves(*batch)
-    trace.index = index_of(batch[0])
-    trace.circumstances, trace.porting = begin, porting
-    trace.decisions = decisions.made
-    trace.numbers = {label: numbers[label] for label in decisions.labels() & numbers.keys()}
-    made = tracer.observed.made
-    del tracer, clone
-    forget_placeholders(made)
-    return trace
-
-
-def _join_opposite(trace: Trace, once: Callable[..., Trace]) -> None:
-    """What `if loss < self.best:` does, too: trace once more with the opposite of every such answer.
-
-    A run that raises then, or calls other units, ends there: it adds nothing but that it does the latter.
-    """
-    try:
-        with silence():
-            other = once(trace.porting)
-    except _OtherWayError as error:
-        trace.divided_at = trace.divided_at or str(error)
-        return
-    except (Exception, SystemExit) as error:  # the user's, of a run that may never come to pass
-        _log.debug("%s goes another way where values say so: %s", trace.step, error)
-        return
-    alike = other.path == trace.path and other.ports.keys() == trace.ports.keys()
-    if alike and other.ended_early <= trace.ended_early:
-        trace.join(other)
-
-
-def _otherwise(error: SplitError, ways: Sequence[Callable[..., Trace]], like: Trace | None) -> Trace:
-    """Trace once more, with other answers to what cannot be known: of several, the first that works.
-
-    With the values of what depends on shapes alone, such as a mask made like a value: that takes memory on
-    every stage, and the time of what is done with it, so that it is not the first way. And with what is asked
-    of values taken to hold, as an assertion wants it.
-    """
-    for once in ways:
-        try:
-            return _with_ports(once, like)
-        except SplitError:
-            continue  # the first error says most
-    raise SplitError(str(error)) from error.__cause__
-
-
-def _with_ports(once: Callable[[Porting | None], Trace], like: Trace | None) -> Trace:
-    """Trace, and once more with ports where units change something beside their output that is read.
-
-    Hooks inside units are left where they are unless attributes and containers do not explain it all. Where
-    an earlier trace had to look for ports, those that it found come first; they do where nothing else leaks.
-    """
-    if like is not None and like.porting is not None:
-        try:
-            found = once(like.porting)
-        except SplitError as error:
-            _log.debug("%s takes other ports now: %s", like.step, error)
-        else:
-            if not found.leaking_units():
-                return found
-    best = once(None)
-    leaking, places = best.leaking_units(), frozenset(best.side_writes)
-    for hooks in (False, True):
-        if not best.leaking_units():
-            break
-        try:
-            other = once(Porting(leaking, places, hooks))
-        except SplitError:
-            continue  # what is refused with ports works without, on one stage
-        if len(other.leaking_units()) < len(best.leaking_units()):
-            best = other
-    return best
 
 
 def _plain(module: nn.Module) -> list[tuple[str, Tensor]]:

@@ -2,8 +2,7 @@
 
 from lightning_pipeline.run.batch.batch import Batch, Steps
 from lightning_pipeline.run.batch.gradients import Gradients
-from lightning_pipeline.run.batch.meter import StagesMeter
-from lightning_pipeline.run.batch.out_of_memory import is_out_of_memory, watch_memory
+from lightning_pipeline.run.batch.memory import StagesMeter, is_out_of_memory, watch_memory
 from lightning_pipeline.run.batch.parts import Parts, samples_of, split_arguments, trains_batch_norm
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import reordering_by

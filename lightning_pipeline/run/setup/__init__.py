@@ -7,7 +7,6 @@ from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, hea
 from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
-    as_the_loop_will,
     beside_module,
     hooks_undone,
     loggers_set_aside,
@@ -28,7 +27,6 @@ __all__ = [
     "Cutting",
     "FirstCall",
     "around_forwards",
-    "as_the_loop_will",
     "batch_statistics",
     "beside_module",
     "check_run",

@@ -17,13 +17,12 @@ from lightning_pipeline.schedules.plans.plan import Plan
 from lightning_pipeline.schedules.plans.schedule import Schedule, require_sizes, training_plan
 from lightning_pipeline.schedules.plans.simulation import Simulation, Timed, peak_memory, simulate, summarize
 from lightning_pipeline.schedules.plans.slots import Slots, pull_cool_down, pull_warm_up
-from lightning_pipeline.schedules.plans.waits import CAUSES, Wait, evened, waits
+from lightning_pipeline.schedules.plans.waits import Wait, waits
 
 __all__ = [
     "BACKWARD",
     "BACKWARD_INPUT",
     "BACKWARD_WEIGHT",
-    "CAUSES",
     "FORWARD",
     "RECV_F",
     "SEND_B",
@@ -39,7 +38,6 @@ __all__ = [
     "Wait",
     "check",
     "communicate",
-    "evened",
     "peak_memory",
     "pull_cool_down",
     "pull_warm_up",

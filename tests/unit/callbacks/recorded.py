@@ -1,8 +1,7 @@
 """A recorded step made up from a simulation, for tests of what is made of it."""
 
 from lightning_pipeline.measure.steps import RankStep
-from lightning_pipeline.recording.messages import Message
-from lightning_pipeline.recording.timeline import Event
+from lightning_pipeline.recording.timeline import Event, Message
 from lightning_pipeline.schedules import Action, Costs, Plan, simulate
 
 START = 7_000_000_000  # of the step on the clock, in nanoseconds

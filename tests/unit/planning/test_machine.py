@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.forecast import DEVICES, Assumptions, Workload, device_named, forecast, rates
 from lightning_pipeline.forecast.predict import predict
-from lightning_pipeline.forecast.rivals import Rivals
+from lightning_pipeline.forecast.verdict import Rivals
 from lightning_pipeline.forecast.workload.optimizer_states import optimizer_states
 from lightning_pipeline.forecast.workload.times import estimated
-from lightning_pipeline.model.trace import Work
+from lightning_pipeline.model.tensors import Work
 from tests.unit.planning.command import GPT, in_examples, refusal, run
 from tests.unit.split.pipe import Module
 

@@ -192,7 +192,7 @@ def _run_batch(
             values: Values | None = None
             row = []
             for stage, split in enumerate(splits):
-                values = split.executed(stage).forward(index, _received(values))
+                values = split.programs.executed(stage).forward(index, _received(values))
                 row.append(values)
             sent.append(row)
         if training:
@@ -235,7 +235,7 @@ def _run_backward(splits: Any, index: int, sent: list[Values | None], split_back
             gradients = [
                 g if t.requires_grad else None for g, t in zip(gradients or [], values.tensors, strict=True)
             ]
-        program = splits[stage].executed(stage)
+        program = splits[stage].programs.executed(stage)
         if split_backward:
             gradients = program.backward_input(index, gradients)
             program.backward_weight(index)

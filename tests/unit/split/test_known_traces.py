@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_pipeline.model.split import known_steps
-from lightning_pipeline.model.trace import Trace, trace_step, tracer
+from lightning_pipeline.model.trace import Trace, trace_step, tracing
 from lightning_pipeline.model.trace.units import find_units
 from tests.unit.split.nets import Block, Net, batch_of, seeded
 from tests.unit.split.pipe import alone, assert_same, piped
@@ -42,7 +42,7 @@ def seen_in(trace: Trace) -> Any:
 def test_ports_that_an_earlier_trace_has_found_are_not_looked_for_again(kind, monkeypatch):
     module = seeded(kind)
     first = traced(module)
-    runs = counted(monkeypatch, tracer, "_traced")
+    runs = counted(monkeypatch, tracing, "_traced")
     later = traced(module, batch_of(6), like=first)
     assert len(runs) == 1
     assert seen_in(later) == seen_in(traced(module, batch_of(6)))

@@ -355,4 +355,4 @@ def test_a_failed_step_leaves_the_module_usable():
     split.failed()
     assert isinstance(split.root.head(batch_of()["x"]), Tensor)
     with pytest.raises(AssertionError, match=r"begin\(\) comes"):
-        split.stage(1).forward(0, None)
+        split.programs[1].forward(0, None)

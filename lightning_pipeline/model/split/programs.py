@@ -1,25 +1,26 @@
-"""A loss over the whole batch: the last stage runs the end of the step once, on what all micro-batches gave.
+"""The programs of a rank's stages, and a loss over the whole batch, for which the last runs its end once.
 
-Each micro-batch runs on the last stage up to the last call of its units. When the last one has, their outputs
-are joined, and the step runs once more with the whole batch and with these in the units' place. The backward
-begins there; what it leaves at the joined tensors is cut again, and each micro-batch goes on from its rows.
+For such a loss each micro-batch runs on the last stage up to the last call of its units. When the last one
+has, their outputs are joined, and the step runs once more with the whole batch and with these in the units'
+place. The backward begins there; what it leaves at the joined tensors is cut again, and each micro-batch goes
+on from its rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline.errors import PlaceholderError, SplitError
 from lightning_pipeline.model.cut import Microbatch, StepRoutes, TracedOutput, ValueKey, liveness_of
 from lightning_pipeline.model.rehearsal import RouteFinder
-from lightning_pipeline.model.replay import Replay, StageProgram, Step, Table
+from lightning_pipeline.model.replay import Replay, StageProgram, StageView, Step, Table
 from lightning_pipeline.model.state import AsOne, StepState
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, tensors_in
-from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder, tensors_in
+from lightning_pipeline.model.trace import Trace, UnitPatches
 from lightning_pipeline.wire import Stage, Values
 
 Outputs = dict[tuple[int, int], TracedOutput]
@@ -320,3 +321,88 @@ class BatchReplay(Replay):
                 "returns it, in a hook such as on_after_batch_transfer, or after the last unit"
             )
         return super()._refuse(reason)
+
+
+class Programs:
+    """What runs the stages of this rank.
+
+    Args:
+        root: The LightningModule.
+        patches: The patched units.
+        mode: Of placeholders.
+        stage_of: The stage of each unit.
+        stages: Those of this rank.
+        num_stages: How many there are.
+        loss_over_batch: Whether what follows the last unit runs once for all micro-batches.
+
+    Attributes:
+        has_last_stage: Whether losses, logs and outputs arrive here.
+        end: The number of the stage, or of one more, that runs the end of steps.
+        over_batch: The last stage, where that end runs once for the batch.
+    """
+
+    def __init__(
+        self, root: nn.Module, patches: UnitPatches, mode: PlaceholderMode, stage_of: list[int],
+        stages: Sequence[int], num_stages: int, *, loss_over_batch: bool,
+    ) -> None:  # fmt: skip
+        last = num_stages - 1
+        self.has_last_stage, self.end = last in stages, num_stages if loss_over_batch else last
+
+        def program(stage: int) -> StageProgram:
+            view = StageView(stage, root, stage_of, patches, mode, is_last=stage == self.end)
+            return StageProgram(view, patches)
+
+        self._last = last
+        self._programs = {stage: program(stage) for stage in stages}
+        self.over_batch: OverBatch | None = None
+        if loss_over_batch and self.has_last_stage:
+            self.over_batch = OverBatch(self._programs[last], program(num_stages))
+        for stage, one in self._programs.items():
+            one.counts = stage == max(self._programs) and self.over_batch is None
+
+    def __iter__(self) -> Iterator[StageProgram]:
+        return iter(self._programs.values())
+
+    def __getitem__(self, stage: int) -> StageProgram:
+        return self._programs[stage]
+
+    @property
+    def here(self) -> Collection[int]:
+        """The stages of this rank."""
+        return self._programs.keys()
+
+    @property
+    def first_view(self) -> StageView:
+        """What the first of them is handed."""
+        return next(iter(self)).view
+
+    @property
+    def last_view(self) -> StageView:
+        """What the last of them is handed."""
+        return self._programs[max(self._programs)].view
+
+    def executed(self, stage: int) -> StageProgram | OverBatch:
+        """One of them, for the executor."""
+        over_batch = self.over_batch
+        return over_batch if stage == self._last and over_batch is not None else self._programs[stage]
+
+    def waiting(self, stage: int) -> tuple[int, int]:
+        """Micro-batches of one of them that wait for a backward, and for its W."""
+        return self._programs[stage].num_saved, self._programs[stage].num_waiting
+
+    def changed(self, modules: list[nn.Module], stage_of: Sequence[int]) -> None:
+        """The module has changed.
+
+        Args:
+            modules: All there are now.
+            stage_of: The stage of each unit that there is now.
+        """
+        for program in self:
+            program.view.modules, program.view.stage_of = modules, list(stage_of)
+
+    def stop(self) -> None:
+        """Let go of a batch, after an error too."""
+        for program in self:
+            program.end()
+        if self.over_batch is not None:
+            self.over_batch.end()
