@@ -101,7 +101,8 @@ def rules_of(
     labels = [effect.place.label for effect in effects]
     idle = {one for one in labels if found[one] is same and _is_idle(run.start_of(one), trials, one)}
     first = {one: (run.start_of(one), _trial(trials[0], one)) for one in labels}
-    for label, (begin, trial) in _later(run, question, found, first).items():
+    later = [*_later(run, question, found, first).items(), *_twice(run, question, found, first).items()]
+    for label, (begin, trial) in later:
         rule = found[label]
         if rule is not None and not goes_on(rule, begin, trial, merge):
             found[label] = (
@@ -229,6 +230,43 @@ def _later(
         label: (value, Trial(one_left[label], other_left[label], MISSING, whole_left[label], question.sizes))
         for one_left, other_left, whole_left in [found]
         for label, value in carried.items()
+    }
+
+
+def _twice(
+    run: Runs, question: Question, rules: Mapping[str, Rule | None], first: Mapping[str, tuple[Any, Trial]]
+) -> dict[str, tuple[Any, Trial]]:
+    """What tensors are left where the second micro-batch has the samples of the first, and other values.
+
+    Places of a memory bank that are written by numbers of the samples (`bank[index] = h`) are then the same,
+    as they may be in a later batch: what each micro-batch writes fits a sum only while they are others.
+
+    Args:
+        run: Runs the step.
+        question: What to run.
+        rules: That were found, by label.
+        first: What stood there before the first batch, and what that has left.
+    """
+    usual_ones = (None, same, unmerged, usual)
+    labels = [
+        label
+        for label, (begin, _) in first.items()
+        if isinstance(begin, Tensor) and begin.dim() and rules[label] not in usual_ones
+        if not isinstance(rules[label], Rows)
+    ]
+    if not labels or question.twice is None:
+        return {}
+    one, other, whole = values_for(question, 4)
+    try:
+        parts = (question.one[0], one), (question.one[0], other), (question.twice, whole)
+        found = [run([part]) for part in parts]
+    except Exception as error:  # the user's code, to which samples that are there twice may be wrong
+        _log.debug("no sample can be there twice: %s", error)
+        return {}
+    left, again, both = found
+    return {
+        label: (first[label][0], Trial(left[label], again[label], MISSING, both[label], question.sizes))
+        for label in labels
     }
 
 

@@ -35,6 +35,7 @@ class Question:
         given: Outputs of units that this rank has at the end of the step; None where that is of no use.
         mended: Whether micro-batches are given their part of what the step mixes, so that they compute what
             the batch does, though these runs do not.
+        twice: The first micro-batch and itself again as one; None where the second has another size.
     """
 
     one: tuple[Arguments, Trace]
@@ -45,11 +46,13 @@ class Question:
     really: frozenset[int] = frozenset()
     given: frozenset[tuple[int, int, int]] | None = None
     mended: bool = False
+    twice: Arguments | None = None
 
     def pieces(self, batch: Arguments) -> Pieces:
         """Of the two, where the samples of these arguments are, which are of one, the other or both."""
         first, second = (0, self.sizes[0]), (self.sizes[0], self.sizes[1])
         known = {
+            id(self.twice): [first, first],
             id(self.one[0]): [first], id(self.other[0]): [second],
             id(self.whole[0]): [first, second], id(self.back[0]): [second, first],
         }  # fmt: skip

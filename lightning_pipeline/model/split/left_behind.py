@@ -475,7 +475,8 @@ class LeftBehind:
         for part, pieces in ((one, [ahead]), (other, [behind]), (whole, [ahead, behind])):
             with start.of(pieces):
                 parts.append((part, (self._traced if start else self._traced_like)(trace.step, part)))
-        asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second))
+        twice = _as_one(one, one, first, first) if first == second else None
+        asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second), twice=twice)
         carried = trace.carried()
         in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))
         by_identity = {place.label: place.identity for _, place in trace.unit_attributes}

@@ -211,3 +211,70 @@ def test_a_queue_is_read_and_written_as_by_the_whole_batch(kind: type[Queue], si
 def test_a_queue_that_a_step_reads_after_it_wrote_is_warned_of(kind: type[Queue]) -> None:
     found = piped(seeded(kind), batch_of(6), 2, 2, as_one=True)
     assert found.splits[-1].doubtful("training_step")
+
+
+class Bank(Net):
+    """A memory of each sample, at a place that the batch names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("bank", torch.randn(LENGTH, WIDTH, dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        h, index = self.body(self.emb(batch["x"])), batch["index"]
+        loss = self.loss(h, batch) + 0.1 * (h - self.bank[index]).pow(2).mean()
+        self.put(index, h.detach())
+        return loss
+
+    def put(self, index: Tensor, rows: Tensor) -> None:
+        self.bank[index] = rows
+
+
+class Averaged(Bank):
+    """The old row has a part in the new one."""
+
+    def put(self, index, rows):
+        self.bank[index] = F.normalize(0.9 * self.bank[index] + 0.1 * rows, dim=1)
+
+
+class OneByOne(Bank):
+    """Each sample finds what the one before has left."""
+
+    def put(self, index, rows):
+        for place, row in zip(index.tolist(), rows, strict=True):
+            self.bank[place] = 0.5 * self.bank[place] + 0.5 * row
+
+
+class Copied(Bank):
+    """By a function of its own, into another tensor."""
+
+    def put(self, index, rows):
+        self.bank = self.bank.index_copy(0, index, rows)
+
+
+class Added(Bank):
+    """A sum, which is one whatever the places."""
+
+    def put(self, index, rows):
+        self.bank.index_add_(0, index, rows)
+
+
+PLACES = ([0, 1, 2, 3], [4, 5, 6, 7], [1, 2, 1, 1], [3, 3, 3, 3], [0, 2, 4, 2])
+"""Those of the first batches are others, so that what micro-batches write adds up there by chance."""
+
+
+@pytest.mark.parametrize("kind", [Bank, Averaged, OneByOne, Copied, Added])
+@pytest.mark.parametrize("microbatches", [2, 4])
+def test_places_that_two_samples_of_a_batch_have_are_written_as_by_the_whole_batch(kind, microbatches):
+    def each(module, step):
+        return {**batch_of(4, seed=10 + step), "index": torch.tensor(PLACES[step])}
+
+    first = each(None, 0)
+    one = alone(seeded(kind), first, 1, steps=5, each=each)
+    found = piped(
+        seeded(kind), first, 2, microbatches, steps=5, each=each, follow=True, as_one=True
+    )  # fmt: skip
+    assert not found.splits[-1].doubtful("training_step")
+    for name, gradient in one.gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(found.splits[-1].root.bank, one.module.bank, rtol=1e-10, atol=1e-12)
