@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.data.microbatch import batch_size_of, split_batch
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut.circles import opened
 from lightning_pipeline.model.cut.partitioning import partition
-from lightning_pipeline.model.loss import Bent, together
+from lightning_pipeline.model.loss import Bent, DifferentWaysError, together
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.model.trace import trace_step
@@ -155,7 +156,7 @@ def piped(
                 splits, microbatches, weights, step, count, outcome, split_backward, whole, at_once, entire,
                 over_batch,
             )  # fmt: skip
-            outcome.logs.update({name: together(found) for name, found in bent.items()})
+            outcome.logs.update({name: _together(name, found) for name, found in bent.items()})
         except BaseException:
             for split in dict.fromkeys(splits):
                 split.failed()
@@ -163,6 +164,14 @@ def piped(
     outcome.logged = logged
     _collect(splits, outcome)
     return outcome
+
+
+def _together(name: str, found: list[Bent]) -> Tensor:
+    """What is logged of micro-batches; refused where a run of the strategy guesses, and warns."""
+    try:
+        return together(found)
+    except DifferentWaysError as error:
+        raise SplitError(f"what self.log({name!r}, ...) is given would be guessed, with a warning") from error
 
 
 def _run_batch(

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchmetrics.functional import mean_squared_error, pearson_corrcoef, r2_score
 
-from lightning_pipeline.model.loss import DifferentWaysError
+from lightning_pipeline.errors import SplitError
 from tests.unit.split.nets import Net, batch_of, seeded
 from tests.unit.split.pipe import alone, assert_whole, piped
 from tests.whole import chosen
@@ -166,7 +166,7 @@ UNKNOWN: list[Number] = [
 
 def test_what_nothing_puts_together_says_so() -> None:
     for number in UNKNOWN:
-        with pytest.raises(DifferentWaysError):
+        with pytest.raises(SplitError, match="would be guessed"):
             piped(seeded(logging(number)), batch_of(8), num_microbatches=4, follow=True)
 
 
