@@ -1,6 +1,6 @@
 """Random numbers of a micro-batch: the same for any number of stages, in a batch that is cut or whole."""
 
-from lightning_pipeline.model.random.draws import Draws, JoinedDraws, Kinds
+from lightning_pipeline.model.random.draws import Draws, JoinedDraws, Kinds, seed_torch
 from lightning_pipeline.model.random.generators import (
     RANDOM_FUNCTIONS,
     Generators,
@@ -21,4 +21,5 @@ __all__ = [
     "generators_in",
     "host_draws",
     "random_state_kept",
+    "seed_torch",
 ]

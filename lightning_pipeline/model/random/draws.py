@@ -28,6 +28,18 @@ Kinds = frozenset[tuple[int, ...]]
 """First sizes of tensors: of the whole batch, then of each micro-batch."""
 
 
+def seed_torch(seed: int) -> None:
+    """Seed torch's generators for a rehearsal.
+
+    Where there is no accelerator, the CPU's alone: `torch.manual_seed` notes for each kind of device that it
+    will have to be seeded, with the stack that asks, in a list that grows.
+    """
+    if torch.accelerator.is_available():
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+
+
 class _Draw(NamedTuple):
     func: Any
     numbers: tuple[Any, ...]  # bounds and the like

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, Route, TracedOutput
-from lightning_pipeline.model.random import MicrobatchSeeds
+from lightning_pipeline.model.random import MicrobatchSeeds, seed_torch
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
@@ -161,7 +161,7 @@ class Worth:
         args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
         before, self._patches.runner = self._patches.runner, made
         try:
-            torch.manual_seed(0)
+            seed_torch(0)
             made_up_ones = [tensor for tensors, _ in values.values() for tensor in tensors]
             sees = _Bends(made_up_ones, samples) if batch is whole else nullcontext()
             with step.context(), torch.enable_grad(), sees:

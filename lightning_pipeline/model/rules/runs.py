@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.random import seed_torch
 from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
 from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
@@ -126,7 +127,7 @@ class Runs:
                 names = [name for name in ("log", "log_dict") if hasattr(self.listens, name)]
                 stack.enter_context(stub_sinks(self.listens, names, self._logged))
             stack.enter_context(self._begin(parts[0][0]))
-            torch.manual_seed(seed)
+            seed_torch(seed)
             self._known = {id(item) for value in (carried or {}).values() for item in _listed(value)}
             try:
                 for effect in self._effects if carried else ():

@@ -5,6 +5,7 @@ import sys
 import types
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,9 +16,12 @@ _NOT_THE_USERS = sys.stdlib_module_names | {
     "transformers", "tokenizers", "numpy",
 }  # fmt: skip
 _NESTED, _FEW, _MOST = 3, 100, 2000  # containers in containers, items of one, objects in all
+_CONTAINERS = (list, deque, dict, set, tuple)
+_NO_KEEPERS = (Tensor, nn.Module, type)
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
 
 
+@cache
 def are_the_users(module: str) -> bool:
     """Whether this Python module is none of a library's that we know.
 
@@ -36,7 +40,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     Returns:
         Its own `__dict__`; None where it is no object of a class of the user's.
     """
-    if isinstance(value, Tensor | nn.Module | type):
+    if isinstance(value, _NO_KEEPERS):
         return None
     if not are_the_users(type(value).__module__) and not isinstance(value, _PLAIN_OBJECTS):
         return None
@@ -79,7 +83,7 @@ def _is_plain_container(value: Any) -> bool:
 
 def filled_by(value: Any) -> Container | tuple[Any, ...] | None:
     """The container that `value` is, or that its attributes are in; None where it holds nothing."""
-    if isinstance(value, list | deque | dict | set | tuple):
+    if isinstance(value, _CONTAINERS):
         return value
     return attributes_of(value)
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_pipeline._torch import TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.random import Generators, host_draws, random_state_kept
+from lightning_pipeline.model.random import Generators, host_draws, random_state_kept, seed_torch
 from lightning_pipeline.model.tensors import (
     Flops,
     Given,
@@ -409,7 +409,7 @@ def same_values(forward: Forward, args: Any, kwargs: Any, generators: Generators
     found = []
     for enabled in (False, True):
         with random_state_kept(generators), torch.set_grad_enabled(enabled), disable_current_modes():
-            torch.manual_seed(0)
+            seed_torch(0)
             copies = map_tensors(_copied, (args, kwargs))
             found.append(list(tensors_in(forward(*copies[0], **copies[1]))))
     return len(found[0]) == len(found[1]) and all(map(_close, *found))

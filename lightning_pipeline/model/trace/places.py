@@ -25,6 +25,8 @@ from lightning_pipeline.model.tensors import (
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, tuple, deque)
+_HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
@@ -303,7 +305,8 @@ class _Seen:
         self._held = [pair for key, value in self.entries.items() for pair in self._containers(key, value)]
 
     def _containers(self, key: Any, value: Any) -> Iterator[tuple[Any, tuple[Any, list[Any]]]]:
-        return ((key, one) for one in _containers(value)) if self.owner.watches(key) else iter(())
+        empty = type(value) in _HOLD_NOTHING or not self.owner.watches(key)
+        return iter(()) if empty else ((key, one) for one in _containers(value))
 
     def look(self) -> list[Place]:
         """Those that are not as they were; from now on they are."""
@@ -325,7 +328,7 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
     pending, seen, left_to_see = [(value, _DEEP)], set(), _MOST
     while pending and left_to_see > 0:
         held, left = pending.pop()
-        if isinstance(held, Guard) or not isinstance(held, list | dict | set | tuple | deque):
+        if not isinstance(held, _CONTAINERS) or isinstance(held, Guard):
             continue
         if id(held) in seen or not left:
             continue
@@ -334,7 +337,7 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
             yield held, _contents(held)
         if len(held) <= _LONG:
             left_to_see -= len(held)
-            pending.extend((item, left - 1) for _, item in items_of(held))
+            pending.extend((i, left - 1) for _, i in items_of(held) if type(i) not in _HOLD_NOTHING)
 
 
 def _contents(held: Any) -> list[Any]:

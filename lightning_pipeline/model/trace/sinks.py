@@ -10,13 +10,16 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, redire
 from threading import get_ident
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.model.tensors import items_of
 from lightning_pipeline.patching import patched
 
 _MOST = 100  # items of a container that are looked into
+_METRICS, _NESTED = (Metric, MetricCollection), (dict, list, tuple)
+_MAY_LEAD_TO_METRICS = (nn.Module, *_NESTED)
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
 _METRIC_METHODS = ("forward", "update", "compute", "reset")
 
 
@@ -33,12 +36,12 @@ def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], 
 
 def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
     """All torchmetrics objects of a module, by name, those in its plain dictionaries and lists too."""
-    kinds = Metric | MetricCollection
-    found = {name: module for name, module in root.named_modules() if isinstance(module, kinds)}
+    modules = list(root.named_modules())
+    found = {name: module for name, module in modules if isinstance(module, _METRICS)}
     known = {id(metric) for metric in found.values()}
-    for prefix, module in root.named_modules():
+    for prefix, module in modules:
         for key, value in vars(module).items():
-            if key not in ("_modules", "_parameters", "_buffers") and not isinstance(value, Tensor):
+            if isinstance(value, _MAY_LEAD_TO_METRICS) and key not in _REGISTRIES:
                 name = f"{prefix}.{key}" if prefix else key
                 for path, metric in _metrics_in(name, value, 3):
                     if id(metric) not in known:
@@ -48,9 +51,9 @@ def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
 
 
 def _metrics_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Metric | MetricCollection):
+    if isinstance(value, nn.Module) and isinstance(value, _METRICS):  # the first is quick
         yield name, value
-    elif isinstance(value, dict | list | tuple) and depth and len(value) < _MOST:
+    elif isinstance(value, _NESTED) and depth and len(value) < _MOST:
         for key, item in items_of(value):
             yield from _metrics_in(f"{name}.{key}", item, depth - 1)
 
@@ -132,13 +135,17 @@ def printed_once(root: nn.Module) -> Iterator[None]:
     Args:
         root: The LightningModule, whose `print` goes to a progress bar.
     """
-    disabled = logging.root.manager.disable
-    logging.disable(max(disabled, logging.INFO))
-    try:
-        with redirect_stdout(_Dropped(sys.stdout)), _own_print(root, lambda *args, **kwargs: None):
-            yield
-    finally:
-        logging.disable(disabled)
+    is_heard = logging.Logger.isEnabledFor
+
+    def is_enabled(logger: logging.Logger, level: int) -> bool:
+        return level > logging.INFO and is_heard(logger, level)
+
+    with (
+        redirect_stdout(_Dropped(sys.stdout)),
+        patched(logging.Logger, {"isEnabledFor": is_enabled}),  # `disable` clears a cache of every logger
+        _own_print(root, lambda *args, **kwargs: None),
+    ):
+        yield
 
 
 def _own_print(root: nn.Module, instead: Callable[..., None]) -> AbstractContextManager[Any]:
