@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeline.model.tensors import (
     ModuleState,
@@ -23,6 +23,7 @@ from lightning_pipeline.model.tensors import (
 _DEPTH = 4
 _MOST = 100  # items of a container that are looked into: a data set is none of a step's
 _MOST_SEEN = 20_000
+_HOLDS_NOTHING = frozenset({bool, int, float, str, bytes, type, type(None), types.FunctionType, Tensor})
 _OF_ALL_MODULES = frozenset(vars(nn.Module())) | {"_trainer", "_fabric"}
 Path = tuple[str, Any, int]
 
@@ -80,6 +81,8 @@ class Outside:
             if not pending:
                 return
             name, value, depth = pending.popleft()
+            if type(value) in _HOLDS_NOTHING:
+                continue
             if _is_iterator(value):
                 yield name, value
                 continue

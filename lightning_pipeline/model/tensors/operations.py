@@ -54,12 +54,15 @@ def written_tensors(func: Operation, args: tuple[Any, ...], kwargs: dict[str, An
             yield from operands_of((kwargs[name],))
 
 
+_LISTS = (list, tuple)  # a union would be made anew for each value
+
+
 def operands_of(args: Iterable[Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Iterator[Tensor]:
     """The tensors among the arguments of an operation, or its results: such a value is one, or has a list."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):
             yield value
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, _LISTS):
             yield from (item for item in value if isinstance(item, Tensor))
 
 

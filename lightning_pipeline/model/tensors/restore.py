@@ -84,15 +84,15 @@ def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) 
     ]
     while pending:
         value, left = pending.pop()
-        if anything and hasattr(value, "__dict__") and not isinstance(value, Tensor | nn.Module | type):
+        if anything and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
             value = vars(value)
-        held = filled_by(value)
-        if held is None or id(held) in seen or left == 0:
+        held = filled_by(value) if left else None
+        if held is None or id(held) in seen:
             continue
         seen.add(id(held))
         if not isinstance(held, tuple):
             found.append((held, contents_of(held)))
-        if len(held) <= 1000:
+        if 0 < len(held) <= 1000:  # most are empty: a module has a dozen for its hooks
             pending.extend((i, left - 1) for _, i in items_of(held) if type(i) not in _HOLDS_NOTHING)
     return found
 

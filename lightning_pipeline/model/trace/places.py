@@ -335,7 +335,7 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
         seen.add(id(held))
         if not isinstance(held, tuple):
             yield held, _contents(held)
-        if len(held) <= _LONG:
+        if 0 < len(held) <= _LONG:
             left_to_see -= len(held)
             pending.extend((i, left - 1) for _, i in items_of(held) if type(i) not in _HOLD_NOTHING)
 
