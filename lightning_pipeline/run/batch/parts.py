@@ -5,12 +5,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.data import batch_size_of, has_samples, how_cut, split_batch
-from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.errors import ConfigurationError, PipelineError
 
 
 @dataclass
@@ -31,7 +32,7 @@ class Parts:
 
     @contextmanager
     def explained(self, batch: Any) -> Iterator[None]:
-        """Around code that sees micro-batches: an error says how the batch was cut where not all of it was.
+        """Around code that sees micro-batches: an error says how the batch was cut.
 
         Args:
             batch: Whose parts these are.
@@ -39,10 +40,22 @@ class Parts:
         try:
             yield
         except Exception as error:
-            text = self.how_cut(batch)
-            if text and text not in getattr(error, "__notes__", ()):
-                error.add_note(text)
+            by_size = not isinstance(error, PipelineError | MemoryError | torch.OutOfMemoryError)
+            for text in (self.how_cut(batch), self._how_large() if by_size else ""):
+                if text and text not in getattr(error, "__notes__", ()):
+                    error.add_note(text)
             raise
+
+    def _how_large(self) -> str:
+        """How many samples micro-batches have, where that is another number than the batch's."""
+        if self.batch_size is None or len(self.args) == 1:
+            return ""
+        sizes = " or ".join(map(str, sorted(set(self.sizes))))
+        return (
+            f"The step ran on micro-batches of {sizes} of the batch's {self.batch_size} samples. What fails "
+            "with so few (the largest three, a variance) needs fewer micro-batches: num_microbatches=1 has "
+            "them all."
+        )
 
     def how_cut(self, batch: Any) -> str:
         """How we cut a batch, where not all of it is cut; otherwise nothing."""

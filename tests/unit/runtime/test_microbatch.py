@@ -353,3 +353,18 @@ def test_what_has_rows_and_is_not_cut_is_said() -> None:
         "The batch was cut into micro-batches by the first dimension: batch['x'] (4, 3) to (2, 3), "
         "batch['boxes'] (4,) to (2,); each part gets whole: batch['mask'] (1, 5)."
     )
+
+
+def test_an_error_of_a_step_says_how_many_samples_micro_batches_have() -> None:
+    batch = torch.zeros(6, 3)
+    parts = split_arguments(LightningModule(), [batch], 3)
+    with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
+        batch[:2].topk(3, 0)
+    assert raised.value.__notes__ == [
+        "The step ran on micro-batches of 2 of the batch's 6 samples. What fails with so few (the largest "
+        "three, a variance) needs fewer micro-batches: num_microbatches=1 has them all."
+    ]
+    parts = split_arguments(LightningModule(), [batch], 1)
+    with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
+        batch[:2].topk(3, 0)
+    assert not hasattr(raised.value, "__notes__")
