@@ -320,6 +320,10 @@ class GlueRun:
             return None
         return self._copies.of(tensor) if tensor in self._copies else tensor
 
+    def tried_hook(self, hook: Any) -> Any:
+        """A hook on a gradient, as it is registered."""
+        return hook
+
     def has_part_of_gradient(self, tensor: Tensor) -> bool:
         """Whether an earlier stage reads this tensor too, so that its gradient is whole only there."""
         return tensor in self._partial
@@ -394,7 +398,7 @@ class _GlueFunctions(TorchFunctionMode):
         if func is Tensor.register_hook:
             if (target := run.hooked(args[0])) is None:
                 return _NoHandle()
-            args = (target, *args[1:])
+            args = (target, *map(run.tried_hook, args[1:]))
         if func is Tensor.retain_grad and run.has_part_of_gradient(args[0]):
             return None
         if run.in_region():

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.data import batch_size_of, has_samples
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import StageDone, ValueKey
 from lightning_pipeline.model.random import MicrobatchSeeds, States
 from lightning_pipeline.model.replay.between_units import Around, GlueRun, Recomputation
+from lightning_pipeline.model.replay.gradient_hooks import TriedHook
 from lightning_pipeline.model.replay.view import Entry, StageView
 from lightning_pipeline.model.tensors import (
     alias,
@@ -154,6 +156,16 @@ class Replay(GlueRun):
         tensors = [self._raw[key] for key in view.outgoing]
         self.check_real(tensors, f"what stage {view.index} sends")
         return Values(tensors, view.write_table(self._entries))
+
+    def tried_hook(self, hook: Any) -> Any:
+        """The first hook of a line looks whether it does to a micro-batch what it would do to the batch."""
+        view, line = self._view, user_line(self._view.root)
+        step = view.current_step()
+        if len(step.microbatches) == 1 or step.weights is None or line in view.hooks_tried:
+            return hook
+        args = step.microbatches[self._microbatch][0]
+        samples = batch_size_of(args[0]) if args and has_samples(args[0]) else 0
+        return TriedHook(hook, samples, line, view.hooks_tried)
 
     # ---- calls of units
 

@@ -1,0 +1,130 @@
+"""Hooks on gradients that a step registers: whether one does to micro-batches what it would do to the batch.
+
+A backward has the gradient of a micro-batch. A hook that works by numbers or by samples (`g * 0.5`,
+`g.clamp(-1, 1)`) makes of it what it would make of these samples in the batch; one that takes a norm over
+all of them does not, nor does one that keeps what it is given.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pipeline._torch import TorchDispatchMode
+from lightning_pipeline.model.tensors import map_tensors, operands_of, written_tensors
+
+Hook = Callable[[Tensor], Tensor | None]
+
+
+class TriedHook:
+    """A hook that, when it is called, is compared with what it would do where other samples are others.
+
+    The hook itself is called once. Each operation that it runs on the gradient is run a second time, on a
+    copy of the gradient in which all samples but the first are others; a micro-batch of one sample gets
+    another one beside it.
+
+    Args:
+        hook: The user's.
+        samples: Of the micro-batch.
+        line: Where the step registers it.
+        tried: Lines of those that were compared; a hook is compared when the first of its line is called.
+    """
+
+    def __init__(self, hook: Hook, samples: int, line: str, tried: set[str]) -> None:
+        self._hook, self._samples, self._line, self._tried = hook, samples, line, tried
+
+    def __call__(self, gradient: Tensor) -> Tensor | None:
+        rows = _rows_of_a_sample(gradient, self._samples)
+        if not rows or self._line in self._tried:
+            return self._hook(gradient)
+        self._tried.add(self._line)
+        beside = _Beside(gradient, _with_others(gradient, rows))
+        with beside:
+            result = self._hook(gradient)
+        if result is None and not beside.changes(gradient):
+            self._warn("gives nothing back, so that what it keeps is of a micro-batch each time")
+        elif beside.differs(gradient if result is None else result, rows):
+            self._warn("mixes the samples of its gradient, which are those of a micro-batch each time")
+        return result
+
+    def _warn(self, what: str) -> None:
+        warnings.warn(
+            f"a hook on a gradient, registered at {self._line}, {what}: on one device it is called once, "
+            "with the gradient of the whole batch. num_microbatches=1 does so; what concerns the gradients "
+            "of parameters belongs into `on_after_backward`",
+            stacklevel=2,
+        )
+
+
+def _rows_of_a_sample(gradient: Tensor, samples: int) -> int:
+    """How many rows of the first dimension a sample has; 0 where that is not seen."""
+    plain = type(gradient) is Tensor and gradient.layout is torch.strided
+    if not plain or not gradient.dim() or not gradient.numel() or not samples or len(gradient) % samples:
+        return 0
+    return len(gradient) // samples
+
+
+def _with_others(gradient: Tensor, rows: int) -> Tensor:
+    largest = gradient.abs().max()
+    made = 1.5 * gradient + torch.where(largest > 0, largest, 1)
+    return torch.cat([gradient[:rows], made[rows:] if len(gradient) > rows else made])
+
+
+class _Beside(TorchDispatchMode):
+    """Runs what is run on one tensor on another one, too.
+
+    Args:
+        tensor: The one.
+        other: The other.
+    """
+
+    def __init__(self, tensor: Tensor, other: Tensor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._others: dict[int, tuple[Tensor, Tensor]] = {id(tensor): (tensor, other)}  # held, with their ids
+        self._version = tensor._version
+        self._reads, self._lost = False, False
+
+    def changes(self, tensor: Tensor) -> bool:
+        """Whether the tensor was written."""
+        return tensor._version != self._version
+
+    def differs(self, result: Any, rows: int) -> bool:
+        """Whether the first rows of a result are others beside other rows. What is unknown is not."""
+        if self._lost or not isinstance(result, Tensor) or id(result) not in self._others:
+            return self._reads
+        first, other = result[:rows], self._others[id(result)][1][:rows]
+        if first.shape != other.shape:
+            return self._reads
+        return self._reads or not torch.allclose(first, other, rtol=1e-6, atol=0, equal_nan=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        operands = list(operands_of(args, kwargs))
+        if self._lost or not any(id(one) in self._others for one in operands):
+            return func(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in func.tags:  # it would draw once more
+            self._lost = True
+            return func(*args, **kwargs)
+        for written in written_tensors(func, args, kwargs):
+            self._others.setdefault(id(written), (written, written.clone()))
+        others = map_tensors(self._other, (args, kwargs))
+        result = func(*args, **kwargs)
+        self._run_beside(func, others, result)
+        return result
+
+    def _other(self, tensor: Tensor) -> Tensor:
+        return self._others[id(tensor)][1] if id(tensor) in self._others else tensor
+
+    def _run_beside(self, func: Any, others: tuple[Any, Any], result: Any) -> None:
+        try:
+            found = func(*others[0], **others[1])
+        except Exception:  # such as sizes that do not fit: then nothing is known of it
+            self._lost = True
+            return
+        made, beside = list(operands_of((result,))), list(operands_of((found,)))
+        if not made:
+            self._reads |= bool(result != found)
+        for one, other in zip(made, beside, strict=True):
+            self._others.setdefault(id(one), (one, other))
