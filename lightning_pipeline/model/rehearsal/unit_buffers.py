@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.replay import Step
@@ -95,7 +95,7 @@ class UnitBuffers:
         found: dict[int, _Written] = {}
 
         def note(unit: int, module: nn.Module, name: str) -> None:
-            is_here = self._stage_of[unit] in self._stages and not isinstance(module, _NormBase)
+            is_here = self._stage_of[unit] in self._stages and not isinstance(module, AnyBatchNorm)
             tensor = module._buffers.get(name)
             if is_here and isinstance(tensor, Tensor) and not is_placeholder(tensor):
                 names = found.setdefault(id(module), _Written(unit, module, [])).names
