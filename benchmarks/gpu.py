@@ -5,300 +5,34 @@
 
 Each case is a run in processes of its own: fit with validation, a checkpoint and a resume from it, test and
 predict. Weights, metrics and predictions are compared with a run of the same module by one device without
-this package. The figures at the end (synchronisation in a step, speed, messages, memory) need CUDA. The exit
-status is 0 where every case and every bound holds.
+this package. Then runs in which a rank fails, and one of a model that one device cannot hold. The figures at
+the end (synchronisation in a step, speed, messages, memory) need CUDA. The exit status is 0 where every case
+and every bound holds.
 """
 
-import copy
-import inspect
-import itertools
+import faulthandler
 import multiprocessing
 import os
+import shutil
 import socket
-import statistics
 import tempfile
 import time
-import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import jsonargparse
 import torch
-from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from gpu_cases import DRAWS, run_case
+from gpu_costs import figures as figures_of
+from gpu_costs import message
+from gpu_faults import FAULTS, break_off, grow, judge
 
-from lightning_pipeline import PipelineStrategy
-from lightning_pipeline.ranks import Groups
-from lightning_pipeline.schedules import OneFOneB
-from lightning_pipeline.wire import Layout, TensorSpec
+from lightning_pipeline.ranks import nccl_version
 
 # How far apart the numbers may be: additions in another order, at each precision.
 TOLERANCE = {"32-true": 1e-4, "bf16-mixed": 3e-2, "bf16-true": 6e-2, "16-mixed": 1e-2}
-TOKENS, WIDTH, VOCABULARY, SAMPLES = 16, 32, 64, 32
-
-
-class Language(LightningModule):
-    """Predicts the next token by the loss of a model's own, or by cross-entropy of its output."""
-
-    def __init__(self, model: nn.Module, name: str) -> None:
-        super().__init__()
-        self.model, self.name = model, name
-
-    def loss(self, tokens: Tensor) -> Tensor:
-        """Of a batch of token numbers, (samples, tokens)."""
-        if self.name in ("gpt2", "llama"):
-            loss: Tensor = self.model(input_ids=tokens, labels=tokens).loss
-            return loss
-        logits = self.model(tokens[:, :-1])
-        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """Log the loss."""
-        loss = self.loss(batch[0])
-        self.log("train_loss", loss, prog_bar=True)
-        return loss
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log the loss."""
-        self.log("val_loss", self.loss(batch[0]))
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        """Log the loss."""
-        self.log("test_loss", self.loss(batch[0]))
-
-    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        """The loss."""
-        return self.loss(batch[0])
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW; it takes no steps along gradients that are zero but for rounding, as of a key's bias.
-
-        In bfloat16 that rounding is some 1e-6; with an eps of 1e-5 the bias went far enough to tell nothing.
-        """
-        return torch.optim.AdamW(self.parameters(), 1e-3, eps=1e-3)
-
-
-class Layers(nn.Module):
-    """Residual layers on embeddings, with batch norm on request."""
-
-    def __init__(self, batch_norm: bool) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        middle = nn.BatchNorm1d(TOKENS - 1) if batch_norm else nn.Identity()
-        layers = (nn.Linear(WIDTH, WIDTH), middle, nn.GELU(), nn.Linear(WIDTH, WIDTH))
-        self.blocks = nn.ModuleList(copy.deepcopy(nn.Sequential(*layers)) for _ in range(6))
-        self.head = nn.Linear(WIDTH, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of (samples, tokens) as (samples, tokens, vocabulary)."""
-        hidden = self.embedding(tokens)
-        for block in self.blocks:
-            hidden = hidden + block(hidden)
-        logits: Tensor = self.head(hidden)
-        return logits
-
-
-def make(name: str) -> Language:
-    """The module of a case, the same in every process."""
-    seed_everything(1, verbose=False)
-    if name == "layers":
-        return Language(Layers(batch_norm=False), name)
-    if name == "batch norm":
-        return Language(Layers(batch_norm=True), name)
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-    if name == "gpt2":
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=TOKENS, n_embd=WIDTH, n_layer=6, n_head=2, resid_pdrop=0.0,
-            embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-        )  # fmt: skip
-        return Language(GPT2LMHeadModel(config), name)
-    llama = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=2 * WIDTH, num_hidden_layers=6,
-        num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=TOKENS, bos_token_id=0,
-        eos_token_id=0, pad_token_id=0,
-    )  # fmt: skip
-    return Language(LlamaForCausalLM(llama), name)
-
-
-def batches() -> DataLoader[Any]:
-    """The data of every case."""
-    generator = torch.Generator().manual_seed(2)
-    tokens = torch.randint(VOCABULARY, (SAMPLES, TOKENS), generator=generator)
-    return DataLoader(TensorDataset(tokens), batch_size=8)
-
-
-def trainer_of(case: dict[str, Any], folder: Path, **options: Any) -> Trainer:
-    """With bar, logger and checkpoints, as users have it."""
-    plugins = []
-    precision = case["precision"]
-    if precision == "16-mixed" and case["device"] == "cpu":  # Lightning would take bfloat16 there
-        plugins, precision = [MixedPrecision("16-mixed", "cpu")], None
-    strategy: Any = "auto"
-    if case["pipeline"]:
-        strategy = PipelineStrategy(**case["pipeline"])
-    return Trainer(
-        accelerator=case["device"], devices=1, num_nodes=case["ranks"], precision=precision, plugins=plugins,
-        strategy=strategy, default_root_dir=folder, log_every_n_steps=1, **options,
-    )  # fmt: skip
-
-
-def run_case(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """What is compared: weights, metrics and predictions, on the CPU."""
-    data = batches()
-    first = trainer_of(case, folder, max_epochs=1)
-    first.fit(make(case["model"]), data, data)
-    path = folder / "saved.ckpt"
-    first.save_checkpoint(path)
-    module, run = make(case["model"]), trainer_of(case, folder, max_epochs=2)
-    whole = {"weights_only": False} if "weights_only" in inspect.signature(run.fit).parameters else {}
-    run.fit(module, data, data, ckpt_path=path, **whole)
-    metrics = {name: float(value) for name, value in run.callback_metrics.items()}
-    metrics |= {name: float(value) for name, value in run.test(module, data, verbose=False)[0].items()}
-    predicted = [one.float().cpu() for one in run.predict(module, data) or [] if one is not None]
-    weights = {name: tensor.detach().float().cpu() for name, tensor in module.state_dict().items()}
-    return {"weights": weights, "metrics": metrics, "predicted": predicted, "rank": run.global_rank}
-
-
-# What is measured on CUDA
-
-
-class Watched(PipelineStrategy):
-    """In steps after the first ones, operations that make the host wait for the device are counted."""
-
-    mode = "warn"
-    """Or "error": the first one ends the run."""
-    waits = 0
-
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As ever, between two settings of CUDA."""
-        assert self.lightning_module is not None
-        if self.lightning_module.trainer.global_step < 5:
-            return super().training_step(*args, **kwargs)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode(self.mode)
-            try:
-                return super().training_step(*args, **kwargs)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
-                Watched.waits += sum("synchroniz" in str(one.message) for one in caught)
-
-
-class Steps(Callback):
-    """Seconds of each step, and what the allocator holds after it."""
-
-    def __init__(self) -> None:
-        self.seconds: list[float] = []
-        self.reserved: list[int] = []
-
-    def on_train_batch_start(self, *args: Any) -> None:
-        """Start."""
-        torch.cuda.synchronize()
-        self._since = time.perf_counter()
-
-    def on_train_batch_end(self, *args: Any) -> None:
-        """Stop when the device has."""
-        torch.cuda.synchronize()
-        self.seconds.append(time.perf_counter() - self._since)
-        self.reserved.append(torch.cuda.memory_reserved())
-
-
-def large() -> Language:
-    """A GPT of 12 layers and width 1024."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=8192, n_positions=512, n_embd=1024, n_layer=12, n_head=16)
-    seed_everything(1, verbose=False)
-    return Language(GPT2LMHeadModel(config), "gpt2")
-
-
-def steps_of(strategy: Any, folder: Path, accumulate: int, samples: int, steps: int = 60) -> Steps:
-    """Steps of the large model."""
-    tokens = torch.randint(8192, (samples * steps * accumulate, 512))
-    watch = Steps()
-    trainer = Trainer(
-        accelerator="cuda", devices=1, precision="bf16-true", strategy=strategy, callbacks=[watch],
-        max_epochs=1, default_root_dir=folder, enable_checkpointing=False, accumulate_grad_batches=accumulate,
-    )  # fmt: skip
-    trainer.fit(large(), DataLoader(TensorDataset(tokens), batch_size=samples))
-    return watch
-
-
-def figures(folder: Path) -> dict[str, Any]:
-    """Host waits in a step, its time against the unsplit step's, and whether memory stays."""
-    pipeline = {"stages": 1, "stages_per_rank": 4, "schedule": "LoopedBFS", "num_microbatches": 4}
-    whole = steps_of("auto", folder, accumulate=4, samples=4)
-    ours = steps_of(PipelineStrategy(**pipeline), folder, accumulate=1, samples=16)
-    steps_of(Watched(**pipeline), folder, accumulate=1, samples=16, steps=10)
-    Watched.mode, error = "error", "none"
-    try:
-        steps_of(Watched(**pipeline), folder, accumulate=1, samples=16, steps=10)
-    except RuntimeError as raised:
-        error = str(raised).splitlines()[0]
-    unsplit = statistics.median(sum(whole.seconds[i : i + 4]) for i in range(20, len(whole.seconds) - 3, 4))
-    split = statistics.median(ours.seconds[5:])
-    kept = [ours.reserved[n] / 2**20 for n in (5, -1)]
-    return {
-        "milliseconds of an unsplit step of 4 accumulated batches": 1e3 * unsplit,
-        "ratio of a step of 4 stages and 4 micro-batches to it": split / unsplit,
-        "host waits in 5 steps": Watched.waits,
-        'error with set_sync_debug_mode("error")': error,
-        "MiB reserved after step 5 and at the end": kept,
-        "missed": [
-            text
-            for text, holds in (
-                ("a step within 2 % of the unsplit one", split <= 1.02 * unsplit),
-                ("no host wait in a step", Watched.waits == 0 and error == "none"),
-                ("memory reserved constant after step 5", kept[0] == kept[1]),
-            )
-            if not holds
-        ],
-    }
-
-
-def message(mebibytes: int = 64, count: int = 50) -> dict[str, Any]:
-    """Microseconds of a message between two processes of one GPU, by CUDA's IPC."""
-    rank = int(os.environ["NODE_RANK"])
-    device = torch.device("cuda", 0)
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    groups = Groups(OneFOneB().plan(2, 1), copies="only", device=device)
-    (edge,) = groups.edges.values()
-    size = mebibytes * 2**20
-    layout = Layout((TensorSpec((size,), (1,), torch.uint8, False),), start=0)
-    tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-    marks = []
-    for number in range(count):
-        if rank == 1:
-            edge.send(layout, [tensor])
-        else:
-            edge.receive(layout).tensors()
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
-        if number % 8 == 7:  # as messages go the other way in a step, and say what was copied
-            groups.control.barrier().wait()
-            told: list[Any] = [None, None]
-            torch.distributed.all_gather_object(told, edge.copied, group=groups.control)
-            edge.peer_copied(told[1 - rank])
-    torch.cuda.synchronize()
-    groups.close()
-    if rank == 1:
-        return {}
-    gaps = [1e3 * before.elapsed_time(after) for before, after in itertools.pairwise(marks)]
-    quickest = statistics.median(sorted(gaps[count // 2 :])[: count // 8])
-    return {
-        f"microseconds of a message of {mebibytes} MiB by IPC, in a row": quickest,
-        "missed": [] if quickest < 100 else ["64 MiB by IPC within 100 microseconds"],
-    }
-
-
-# Processes
-
-
 # Imported once, by a server that each process is forked from; importing them starts nothing on a device.
 PRELOAD = [
     "lightning.pytorch",
@@ -306,6 +40,7 @@ PRELOAD = [
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.llama.modeling_llama",
 ]
+Case = Callable[..., "dict[str, Any] | str"]
 
 
 def work(case: dict[str, Any], log: str, environment: dict[str, str]) -> None:
@@ -315,19 +50,20 @@ def work(case: dict[str, Any], log: str, environment: dict[str, str]) -> None:
         os.dup2(out, descriptor)
     os.environ.update(environment)
     torch.set_num_threads(1)
+    faulthandler.dump_traceback_later(case["seconds"] - 5)  # what a rank does that does not end
     folder = Path(case["folder"])
-    found: Any
-    if case["name"] == "figures":
-        found = figures(folder)
-    elif case["name"] == "message":
-        found = message()
-    else:
-        found = run_case(case, folder)
+    kinds: dict[str, Callable[[], dict[str, Any]]] = {
+        "figures": lambda: figures_of(folder),
+        "message": message,
+        "fault": lambda: break_off(case, folder),
+        "grown": lambda: grow(case, folder),
+    }
+    found = kinds.get(case["name"], lambda: run_case(case, folder))()
     if environment["NODE_RANK"] == "0":
         torch.save(found, folder / "found.pt")
 
 
-def start(case: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+def start(case: dict[str, Any]) -> dict[str, Any] | str:
     """Run a case, each rank as a node of its own, so that several can share a GPU.
 
     Returns:
@@ -344,7 +80,7 @@ def start(case: dict[str, Any], seconds: float) -> dict[str, Any] | str:
         context.Process(target=work, args=(case, str(log), {**common, "NODE_RANK": str(rank)}))
         for rank, log in enumerate(logs)
     ]
-    until = time.monotonic() + seconds
+    until = time.monotonic() + case["seconds"]
     for process in processes:
         process.start()
     for process in processes:
@@ -353,10 +89,14 @@ def start(case: dict[str, Any], seconds: float) -> dict[str, Any] | str:
     for process in processes:
         process.kill()
         process.join()
+    if case["name"] == "fault":
+        told = judge(case["fault"], Path(case["folder"]), case["ranks"])
+        told = told or ("" if None not in codes else f"not all ranks ended: {codes}")
+        return told or {"told by all ranks": [p.read_text()[:90] for p in Path(case["folder"]).glob("told*")]}
     if any(codes) or None in codes:
         failed = [log for log, code in zip(logs, codes, strict=True) if code]
         text = [line.strip() for log in failed or logs for line in log.read_text().splitlines()]
-        late = f"no end within {seconds:g} s"
+        late = f"no end within {case['seconds']:g} s"
         return next((line for line in reversed(text) if "Error" in line), late)
     found: dict[str, Any] = torch.load(Path(case["folder"]) / "found.pt", weights_only=True)
     return found
@@ -375,7 +115,7 @@ def farthest(found: Any, expected: Any) -> float:
 
 def pipelines(device: str, num_microbatches: int) -> dict[str, tuple[int, dict[str, Any]]]:
     """Ranks and settings of each row, by its name."""
-    common = {"num_microbatches": num_microbatches, "step_timeout": 120}
+    common = {"num_microbatches": num_microbatches, "step_timeout": 60}
     host = {**common, "transport": "host", "process_group_backend": "gloo"}
     rows: dict[str, tuple[int, dict[str, Any]]] = {
         "1 rank x 4 stages": (
@@ -387,21 +127,37 @@ def pipelines(device: str, num_microbatches: int) -> dict[str, tuple[int, dict[s
     }
     if device == "cuda":
         ipc = {**common, "transport": "ipc", "process_group_backend": "gloo"}
+        looped = {"stages_per_rank": 2, "schedule": "Interleaved1F1B"}
         rows["2 ranks, ipc"] = (2, {**ipc, "stages": 2})
+        rows["2 ranks x 2 stages, ipc"] = (2, {**ipc, "stages": 2, **looped})
         rows["4 ranks, ipc, ZBV"] = (4, {**ipc, "stages": 4, "schedule": "ZBV"})
-        if torch.cuda.nccl.version() >= (2, 30, 3):  # older ones refuse two ranks of one GPU
-            os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
-            rows["2 ranks, nccl"] = (2, {**common, "stages": 2, "transport": "nccl"})
+        if num_microbatches > 1:  # each replica has half of a batch
+            rows["2 x 2 ranks, ipc"] = (4, {**ipc, "stages": 2, "data_parallel_size": 2})
+        if nccl_version() >= (2, 30, 3):  # older ones refuse two ranks of one GPU
+            nccl = {**common, "transport": "nccl"}
+            rows["2 ranks, nccl"] = (2, {**nccl, "stages": 2})
+            rows["2 ranks x 2 stages, nccl"] = (2, {**nccl, "stages": 2, **looped})
+            rows["4 ranks, nccl, ZBV"] = (4, {**nccl, "stages": 4, "schedule": "ZBV"})
+            rows["2 ranks, auto"] = (2, {**common, "stages": 2})
+            if num_microbatches > 1:
+                rows["2 x 2 ranks, nccl"] = (4, {**nccl, "stages": 2, "data_parallel_size": 2})
     return rows
 
 
 def measure(
     device: Literal["cuda", "cpu"] = "cuda",
-    models: tuple[str, ...] = ("layers", "batch norm", "gpt2", "llama"),
+    models: tuple[str, ...] = (
+        "layers", "batch norm", "dropout", "recomputed", "gpt2", "gpt2 with dropout", "llama",
+    ),
     precisions: tuple[str, ...] = ("32-true", "bf16-mixed", "bf16-true", "16-mixed"),
     seconds: float = 120.0,
+    rows: tuple[str, ...] = (),
     figures: bool = True,
-) -> None:
+    faults: bool = True,
+    grown_gib: float = 8.0,
+    at_once: int = 1,
+    logs: Path | None = None,
+) -> None:  # fmt: skip
     """Run everything and print a line per case.
 
     Args:
@@ -409,59 +165,109 @@ def measure(
         models: Rows of the matrix. With "batch norm" a batch is not cut: one device sees it whole.
         precisions: Columns.
         seconds: Longest time of a case.
+        rows: Those of the matrix whose name has one of these words; default: all.
         figures: Whether to measure on CUDA what steps and messages cost.
+        faults: Whether to let ranks fail.
+        grown_gib: Memory that each rank may take of a GPU for a model of about two and a half times as much;
+            0: this case is left out.
+        at_once: Cases of the matrix that run side by side.
+        logs: A folder for what the ranks of cases printed that went wrong.
     """
     if device == "cuda" and not torch.cuda.is_available():
         print("no CUDA device here; --device cpu tries the script out")
         raise SystemExit(1)
+    os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     where = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}")
-    failed = 0
+    nccl = ".".join(map(str, nccl_version())) if device == "cuda" else "none"
+    print(f"{where}, torch {torch.__version__}, NCCL {nccl}", flush=True)
     with tempfile.TemporaryDirectory() as root:
 
-        def case(name: str, **values: Any) -> dict[str, Any] | str:
+        def case(name: str, title: str, **values: Any) -> dict[str, Any] | str:
             folder = tempfile.mkdtemp(dir=root)
-            return start({"name": name, "device": device, "folder": folder, **values}, seconds)
+            found = start(
+                {"name": name, "device": device, "folder": folder, "seconds": seconds, **values}, seconds
+            )
+            if isinstance(found, str) and logs is not None:
+                for log in Path(folder).glob("rank*.log"):
+                    logs.mkdir(parents=True, exist_ok=True)
+                    shutil.copy(log, logs / f"{title.replace(' ', '_')}.{log.name}")
+            return found
 
-        for model in models:
-            for precision in precisions:
-                failed += _compare(
-                    case, model, precision, pipelines(device, 1 if model == "batch norm" else 4)
-                )
+        with ThreadPoolExecutor(at_once) as pool:
+            columns = [
+                pool.submit(_column, case, model, precision, device, rows)
+                for model in models
+                for precision in precisions
+            ]
+            failed = sum(column.result() for column in columns)
+            if faults:
+                failed += sum(pool.map(lambda row: _fault(case, *row), _faults(device)))
+        if device == "cuda" and grown_gib:
+            failed += _grown(case, grown_gib)
         if device == "cuda" and figures:
             for name, ranks in (("figures", 1), ("message", 2)):
-                found = case(name, ranks=ranks)
-                if isinstance(found, str):
-                    print(found)
-                    failed += 1
-                else:
-                    failed += len(found["missed"])
-                    print("\n".join(f"{what}: {value}" for what, value in found.items()))
+                failed += _figures(case(name, name, ranks=ranks))
     print(f"{failed} cases failed")
     raise SystemExit(failed > 0)
 
 
-def _compare(
-    case: Callable[..., dict[str, Any] | str], model: str, precision: str,
-    rows: dict[str, tuple[int, dict[str, Any]]],
-) -> int:  # fmt: skip
-    expected = case("one device", model=model, precision=precision, ranks=1, pipeline=None)
+def _column(case: Case, model: str, precision: str, device: str, rows: tuple[str, ...]) -> int:
+    """A model at a precision, in all rows: how many of them went wrong."""
+    count = 1 if model == "batch norm" else 4
+    alone = {"stages": 1, "num_microbatches": count, "schedule": "GPipe"} if model in DRAWS else None
+    title = f"{model} {precision}"
+    expected = case("one", title, model=model, precision=precision, ranks=1, pipeline=alone)
     if isinstance(expected, str):
-        print(f"{model:12} {precision:12} one device: {expected}")
+        print(f"{model:18} {precision:10} one device: {expected}", flush=True)
         return 1
     failed = 0
-    for row, (ranks, pipeline) in rows.items():
-        found = case(row, model=model, precision=precision, ranks=ranks, pipeline=pipeline)
+    for row, (ranks, pipeline) in pipelines(device, count).items():
+        if model in DRAWS and "data_parallel_size" in pipeline:
+            continue  # each replica draws its own
+        if rows and not any(word in row for word in rows):
+            continue
+        found = case(row, f"{title} {row}", model=model, precision=precision, ranks=ranks, pipeline=pipeline)
         if isinstance(found, str):
             failed, text = failed + 1, found
         else:
-            parts = {
-                part: farthest(found[part], expected[part]) for part in ("weights", "metrics", "predicted")
-            }
+            names = ("weights",) if "data_parallel_size" in pipeline else ("weights", "metrics", "predicted")
+            parts = {part: farthest(found[part], expected[part]) for part in names}
             failed += max(parts.values()) > TOLERANCE[precision]
             text = ", ".join(f"{part} {value:.1e}" for part, value in parts.items())
-        print(f"{model:12} {precision:12} {row:22} {text}", flush=True)
+        print(f"{model:18} {precision:10} {row:24} {text}", flush=True)
     return failed
+
+
+def _faults(device: str) -> list[tuple[str, str, dict[str, Any]]]:
+    rows = {name: row for name, row in pipelines(device, 4).items() if name.startswith("2 ranks, ")}
+    return [(fault, name, pipeline) for fault in FAULTS for name, (_, pipeline) in rows.items()]
+
+
+def _fault(case: Case, fault: str, row: str, pipeline: dict[str, Any]) -> int:
+    options: dict[str, Any] = {"precision": "32-true", "ranks": 2, "pipeline": dict(pipeline)}
+    found = case("fault", f"{fault} {row}", fault=fault, **options)
+    print(f"{fault:18} {row:24} {found}", flush=True)
+    return isinstance(found, str)
+
+
+def _grown(case: Case, limit: float) -> int:
+    """A model of about two and a half times the limit, on one rank and on four."""
+    width, count = 2048, max(2, round(limit * 2.5 * 2**30 / 16 / 12 / 2048**2))
+    options: dict[str, Any] = {"limit_gib": limit, "layers": count, "width": width}
+    alone = case("grown", "grown alone", ranks=1, pipeline=None, **options)
+    pipeline = {"stages": 4, "num_microbatches": 4, "process_group_backend": "gloo", "transport": "ipc"}
+    spread = case("grown", "grown", ranks=4, pipeline=pipeline, **options)
+    print(f"{count} layers of width {width} within {limit} GiB on one rank: {alone}")
+    print(f"{count} layers of width {width} within {limit} GiB on each of four: {spread}", flush=True)
+    return isinstance(spread, str) + isinstance(alone, dict)
+
+
+def _figures(found: dict[str, Any] | str) -> int:
+    if isinstance(found, str):
+        print(found)
+        return 1
+    print("\n".join(f"{what}: {value}" for what, value in found.items()), flush=True)
+    return len(found["missed"])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from lightning_pipeline._lightning.logs import (
 )
 from lightning_pipeline._lightning.outputs import (
     NO_LOSS,
+    evaluate_with_versions,
     explain_output,
     skip_without_loss,
     write_predictions_once,
@@ -125,6 +126,7 @@ __all__ = [
     "count_replicas_as_devices",
     "current_hook",
     "ddp_redirection",
+    "evaluate_with_versions",
     "evaluation_loop",
     "explain_ddp",
     "explain_loaders",

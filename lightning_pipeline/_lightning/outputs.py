@@ -38,6 +38,17 @@ def skip_without_loss(trainer: Trainer) -> Callable[[], None]:
     return patch(loop, "output_result_cls", Result)
 
 
+def evaluate_with_versions(trainer: Trainer) -> Undo:
+    """Let loops evaluate under `no_grad`, as they do over gloo; gives the undoing. Since 1.8.
+
+    Over other backends Lightning takes `inference_mode`, whose tensors do not count what is written to them:
+    replay could not tell a value that arrived from what a step made of it in place.
+    """
+    fit: Any = trainer.fit_loop.epoch_loop.val_loop
+    loops = fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
+    return all_undone([patch(loop, "inference_mode", False) for loop in loops])
+
+
 _COLLECTIVES = (
     "all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "barrier",
     "broadcast", "broadcast_object_list", "gather", "gather_object", "reduce", "reduce_scatter", "scatter",

@@ -1,5 +1,6 @@
 """How tensors travel between two neighbours: which ways there are, and which of them is faster."""
 
+import ctypes
 import os
 import socket
 import time
@@ -55,7 +56,7 @@ class Ways:
         if self.backend != "nccl" or all(one != other for one, other in pairs):
             return True
         enabled = os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1"
-        if enabled and torch.cuda.nccl.version() >= _SHARES_GPUS:
+        if enabled and nccl_version() >= _SHARES_GPUS:
             return True
         if self._copies == "never":
             raise ConfigurationError(
@@ -171,6 +172,17 @@ def _either(link: Link, text: str, *, own: bool = True) -> str:
     link.post(_TEXT)
     theirs = bytes(link.take().tolist()).rstrip(b"\0").decode(errors="replace")
     return text if own and text else theirs
+
+
+def nccl_version() -> tuple[int, ...]:
+    """Of the library that is loaded, which need not be the one that torch was built with."""
+    number = ctypes.c_int()
+    try:
+        loaded = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:  # it is inside torch, or there is none
+        return tuple(torch.cuda.nccl.version()[:3])
+    loaded.ncclGetVersion(ctypes.byref(number))
+    return number.value // 10000, number.value // 100 % 100, number.value % 100
 
 
 def _machine() -> str:

@@ -146,6 +146,7 @@ class Splitting:
         """From now on the Trainer counts, watches and writes for ranks that hold a part each."""
         run, trainer, num_ranks = self._run, self._trainer, self._placement.num_ranks
         _lightning.count_replicas_as_devices(trainer, num_ranks)
+        run.at_end(_lightning.evaluate_with_versions(trainer))
         if trainer.training:
             run.at_end(run.position.install())
             run.at_end(summarize_before_split(trainer))

@@ -69,6 +69,8 @@ class SerialGroup(dist.ProcessGroup):
     """What gloo can read of a tensor."""
     works_late: ClassVar[Callable[[torch.Tensor], bool]] = staticmethod(lambda tensor: False)
     """Whether the device of a tensor works later than the host asks."""
+    serves: ClassVar[tuple[str, ...]] = ()
+    """Types of devices whose tensors it takes; empty: all."""
     _name = ""
 
     @property
@@ -103,8 +105,11 @@ class SerialGroup(dist.ProcessGroup):
     def _launch(
         self, tensors: list[torch.Tensor], operation: Callable[[list[torch.Tensor]], None]
     ) -> dist.Work:
-        """Behind what the current stream was given, as NCCL does."""
-        late = SerialGroup.works_late(tensors[0])
+        """Behind what the current stream was given, as NCCL does, and refusing what is not on its device."""
+        for tensor in tensors:
+            if SerialGroup.serves and tensor.device.type not in SerialGroup.serves:
+                raise RuntimeError(f"No backend type associated with device type {tensor.device.type}")
+        late = bool(tensors) and SerialGroup.works_late(tensors[0])
         here = [SerialGroup.memory(tensor) for tensor in tensors]
         if late:
             self._stream.wait_stream(streams.current())
@@ -130,7 +135,7 @@ class SerialGroup(dist.ProcessGroup):
         return self._launch(tensors, run)
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return self._launch([torch.empty(0)], lambda here: self._wait(self._inner.barrier()))
+        return self._launch([], lambda here: self._wait(self._inner.barrier()))
 
     def allgather(self, outputs: list[Any], inputs: list[torch.Tensor], options: Any = None) -> dist.Work:
         def run(here: list[torch.Tensor]) -> None:
@@ -152,6 +157,7 @@ def register(*devices: str) -> None:
     Args:
         devices: Their types; by default the CPU.
     """
+    SerialGroup.serves = devices
     if not hasattr(dist.Backend, NAME.upper()):
         dist.Backend.register_backend(
             NAME,

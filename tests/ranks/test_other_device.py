@@ -167,6 +167,28 @@ def test_two_ranks(apart: Ranks, on_cpu: Callable[..., Any], schedule: str, tran
         assert_same(found, on_cpu(pipeline, Residual))
 
 
+class Tied(Regression):
+    """One weight on the first stage and on the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Linear(FEATURES, FEATURES) for _ in range(4)]
+        self.net = nn.Sequential(*layers, nn.Linear(FEATURES, TARGETS)).double()
+        layers[3].weight = layers[0].weight
+
+
+@pytest.mark.parametrize(
+    ("replicas", "make"), [(1, Tied), (2, Regression), (2, Tied)], ids=["tied", "replicas", "both"]
+)
+def test_collectives_that_serve_only_the_device(apart: Ranks, replicas: int, make: type[Regression]) -> None:
+    """As those of NCCL: what is still in host memory before a run is made equal another way."""
+    pipeline = {"stages": 2, "num_microbatches": 2, "data_parallel_size": replicas}
+    device = {**pipeline, "transport": "nccl", "process_group_backend": serial_backend.NAME}
+    found = apart(2 * replicas)(on_island, device, make)
+    for rank, expected in enumerate(apart(2 * replicas)(fit, pipeline, make)):
+        assert_same(found[rank], expected)
+
+
 def saved_and_resumed(kind: str, folder: str) -> Any:
     """Weights after two epochs, the second of which follows from a checkpoint; then metrics and predictions."""
     accelerator = island.IslandAccelerator() if kind == "island" else "cpu"

@@ -27,7 +27,7 @@ from lightning_pipeline.model.construction.tape import (
     generator_of,
     outputs_of,
 )
-from lightning_pipeline.model.tensors import leaves_in, storage_key, tensors_in, written_tensors
+from lightning_pipeline.model.tensors import leaves_in, storage_key, tensors_in, version_of, written_tensors
 
 aten = torch.ops.aten
 _NEEDS_VALUES = (
@@ -254,11 +254,6 @@ class _Factories(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self._recorder.handle(func, types, args, kwargs or {})
-
-
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was changed in place."""
-    return 0 if tensor.is_inference() else int(tensor._version)
 
 
 def _is_empty(func: Any) -> bool:

@@ -62,7 +62,9 @@ class _Unwritten:
         self._all: dict[int, tuple[ref[Tensor], int, Any]] = {}
 
     def add(self, tensor: Tensor, belongs: Any) -> None:
-        """Know one."""
+        """Know one; those of inference mode have no gradients that hooks could be for."""
+        if tensor.is_inference():
+            return
         self._all[id(tensor)] = ref(tensor), tensor._version, belongs
 
     def __contains__(self, tensor: Tensor) -> bool:

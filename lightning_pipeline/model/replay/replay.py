@@ -21,6 +21,7 @@ from lightning_pipeline.model.tensors import (
     is_placeholder,
     tensors_in,
     user_line,
+    version_of,
 )
 from lightning_pipeline.model.trace import Watch, has_backward_hooks
 from lightning_pipeline.wire import Values
@@ -229,11 +230,11 @@ class Replay(GlueRun):
 
     def _unchanged_by_hooks(self, unit: int, module: nn.Module, returned: Any) -> None:
         """Hooks on gradients are below forward hooks here: refuse where it makes a difference."""
-        versions = [tensor._version for tensor in tensors_in(returned)]
+        versions = [version_of(tensor) for tensor in tensors_in(returned)]
 
         def look(module: nn.Module, args: Any, output: Any) -> None:
             handle.remove()
-            if output is not returned or versions != [tensor._version for tensor in tensors_in(returned)]:
+            if output is not returned or versions != [version_of(tensor) for tensor in tensors_in(returned)]:
                 raise SplitError(
                     f"a forward hook of unit {self._view.unit_name(unit)!r} changes what the unit "
                     "returns, and hooks on gradients of the same module would see another gradient than on "

@@ -27,6 +27,7 @@ from lightning_pipeline.model.tensors.operations import (
     operands_of,
     standing_tensors,
     storage_key,
+    version_of,
     work_of,
     written_tensors,
 )
@@ -137,6 +138,7 @@ __all__ = [
     "top_hooks",
     "unflatten",
     "user_line",
+    "version_of",
     "weights_needed",
     "work_of",
     "written_tensors",

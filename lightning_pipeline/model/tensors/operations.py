@@ -31,6 +31,11 @@ def storage_key(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was changed in place; 0 for one of inference mode, which does not count it."""
+    return 0 if tensor.is_inference() else int(tensor._version)
+
+
 _WRITES: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
 
 

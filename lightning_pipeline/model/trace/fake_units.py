@@ -28,6 +28,7 @@ from lightning_pipeline.model.tensors import (
     storage_key,
     tensors_in,
     user_line,
+    version_of,
 )
 from lightning_pipeline.model.trace.checkpointing import ReentrantRegions
 from lightning_pipeline.model.trace.glue import Glue
@@ -185,7 +186,7 @@ class FakeRun:
         before = list(tensors_in((args, kwargs)))
         args, kwargs = map_tensors(self._new, (args, kwargs))
         made_up = list(tensors_in((args, kwargs)))
-        versions, copies = list(map(_version, made_up)), Given(args, kwargs)
+        versions, copies = list(map(version_of, made_up)), Given(args, kwargs)
         call.saved.clear()
         call.recomputed.clear()
         call.activation_bytes = 0
@@ -204,7 +205,7 @@ class FakeRun:
         call.flops = call.cost = counter.total
         call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
         again = zip(before, made_up, versions, strict=True)
-        self._observed.written_inside(call, [one for one, new, old in again if _version(new) != old])
+        self._observed.written_inside(call, [one for one, new, old in again if version_of(new) != old])
         likeness = _Likeness(self._observed.mode, zip(before, made_up, strict=True))
         return given.carry_over(copies, output, likeness.of)
 
@@ -331,10 +332,6 @@ class _Likeness:
         if base.dtype != tensor.dtype or not base.is_contiguous():
             return self._mode.like(tensor)
         return self._mode.part(base, tensor)
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _fills(tensor: Tensor) -> bool:

@@ -20,6 +20,7 @@ from lightning_pipeline.model.tensors import (
     objects_below,
     refill,
     storage_key,
+    version_of,
 )
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
@@ -493,7 +494,7 @@ class Kept(NamedTuple):
         tensors, beside = list[tuple[Tensor, Tensor, int]](), tuple[tuple[Tensor, Tensor, int], ...]()
         if isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
             if deep:
-                tensors.append((value, value.detach().clone(), value._version))
+                tensors.append((value, value.detach().clone(), version_of(value)))
             elif value.layout is torch.strided and value.numel() <= _SMALL and not value.is_inference():
                 beside = ((value, value.detach().clone(), value._version),)
         return cls(value, inner, tensors, value.at if isinstance(value, Replayed) else 0, beside)
@@ -547,9 +548,8 @@ class Kept(NamedTuple):
                 refill(held, saved)
         for tensor, saved, version in (*self.tensors, *(self.beside if self.is_written else ())):
             tensor.data = saved.clone()
-            # A micro-batch before may have it in its graph, with this number. Private since torch 2.6 in this
-            # form; `torch.autograd._unsafe_preserve_version_counter` can only keep the number of now.
-            if tensor._version != version:
+            # A micro-batch before may have it in its graph, with this number.
+            if version_of(tensor) != version:
                 set_version(tensor, version)
 
 

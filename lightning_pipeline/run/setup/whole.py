@@ -85,12 +85,18 @@ def start_equal(
     if groups.data_parallel is not None and groups.data_parallel.size() > 1:
         source = groups.numbering.global_rank(groups.rank, 0)
         for tensor in tensors:
-            dist.broadcast(tensor.detach(), src=source, group=groups.data_parallel)
+            _broadcast(tensor, source, groups, groups.data_parallel)
     for one in shared:
         group = groups.shared(one.stages, placement)
         if one.parameter is not None and group is not None:
             source = groups.numbering.global_rank(placement.rank_of(one.stages[0]), groups.replica)
-            dist.broadcast(one.parameter.detach(), src=source, group=group)
+            _broadcast(one.parameter, source, groups, group)
+
+
+def _broadcast(tensor: Tensor, source: int, groups: Groups, group: dist.ProcessGroup) -> None:
+    """By the group that carries tensors of its device: before a run weights are in host memory."""
+    carries = groups.flags_of(group) if tensor.device.type == "cpu" else group
+    dist.broadcast(tensor.detach(), src=source, group=carries)
 
 
 def make_whole(
