@@ -46,6 +46,11 @@ def reduction_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Lo
     return LossCall(reduction, given["target"], given["weight"], given["ignore_index"])
 
 
+def read_together(*numbers: Tensor) -> list[float]:
+    """The values of 0-dim tensors of one device, for which the host waits once."""
+    return torch.stack([number.double() for number in numbers]).tolist()
+
+
 def valid_targets(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the mean of a loss divides by, 0-dim; None where that is a number of elements.
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Event, Operand, Share, Whole, pairs
 from lightning_pipeline.model.loss.functions import SELECTING, both
-from lightning_pipeline.model.loss.reductions import LOSSES, reduction_of, valid_targets
+from lightning_pipeline.model.loss.reductions import LOSSES, read_together, reduction_of, valid_targets
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 
 
@@ -297,8 +297,8 @@ def _loss(step: Step) -> Share | None:
             step.shares.mean_of(step.result, step.mine.operands[0].elements if count is None else count)
         return step.lost(always=True)
     if step.mine.divisor is not None and step.whole.divisor is not None:
-        whole = float(step.whole.divisor)
-        return Share(((float(step.mine.divisor) / whole if whole else math.nan, step.result),), TARGETS)
+        mine, whole = read_together(step.mine.divisor, step.whole.divisor)
+        return Share(((mine / whole if whole else math.nan, step.result),), TARGETS)
     if call.weight is not None:
         return step.lost(always=True)
     if any(map(step.has_pairs, range(len(step.mine.operands)))):

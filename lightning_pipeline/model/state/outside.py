@@ -103,9 +103,13 @@ class Outside:
             if not name.startswith("__") and not isinstance(value, types.ModuleType):
                 yield name, value, _DEPTH
         for path, module in self._root.named_modules():
-            for name, value in vars(module).items():
-                if name not in _OF_ALL_MODULES:
-                    yield f"{path}.{name}".lstrip("."), value, _DEPTH
+            own = [
+                (name, value)
+                for name, value in vars(module).items()
+                if name not in _OF_ALL_MODULES and type(value) not in _HOLDS_NOTHING
+            ]
+            for name, value in own:
+                yield f"{path}.{name}".lstrip("."), value, _DEPTH
 
 
 class Apart:
@@ -129,7 +133,8 @@ class Apart:
         """
         if step not in self._outside:
             self._outside[step] = Outside(self._root, step, self._others)
-        outside, before, writes = self._outside[step], ModuleState(self._root), WritesUndone()
+        outside, writes = self._outside[step], WritesUndone()
+        before = ModuleState(self._root, writes_undone=True)
         outside.keep()
         with ExitStack() as stack:
             for undo in (outside.restore, writes.restore, before.restore):

@@ -4,7 +4,8 @@ import functools
 import gc
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import CellType, ModuleType
 from typing import Any
@@ -22,24 +23,43 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_s
 _HOLDS_NOTHING = frozenset(
     {bool, int, float, complex, str, bytes, type(None), type, Tensor, nn.Parameter, torch.device, torch.dtype}
 )
+_PLAIN = _HOLDS_NOTHING - {Tensor, nn.Parameter}
+_DICTIONARIES = (dict, OrderedDict)
+_EMPTY: dict[Any, Any] = {}
 _DEPTH, _WIDE = 20, 200  # of the search for what leads to something
 
 
 class ModuleState:
-    """A copy of everything about a module tree that a step may change, apart from parameters' values."""
+    """A copy of everything about a module tree that a step may change, apart from parameters' values.
 
-    def __init__(self, root: nn.Module) -> None:
+    Args:
+        root: The tree.
+        writes_undone: Whether somebody else puts back what operations write. Buffers in host memory are
+            copied all the same, for NumPy may write them.
+    """
+
+    def __init__(self, root: nn.Module, *, writes_undone: bool = False) -> None:
         self._modules = list(root.modules())
         self._dicts = [dict(vars(module)) for module in self._modules]
         self._registries = [
             [_copied(vars(module).get(name)) for name in _REGISTRIES] for module in self._modules
         ]
-        self._containers = [_containers(values) for values in self._dicts]
-        plain = [v for values in self._dicts for v in values.values() if isinstance(v, Tensor)]
-        self._buffers = [(buffer, _copy_values(buffer)) for buffer in (*root.buffers(), *plain)]
+        attributes = [
+            value
+            for values in self._dicts
+            for name, value in values.items()
+            if type(value) not in _PLAIN and name not in _REGISTRIES
+        ]
+        empty = [value for value in attributes if type(value) in _DICTIONARIES and not value]
+        self._containers = [(held, _EMPTY) for held in empty]  # a dozen of each module are for its hooks
+        self._containers += _containers(v for v in attributes if type(v) not in _DICTIONARIES or v)
+        buffers = [*root.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
+        copied = [one for one in buffers if not writes_undone or one.device.type == "cpu"]
+        self._buffers = [(buffer, _copy_values(buffer)) for buffer in copied]
         parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
-        self._memory = [(p, p.data) for p in parameters if not is_placeholder(p)]
+        kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
+        self._memory = [(one, one.data) for one in (*parameters, *kept) if not is_placeholder(one)]
 
     def restore(self) -> None:
         """Put it all back in place."""
@@ -49,9 +69,8 @@ class ModuleState:
             current.update(values)
             for name, saved in zip(_REGISTRIES, registries, strict=True):
                 _refill(current.get(name), saved)
-        for containers in self._containers:
-            for container, saved in containers:
-                _refill(container, saved)
+        for container, saved in self._containers:
+            _refill(container, saved)
         for parameter, memory in self._memory:
             if storage_key(parameter) != storage_key(memory):
                 parameter.data = memory
@@ -73,27 +92,30 @@ def _copied(container: Any) -> Any:
     return container.copy() if container is not None else None
 
 
-def _containers(values: dict[str, Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:
-    """Every container below, and a shallow copy of it. `anything`: in objects of any class."""
+def _containers(level: Iterable[Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:
+    """Every container below, and a shallow copy of it. `anything`: in objects of any class.
+
+    Level by level, so that what several modules have is looked into from where the most of it is seen.
+    """
     found: list[tuple[Any, Any]] = []
     seen: set[int] = set()
-    pending = [
-        (value, depth)
-        for name, value in values.items()
-        if type(value) not in _HOLDS_NOTHING and name not in _REGISTRIES
-    ]
-    while pending:
-        value, left = pending.pop()
-        if anything and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
-            value = vars(value)
-        held = filled_by(value) if left else None
-        if held is None or id(held) in seen:
-            continue
-        seen.add(id(held))
-        if not isinstance(held, tuple):
-            found.append((held, contents_of(held)))
-        if 0 < len(held) <= 1000:  # most are empty: a module has a dozen for its hooks
-            pending.extend((i, left - 1) for _, i in items_of(held) if type(i) not in _HOLDS_NOTHING)
+    for _ in range(depth):
+        below: list[Any] = []
+        for value in level:
+            if type(value) in _HOLDS_NOTHING or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if anything and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
+                value = vars(value)
+            held = filled_by(value)
+            if held is None or (held is not value and id(held) in seen):
+                continue
+            seen.add(id(held))
+            if not isinstance(held, tuple):
+                found.append((held, contents_of(held)))
+            if 0 < len(held) <= 1000:
+                below.extend(dict.values(held) if isinstance(held, dict) else held)
+        level = below
     return found
 
 
@@ -106,7 +128,7 @@ class ObjectState:
     """The containers and attributes of objects handed to a unit, such as a cache of keys and values."""
 
     def __init__(self, values: Any) -> None:
-        self._containers = _containers({"": values}, depth=8, anything=True)
+        self._containers = _containers([values], depth=8, anything=True)
 
     def restore(self) -> None:
         """Put them back in place."""
