@@ -1,11 +1,14 @@
 """Samples that a step mixes over two ranks: weights of every stage equal one device's on the whole batch."""
 
+import re
+import warnings
 from typing import Any
 
 import pytest
+from torch import Tensor, nn
 
 from tests.faults.cases import Ranks
-from tests.ranks.lightning_cases import assert_same
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer
 from tests.unit.split.test_mixing import (
     by_numbers_between,
     fitted,
@@ -38,3 +41,31 @@ def test_ranks_draw_alike_to_mix_samples(ranks: Ranks) -> None:
 
 def all_fitted(pipeline: dict[str, Any]) -> list[Any]:
     return [fitted(function, pipeline) for function in MIXING]
+
+
+class MixesInside(nn.Module):
+    """A layer, without the mean over the samples."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, h: Tensor) -> Tensor:
+        made: Tensor = self.inner(h)
+        return made - made.mean(0)
+
+
+def layers_told_of() -> list[str]:
+    """What a rank says of layers that mix samples, one on each rank."""
+    module = Regression()
+    module.net[0], module.net[6] = MixesInside(module.net[0]), MixesInside(module.net[6])
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run = trainer({"stages": 2, "num_microbatches": 2}, max_epochs=1, limit_val_batches=0)
+        run.fit(module, loader(), loader(seed=4))
+    return re.findall(r"the forward of (.*?) mixes the samples", " ".join(str(one.message) for one in seen))
+
+
+def test_a_layer_that_mixes_samples_is_told_of_by_one_rank(ranks: Ranks) -> None:
+    told = ranks(2)(layers_told_of, group=False)
+    assert sorted(told) == [["net.0 (MixesInside)"], ["net.6 (MixesInside)"]]

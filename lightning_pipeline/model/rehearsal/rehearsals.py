@@ -15,6 +15,7 @@ from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
 from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.rehearsal.unit_buffers import UnitBuffers
+from lightning_pipeline.model.rehearsal.unit_mixing import UnitMixing
 from lightning_pipeline.model.replay import StageView, Told
 from lightning_pipeline.model.state import Apart
 from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches
@@ -50,6 +51,7 @@ class Rehearsals:
         as_one: Looks at some batches as one.
         values: Tries whether samples of values of units are mixed.
         buffers: Finds buffers that units advance whatever they are given.
+        mixing_units: Finds units that mix samples.
     """
 
     def __init__(
@@ -80,3 +82,4 @@ class Rehearsals:
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
         self.values = MixedValues(root, patches, apart, quiet)
         self.buffers = UnitBuffers(root, patches, stage_of, stages, apart, quiet)
+        self.mixing_units = UnitMixing(root, patches, stage_of, stages, apart, quiet)

@@ -1,6 +1,6 @@
 """A LightningModule cut into stages, as one rank holds it."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -138,6 +138,7 @@ class SplitModel(OutsideSteps):
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
         self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
+        self._mixing_units = rehearsals.mixing_units
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -298,6 +299,10 @@ class SplitModel(OutsideSteps):
         """Lines at which it mixes samples of what units gave, on the last stage, and by which function."""
         return self._mixed_values.lines.get(step, {})
 
+    def mixing_units(self, step: str) -> list[str]:
+        """Units of this rank whose own forward mixes samples in it, by their names and classes."""
+        return self._mixing_units.found.get(step, [])
+
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""
         return len(sizes) > 1 and self.programs.end < self.num_stages and self._mixing.mends(trace, sizes)
@@ -383,12 +388,13 @@ class SplitModel(OutsideSteps):
         if at_once is not None and self.has_last_stage and len(microbatches) > 1:
             with self._left_behind.begun(None, sizes):
                 self._mixed_values.look(self._step, at_once, sizes, as_one)
-        over_batch = self.programs.over_batch
+        over_batch, later = self.programs.over_batch, frozenset[int]()
         if over_batch is not None:
             assert at_once is not None, "a loss over the batch needs the batch"
             later = over_batch.begin(self._step, at_once, self._finder, self._state)
             last = self.programs[self.num_stages - 1]
             last.unit_state = self.in_units.state(trace, last.index, sizes, but=later)
+        self._try_mixing(at_once, later)
         if whole is not None and weights is not None and len(microbatches) > 1:
             check_no_class_weights(step, trace.weighted_inside)
         if self.has_last_stage and len(microbatches) > 1 and over_batch is None:
@@ -400,6 +406,16 @@ class SplitModel(OutsideSteps):
                 self._state.start_again()
         if self._step.mixing or self._step.follower is not None:
             self._open.enter_context(self.told.metrics_unfollowed())
+
+    def _try_mixing(self, whole: Microbatch | None, later: Collection[int]) -> None:
+        """Find out which units of this rank mix samples; those that run `later` have all of the batch."""
+        step = self._step
+        if step is None or whole is None or len(step.microbatches) == 1:
+            return
+        seeds = partial(step.seeds.microbatch, 0)
+        outputs = partial(self._finder.outputs, step.routes[0], seeds=seeds)
+        with self._left_behind.begun(0, self._sizes):
+            self._mixing_units.look(step, whole, self._sizes, outputs, later)
 
     def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:
         """Which units each micro-batch calls, and what a rank is to know of them."""

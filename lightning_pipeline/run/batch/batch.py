@@ -369,6 +369,19 @@ class Batch:
                 "mix samples in on_after_batch_transfer, before the first layer"
             )
 
+    def _warn_of_units(self, units: Sequence[str]) -> None:
+        new = [unit for unit in units if ("unit", self.step, unit) not in self._steps.warned]
+        if new:
+            self._steps.warned |= {("unit", self.step, unit) for unit in new}
+            warnings.warn(
+                f"in {self.step} the forward of {', '.join(new)} mixes the samples that it is given, as "
+                "`h - h.mean(0)`, a deviation over the batch and experts with a capacity do. It is given "
+                f"each of {len(self.parts.args)} micro-batches by itself, so that numbers are not those of "
+                "one device: use num_microbatches=1, or write the layer so that a sample's output follows "
+                "from this sample. loss_over_batch=True does not change it. If statistics of fewer samples "
+                "are what you want, as each replica has its own under DDP, leave it so"
+            )
+
     def _warn_of_left(self, names: Sequence[str]) -> None:
         kind = ("left as one", self.step)
         if kind not in self._steps.warned:
@@ -452,6 +465,8 @@ class Batch:
         step, number = self.step, len(self.parts.args)
         split = self._steps.split
         mixed = split.mixed(step)
+        if number > 1:
+            self._warn_of_units(split.mixing_units(step))
         if number > 1 and not mixed:
             self._warn_of_values(split.mixed_values(step))
         if mixed and number > 1:

@@ -1,0 +1,489 @@
+"""Units whose own forward mixes the samples of a batch, such as `h - h.mean(0)` or experts with a capacity.
+
+A unit runs on a micro-batch, so it mixes fewer samples than on one device. Whether it does is found by
+running it twice on made-up values: as they are, and with the first sample in the place of all others. Where
+it is given the same for the first sample in both runs, what it gives for this sample has to be the same.
+"""
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_pipeline._torch import AnyBatchNorm, TorchDispatchMode, tree_leaves
+from lightning_pipeline.data import split_batch
+from lightning_pipeline.model.cut import Microbatch, TracedOutput
+from lightning_pipeline.model.mixing import is_cut_by_rows
+from lightning_pipeline.model.random import Generators, random_state_kept, seed_torch
+from lightning_pipeline.model.replay import Step
+from lightning_pipeline.model.rules import MadeUp, made_up
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.trace import Trace, UnitPatches
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+Shape = tuple[int, ...]
+UnitCall = tuple[int, int]
+"""A unit, and which call of it."""
+Outputs = Mapping[UnitCall, TracedOutput]
+Dimensions = Callable[[UnitCall, Shape], Sequence[int]]
+"""Which dimensions of an output of a call may be that of the samples."""
+_LARGEST = 1 << 28  # bytes of a unit's parameters, and of one made-up value
+_FEW = 16  # powers of two: numbers of a sample's values that are compared
+_ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
+_COARSE = 5e-2  # of all other types
+
+
+class UnitMixing:
+    """Finds them, on the rank that has the unit.
+
+    Args:
+        root: The LightningModule.
+        patches: The patched units.
+        stage_of: The stage of each unit.
+        stages: Those of this rank.
+        apart: Inside, runs of a step leave nothing behind.
+        quiet: Inside, they log nothing.
+
+    Attributes:
+        found: By step, the units that mix samples, by their names and classes.
+    """
+
+    def __init__(
+        self, root: nn.Module, patches: UnitPatches, stage_of: Sequence[int], stages: Collection[int],
+        apart: Callable[[str], AbstractContextManager[None]],
+        quiet: Callable[[], AbstractContextManager[None]],
+    ) -> None:  # fmt: skip
+        self._root, self._patches, self._stage_of, self._stages = root, patches, stage_of, stages
+        self._apart, self._quiet = apart, quiet
+        self._tried: dict[str, set[int]] = {}
+        self.found: dict[str, list[str]] = {}
+
+    def look(
+        self, step: Step, whole: Microbatch, sizes: Sequence[int],
+        outputs: Callable[[Microbatch], Outputs], over_batch: Collection[int] = (),
+    ) -> None:  # fmt: skip
+        """A batch of several micro-batches begins: try those of its units that were not tried in this step.
+
+        Args:
+            step: The batch.
+            whole: Its arguments as one.
+            sizes: Samples of each micro-batch.
+            outputs: Gives what units return for arguments on the way of the first micro-batch.
+            over_batch: Units that run once for the whole batch.
+        """
+        tried = self._tried.setdefault(step.name, set())
+        units = {unit for unit in step.routes[0].trace.path if self._stage_of[unit] in self._stages}
+        units -= tried | set(over_batch)
+        own = frozenset(filter(self._is_to_be_tried, units))
+        tried |= units
+        pair = _pair(step, whole, sizes) if own else None
+        if pair is None:
+            return
+        try:
+            mixing = self._mixing(step, pair, outputs, own)
+        except Exception as error:  # the user's code, on made-up values
+            _log.debug("whether units of %s mix samples cannot be tried: %s", step.name, error)
+            return
+        self.found.setdefault(step.name, []).extend(self._named(unit) for unit in sorted(mixing))
+
+    def _is_to_be_tried(self, unit: int) -> bool:
+        """Whether it is of a size to be run twice more, and no batch norm, which the run tells of."""
+        module = self._patches.units[unit].module
+        is_norm = any(isinstance(part, AnyBatchNorm) and part.training for part in module.modules())
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        return not is_norm and size <= _LARGEST
+
+    def _named(self, unit: int) -> str:
+        name, module = self._patches.units[unit].name, self._patches.units[unit].module
+        return f"{name} ({type(module._modules.get('_orig_mod') or module).__name__})"
+
+    def _mixing(
+        self, step: Step, pair: "_Pair", outputs: Callable[[Microbatch], Outputs], own: frozenset[int]
+    ) -> frozenset[int]:
+        """Those of some units that mix; what they return for another size is asked for where it is needed."""
+        trace, returned, samples = step.routes[0].trace, outputs(pair.part), pair.samples
+        alike = _like_the_first(pair)
+        if alike is None:
+            return frozenset()
+
+        def run(units: frozenset[int], dimensions: Dimensions, repeats: bool) -> list["_Seen"]:
+            values = _Values(returned, dimensions if repeats else None)
+            seen = _Forwards(self._patches, trace, units, samples, dimensions)
+            batch = alike if repeats else pair.part
+            self._run(step, batch, MadeUp(values, trace, units, seen.all, sees=False))
+            return seen.found
+
+        by_length = _ByLength(samples)
+        suspects = own
+        if not by_length.is_in_doubt(returned):
+            suspects = _differing(run(own, by_length, False), run(own, by_length, True))
+        if not suspects:
+            return suspects
+        grown = _Grown(returned, outputs(pair.other), samples, pair.number)
+        first = run(suspects, grown, False)
+        return _differing(first, run(suspects, grown, True)) - _differing(first, run(suspects, grown, False))
+
+    def _run(self, step: Step, batch: Microbatch, runner: MadeUp) -> None:
+        """Run the step up to the last call of such a unit, or as far as it runs on made-up values."""
+        before, self._patches.runner = self._patches.runner, runner
+        try:
+            with (
+                self._apart(step.name), self._quiet(), random_state_kept(Generators(self._root.modules())),
+                step.context(), torch.compiler.set_stance("force_eager"),  # see `trace.tracing`
+            ):  # fmt: skip
+                args, kwargs = map_tensors(
+                    lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
+                )
+                _seed(0)
+                step.function(*args, **kwargs)
+        except _EnoughError:
+            pass
+        except Exception as error:
+            _log.debug("%s ends early on made-up values: %s", step.name, error)
+        finally:
+            self._patches.runner = before
+
+
+class _EnoughError(BaseException):
+    """All calls of units that are looked at have been made; the user's `except Exception` lets it through."""
+
+
+class _Pair(NamedTuple):
+    """Samples of a batch to run units on, and another number of them, which tells where samples are.
+
+    Attributes:
+        part: Arguments of the step.
+        samples: In them, at least two.
+        other: Other ones.
+        number: Samples in these.
+    """
+
+    part: Microbatch
+    samples: int
+    other: Microbatch
+    number: int
+
+
+class _Seen(NamedTuple):
+    """What a call of a unit was given and gave.
+
+    Attributes:
+        unit: Its number.
+        given: Of each tensor among its arguments the first sample, for each dimension that may be that of
+            the samples; the whole tensor where none may.
+        plain: Numbers and texts among its arguments.
+        gave: Of each output the first sample likewise; nothing where the unit raised.
+        drawn: By which functions it drew numbers, and of which shapes.
+        rounding: How much of the largest number two results of the same may differ by.
+    """
+
+    unit: int
+    given: list[list[Tensor]]
+    plain: list[Any]
+    gave: list[list[Tensor]]
+    drawn: list[Any]
+    rounding: float
+
+
+class _Forwards:
+    """The forwards of all units; those that are looked at note what they are given and give.
+
+    Args:
+        patches: The patched units.
+        trace: Of the step.
+        units: That are looked at.
+        samples: That they are given.
+        dimensions: Of outputs.
+
+    Attributes:
+        all: By number of the unit.
+        found: What was noted.
+    """
+
+    def __init__(
+        self, patches: UnitPatches, trace: Trace, units: Collection[int], samples: int, dimensions: Dimensions
+    ) -> None:
+        self._patches, self._dimensions = patches, dimensions
+        self._of_samples = _ByLength(samples)
+        self._left = sum(call.unit in units for call in trace.calls)
+        self._counts: Counter[int] = Counter()
+        self._inside = False
+        self.found: list[_Seen] = []
+        self.all = list(patches.originals)
+        for unit in units:
+            self.all[unit] = self._noted(unit, patches.originals[unit])
+
+    def _noted(self, unit: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            if self._inside:  # a unit that is called by another is part of that
+                return forward(*args, **kwargs)
+            self._inside = True
+            try:
+                self.found.append(self._seen(unit, forward, args, kwargs))
+            finally:
+                self._inside = False
+            self._left -= 1
+            if not self._left:
+                raise _EnoughError
+            return None
+
+        return noted
+
+    def _seen(self, unit: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> _Seen:
+        call = unit, self._counts[unit]
+        self._counts[unit] += 1
+        inputs = list(_tensors((args, kwargs)))
+        given = [
+            [_some(one) for one in self._firsts(call, t, self._of_samples)] or [_some(t)] for t in inputs
+        ]
+        plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
+        still = _Still()
+        with random_state_kept():
+            output = self._output(unit, forward, (args, kwargs), still)
+        gave = [
+            [_some(one) for one in self._firsts(call, t, self._dimensions)] if t.is_floating_point() else []
+            for t in _tensors(output)
+        ]
+        return _Seen(
+            unit, given, plain, gave, still.drawn, _rounding(self._patches.units[unit].module, inputs)
+        )
+
+    @staticmethod
+    def _firsts(call: UnitCall, tensor: Tensor, dimensions: Dimensions) -> Iterator[Tensor]:
+        for dimension in dimensions(call, tuple(tensor.shape)):
+            yield tensor.select(dimension, 0)
+
+    @staticmethod
+    def _output(unit: int, forward: Callable[..., Any], given: Any, still: "_Still") -> Any:
+        """What it gives; gradients are made where it does not run without, as forces of an energy do not."""
+        for grads in (torch.no_grad, torch.enable_grad):
+            still.drawn.clear()
+            _seed(unit)
+            args, kwargs = map_tensors(torch.clone, given)
+            try:
+                with grads(), still:
+                    return forward(*args, **kwargs)
+            except Exception as error:  # the user's code, on made-up values
+                _log.debug("unit %s does not run on made-up values: %s", unit, error)
+        return None
+
+
+class _Still(TorchDispatchMode):
+    """Inside, dropout drops nothing.
+
+    What it drops for a sample could depend on where others put it, such as in a packed sequence.
+
+    Attributes:
+        drawn: Which other functions have drawn numbers, and of which shapes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.drawn: list[Any] = []
+
+    @override
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func is _aten.bernoulli_.float and args[0].is_floating_point():
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        if func is _aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        result = func(*args, **(kwargs or {}))
+        self.drawn.append((func, [tuple(tensor.shape) for tensor in tensors_in(result)]))
+        return result
+
+
+class _ByLength:
+    """The dimensions as long as there are samples.
+
+    Args:
+        samples: So many.
+    """
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+
+    def __call__(self, call: UnitCall, shape: Shape) -> Sequence[int]:
+        return [dimension for dimension, length in enumerate(shape) if length == self._samples]
+
+    def is_in_doubt(self, outputs: Outputs) -> bool:
+        """Whether that are several somewhere."""
+        specs = [spec for _, each in outputs.values() for spec in each]
+        return any(spec.shape.count(self._samples) > 1 for spec in specs)
+
+
+class _Grown:
+    """The dimension that has as many samples, where there are others too.
+
+    Args:
+        part: What units return for it.
+        other: What they return for the other.
+        samples: Of the one.
+        number: Of the other.
+    """
+
+    def __init__(self, part: Outputs, other: Outputs, samples: int, number: int) -> None:
+        self._found: dict[tuple[UnitCall, Shape], set[int | None]] = {}
+        for call in part.keys() & other.keys():
+            for one, two in zip(part[call][1], other[call][1], strict=False):
+                dimension = _grown(one.shape, two.shape, samples, number)
+                self._found.setdefault((call, tuple(one.shape)), set()).add(dimension)
+
+    def __call__(self, call: UnitCall, shape: Shape) -> Sequence[int]:
+        found = self._found.get((call, shape), set())
+        return [one for one in found if one is not None] if len(found) == 1 else []
+
+
+class _Values(Mapping[UnitCall, Any]):
+    """Made-up values for what calls of units give, made when they are asked for, from one of each shape.
+
+    Args:
+        outputs: What they give.
+        alike: Of what the first sample is in the place of all others; None where each has its own.
+    """
+
+    def __init__(self, outputs: Outputs, alike: Dimensions | None) -> None:
+        self._outputs, self._alike = outputs, alike
+        self._made: dict[TensorSpec, Tensor] = {}
+
+    @override
+    def __getitem__(self, call: UnitCall) -> Any:
+        structure, specs = self._outputs[call]
+        return [self._tensor(call, spec).requires_grad_(spec.requires_grad) for spec in specs], structure
+
+    @override
+    def __iter__(self) -> Iterator[UnitCall]:
+        return iter(self._outputs)
+
+    @override
+    def __len__(self) -> int:
+        return len(self._outputs)
+
+    def _tensor(self, call: UnitCall, spec: TensorSpec) -> Tensor:
+        if spec.num_bytes > _LARGEST:
+            raise _EnoughError
+        if spec not in self._made:
+            self._made[spec] = made_up(spec, torch.Generator().manual_seed(sum(spec.shape)))
+        made = self._made[spec].roll(sum(call), -1) if spec.shape else self._made[spec].clone()
+        for dimension in self._alike(call, tuple(spec.shape)) if self._alike is not None else ():
+            made = _repeated(made, dimension)
+        return made
+
+
+def _pair(step: Step, whole: Microbatch, sizes: Sequence[int]) -> _Pair | None:
+    """The first micro-batch and the batch; where it has one sample, two or three of the batch are taken."""
+    part, total = step.microbatches[0], sum(sizes)
+    if sizes[0] > 1:
+        return _Pair(part, sizes[0], whole, total)
+    if not is_cut_by_rows(whole, step.microbatches, sizes):
+        return None
+    (batch, *rest), kwargs = whole
+    some, samples = split_batch(batch, total // 2)[0]
+    other = (part, 1) if samples == total else (whole, total)
+    return _Pair(((some, *rest), kwargs), samples, *other)
+
+
+def _like_the_first(pair: _Pair) -> Microbatch | None:
+    """Arguments in which the first sample is in the place of all; None where samples are not found."""
+    tensors, others = list(tensors_in(pair.part)), list(tensors_in(pair.other))
+    if len(tensors) != len(others):  # such as a list with a tensor for each sample
+        return None
+    found = {
+        id(one): _grown(one.shape, other.shape, pair.samples, pair.number)
+        for one, other in zip(tensors, others, strict=True)
+    }
+
+    def alike(tensor: Tensor) -> Tensor:
+        dimension = found.get(id(tensor))
+        return tensor if dimension is None else _repeated(tensor, dimension)
+
+    args, kwargs = map_tensors(alike, pair.part)
+    return args, kwargs
+
+
+def _grown(one: Sequence[int], other: Sequence[int], samples: int, number: int) -> int | None:
+    """The one dimension in which two shapes differ, by the samples."""
+    if len(one) != len(other):
+        return None
+    found = [(d, sizes) for d, sizes in enumerate(zip(one, other, strict=True)) if sizes[0] != sizes[1]]
+    return found[0][0] if len(found) == 1 and found[0][1] == (samples, number) else None
+
+
+def _repeated(tensor: Tensor, dimension: int) -> Tensor:
+    with torch.no_grad():
+        same = tensor.narrow(dimension, 0, 1).expand_as(tensor).clone()
+    return same.requires_grad_(tensor.requires_grad)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    for tensor in tensors_in(value):
+        if not is_placeholder(tensor) and tensor.layout is torch.strided:
+            yield tensor
+
+
+def _some(tensor: Tensor) -> Tensor:
+    """Up to some ten thousands of its values, from all over it."""
+    return tensor.detach().flatten()[:: (tensor.numel() >> _FEW) | 1].clone()
+
+
+def _rounding(module: nn.Module, inputs: Sequence[Tensor]) -> float:
+    """By the coarsest type that it works with."""
+    kinds = {tensor.dtype for tensor in (*inputs, *module.parameters()) if tensor.is_floating_point()}
+    devices = {tensor.device.type for tensor in inputs}
+    kinds |= {torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)}
+    return max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=_COARSE)
+
+
+def _differing(first: Sequence[_Seen], other: Sequence[_Seen]) -> frozenset[int]:
+    """Units that gave another thing for the first sample, though they were given the same for it."""
+    found = set[int]()
+    for one, two in zip(first, other, strict=False):
+        if one.unit != two.unit:
+            break  # it went elsewhere, which says nothing
+        comparable = one.plain == two.plain and one.drawn == two.drawn and _is_given_same(one, two)
+        if comparable and _gave_other(one, two):
+            found.add(one.unit)
+    return frozenset(found)
+
+
+def _is_given_same(one: _Seen, two: _Seen) -> bool:
+    if len(one.given) != len(two.given):
+        return False
+    return all(
+        len(before) == len(after)
+        and any(_is_same(*pair, one.rounding) for pair in zip(before, after, strict=True))
+        for before, after in zip(one.given, two.given, strict=True)
+    )
+
+
+def _gave_other(one: _Seen, two: _Seen) -> bool:
+    for before, after in zip(one.gave, two.gave, strict=False):
+        for pair in zip(before, after, strict=False):
+            if pair[0].shape == pair[1].shape and not _is_same(*pair, one.rounding):
+                return True
+    return False
+
+
+def _is_same(one: Tensor, two: Tensor, rounding: float) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, two)
+    one, two = one.double(), two.double()
+    largest = float(torch.stack([one, two]).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, two, rtol=0.0, atol=rounding * largest, equal_nan=True)
+
+
+def _seed(number: int) -> None:
+    seed_torch(number)
+    numpy.random.seed(number)
+    random.seed(number)
