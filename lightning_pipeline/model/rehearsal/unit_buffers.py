@@ -141,7 +141,10 @@ class UnitBuffers:
         args, kwargs = map_tensors(_another if seed else torch.clone, batch)
         before, self._patches.runner = self._patches.runner, runner
         try:
-            with random_state_kept(Generators(self._root.modules())), step.context():
+            with (
+                random_state_kept(Generators(self._root.modules())), step.context(),
+                torch.compiler.set_stance("force_eager"),  # see `trace.tracing`
+            ):  # fmt: skip
                 torch.manual_seed(seed)
                 numpy.random.seed(seed)
                 random.seed(seed)

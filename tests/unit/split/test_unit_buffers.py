@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo.backends.debugging
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as by_hook
@@ -164,3 +165,20 @@ def test_a_unit_that_is_called_twice_a_batch_advances_twice():
 def test_running_statistics_go_on_from_micro_batch_to_micro_batch():
     found, _ = fitted(lambda net: net.insert(3, nn.BatchNorm1d(8, momentum=None).double()), WAYS["two"])
     assert int(found["net.3.num_batches_tracked"]) == 12  # three batches of two, in two epochs
+
+
+ran: list[None] = []
+
+
+def noted(graph, inputs):
+    """As aot_eager, which traces and differentiates as inductor does; notes each run of the forward."""
+    compiled = torch._dynamo.backends.debugging.aot_eager(graph, inputs)
+    return lambda *args: (ran.append(None), compiled(*args))[1]
+
+
+def test_a_compiled_layer_is_run_compiled_for_micro_batches_alone():
+    torch._dynamo.reset()
+    ran.clear()
+    change = in_place_of(2, lambda: torch.compile(Counts(), backend=noted))
+    fitted(change, WAYS["two"])
+    assert len(ran) == 2 * 2 * 2 * 3, "two epochs, training and validation, two micro-batches, three batches"
