@@ -221,9 +221,23 @@ def _changed_for_one(before: Any, after: Any, row: int, samples: int) -> bool:
         return _is_another_float(before, after)
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
-    many = [dim for dim, size in enumerate(before.shape) if size == samples]
-    rows = [(before.select(dim, row), after.select(dim, row)) for dim in many] or [(before, after)]
-    return all(_differs(*pair) for pair in rows)
+    rows = list(zip(_rows(before, row, samples), _rows(after, row, samples), strict=True))
+    return all(_differs(*pair) for pair in rows or [(before, after)])
+
+
+def _rows(tensor: Tensor, row: int, samples: int) -> Iterator[Tensor]:
+    """What may be one sample's of a tensor, by each way in which a dimension may have all of them."""
+    for dim, size in enumerate(tensor.shape):
+        if size and size % samples == 0:
+            for cut in _cuts(tensor.movedim(dim, 0), samples):
+                yield cut[:, row]
+
+
+def _cuts(tensor: Tensor, samples: int) -> Iterator[Tensor]:
+    """A first dimension that has samples once or more often, as (before, samples, after, ...)."""
+    times = len(tensor) // samples
+    for before in (one for one in range(1, times + 1) if times % one == 0):
+        yield tensor.reshape(before, samples, times // before, *tensor.shape[1:])
 
 
 def _pairs(first: Meetings, other: Meetings) -> Iterator[tuple[int, Met, Met]]:
@@ -330,9 +344,8 @@ def _changed(before: Any, after: Any, row: int, samples: int) -> str:
 def _is_of_one(differs: Tensor, dim: int, row: int, samples: int) -> bool:
     """Whether nothing but one sample differs along a dimension that has each of them once or more often."""
     flat = differs.movedim(dim, 0).flatten(1).any(1) if differs.dim() > 1 else differs
-    times = len(flat) // samples
-    for before in (one for one in range(1, times + 1) if times % one == 0):
-        cut = flat.reshape(before, samples, times // before).any(2).any(0)
-        if not bool(cut[torch.arange(samples, device=cut.device) != row].any()):
+    for cut in _cuts(flat, samples):
+        others = cut.any(2).any(0)[torch.arange(samples, device=cut.device) != row]
+        if not bool(others.any()):
             return True
     return False
