@@ -184,9 +184,8 @@ def measure(
 
         def case(name: str, title: str, **values: Any) -> dict[str, Any] | str:
             folder = tempfile.mkdtemp(dir=root)
-            found = start(
-                {"name": name, "device": device, "folder": folder, "seconds": seconds, **values}, seconds
-            )
+            options = {"device": device, "folder": folder, "seconds": seconds, **values}
+            found = start({"name": name, **options})
             if isinstance(found, str) and logs is not None:
                 for log in Path(folder).glob("rank*.log"):
                     logs.mkdir(parents=True, exist_ok=True)

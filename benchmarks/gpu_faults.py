@@ -123,7 +123,7 @@ class Grown(LightningModule):
 def grow(case: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Train it within a limit of a device's memory that it does not fit: the loss, and what ranks took."""
     limit = case["limit_gib"] * 2**30
-    torch.set_num_threads(4)
+    torch.set_num_threads(2)
     torch.cuda.set_per_process_memory_fraction(limit / torch.cuda.get_device_properties(0).total_memory)
     seed_everything(1, verbose=False)
     tokens = torch.randint(8192, (SAMPLES, 256))

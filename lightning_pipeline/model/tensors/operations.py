@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
 
@@ -260,8 +260,9 @@ class Work(NamedTuple):
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
-    count: Any = sdpa_flop_count  # untyped in torch 2.13
-    return int(count(query.shape, key.shape, value.shape))
+    """Scores, and what they weigh; keys and values may have fewer heads than queries."""
+    scores = query.numel() // query.shape[-1] * key.shape[-2]
+    return int(2 * scores * (query.shape[-1] + value.shape[-1]))
 
 
 def _recurrent_flops(data: Any, *args: Any, **kwargs: Any) -> int:
@@ -281,8 +282,12 @@ def _grouped_flops(left: Any, right: Any, *args: Any, **kwargs: Any) -> int:
     return count
 
 
-# torch's counter has no formula for attention on CPU and so counts none of its work (torch 2.13)
+# torch's counter has no formula for attention on CPU and so counts none of its work (torch 2.13), and before
+# 2.13 one for GPUs that refuses grouped queries
 _OWN_FORMULAS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_efficient_attention: _attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention: _attention_flops,
+    torch.ops.aten._scaled_dot_product_cudnn_attention: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
     torch.ops.aten._grouped_mm: _grouped_flops,
