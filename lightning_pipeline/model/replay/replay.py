@@ -80,8 +80,10 @@ class Replay(GlueRun):
         try:
             with self.functions, self.taint:
                 yield
-        except StageDone:
-            pass
+        except StageDone as done:
+            # From Python 3.12 on its traceback, this generator's frame and the one that resumed it are a circle,
+            # which would hold all that the step computed until it is collected.
+            done.__traceback__ = None
         except Exception as error:
             if not self._going_on:  # there the last stage runs on, and says what is wrong
                 self._explain(error)
