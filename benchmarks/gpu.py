@@ -168,7 +168,7 @@ def measure(
         rows: Those of the matrix whose name has one of these words; default: all.
         figures: Whether to measure on CUDA what steps and messages cost.
         faults: Whether to let ranks fail.
-        grown_gib: Memory that each rank may take of a GPU for a model of about two and a half times as much;
+        grown_gib: Memory that each rank may take of a GPU for a model of about twice as much;
             0: this case is left out.
         at_once: Cases of the matrix that run side by side.
         logs: A folder for what the ranks of cases printed that went wrong.
@@ -250,8 +250,8 @@ def _fault(case: Case, fault: str, row: str, pipeline: dict[str, Any]) -> int:
 
 
 def _grown(case: Case, limit: float) -> int:
-    """A model of about two and a half times the limit, on one rank and on four."""
-    width, count = 2048, max(2, round(limit * 2.5 * 2**30 / 16 / 12 / 2048**2))
+    """A model of about twice the limit, on one rank and on four."""
+    width, count = 2048, max(2, round(limit * 2 * 2**30 / 16 / 12 / 2048**2))
     options: dict[str, Any] = {"limit_gib": limit, "layers": count, "width": width}
     alone = case("grown", "grown alone", ranks=1, pipeline=None, **options)
     pipeline = {"stages": 4, "num_microbatches": 4, "process_group_backend": "gloo", "transport": "ipc"}
