@@ -1,4 +1,4 @@
-"""Hooks on gradients that a step registers: whether one does to micro-batches what it would do to the batch.
+"""Hooks on gradients of values and modules: whether one does to micro-batches what it would do to the batch.
 
 A backward has the gradient of a micro-batch. A hook that works by numbers or by samples (`g * 0.5`,
 `g.clamp(-1, 1)`) makes of it what it would make of these samples in the batch; one that takes a norm over
@@ -6,11 +6,11 @@ all of them does not, nor does one that keeps what it is given.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pipeline._torch import TorchDispatchMode
 from lightning_pipeline.model.tensors import map_tensors, operands_of, written_tensors
@@ -40,7 +40,7 @@ class TriedHook:
         if not rows or self._line in self._tried:
             return self._hook(gradient)
         self._tried.add(self._line)
-        beside = _Beside(gradient, _with_others(gradient, rows))
+        beside = _Beside([(gradient, _with_others(gradient, rows))])
         with beside:
             result = self._hook(gradient)
         if result is None and not beside.changes(gradient):
@@ -58,6 +58,44 @@ class TriedHook:
         )
 
 
+class TriedModuleHook:
+    """A module's hook on gradients, compared likewise; one that gives nothing back changes no gradient.
+
+    Args:
+        hook: The user's.
+        samples: Of the micro-batch.
+        key: Tells it and its module from others.
+        tried: Keys of those that were compared; a hook is compared when it is called first.
+        root: The LightningModule, for the module's name.
+    """
+
+    def __init__(
+        self, hook: Callable[..., Any], samples: int, key: str, tried: set[str], root: nn.Module
+    ) -> None:
+        self._hook, self._samples, self._key, self._tried, self._root = hook, samples, key, tried, root
+
+    def __call__(self, module: nn.Module, *gradients: Any) -> Any:
+        given = [one for one in operands_of(gradients) if _rows_of_a_sample(one, self._samples)]
+        if not given or self._key in self._tried:
+            return self._hook(module, *gradients)
+        self._tried.add(self._key)
+        beside = _Beside([(one, _with_others(one, self._rows(one))) for one in given])
+        with beside:
+            result = self._hook(module, *gradients)
+        if any(beside.differs(one, self._rows(one)) for one in operands_of((result,)) if self._rows(one)):
+            name = next((path for path, part in self._root.named_modules() if part is module), "a module")
+            warnings.warn(
+                f"a hook on gradients, {getattr(self._hook, '__qualname__', self._hook)} of module {name!r}, "
+                "mixes the samples of a gradient, which are those of a micro-batch each time: on one device "
+                "it is called once, with the gradients of the whole batch. num_microbatches=1 does so",
+                stacklevel=2,
+            )
+        return result
+
+    def _rows(self, gradient: Tensor) -> int:
+        return _rows_of_a_sample(gradient, self._samples)
+
+
 def _rows_of_a_sample(gradient: Tensor, samples: int) -> int:
     """How many rows of the first dimension a sample has; 0 where that is not seen."""
     plain = type(gradient) is Tensor and gradient.layout is torch.strided
@@ -73,22 +111,21 @@ def _with_others(gradient: Tensor, rows: int) -> Tensor:
 
 
 class _Beside(TorchDispatchMode):
-    """Runs what is run on one tensor on another one, too.
+    """Runs what is run on some tensors on others, too.
 
     Args:
-        tensor: The one.
-        other: The other.
+        pairs: Each of them with the other one.
     """
 
-    def __init__(self, tensor: Tensor, other: Tensor) -> None:
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._others: dict[int, tuple[Tensor, Tensor]] = {id(tensor): (tensor, other)}  # held, with their ids
-        self._version = tensor._version
+        self._others = {id(tensor): (tensor, other) for tensor, other in pairs}  # held, with their ids
+        self._versions = {id(tensor): tensor._version for tensor, _ in pairs}
         self._reads, self._lost = False, False
 
     def changes(self, tensor: Tensor) -> bool:
         """Whether the tensor was written."""
-        return tensor._version != self._version
+        return tensor._version != self._versions[id(tensor)]
 
     def differs(self, result: Any, rows: int) -> bool:
         """Whether the first rows of a result are others beside other rows. What is unknown is not."""

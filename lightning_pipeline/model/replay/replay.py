@@ -13,8 +13,8 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import StageDone, ValueKey
 from lightning_pipeline.model.random import MicrobatchSeeds, States
 from lightning_pipeline.model.replay.between_units import Around, GlueRun, Recomputation
-from lightning_pipeline.model.replay.gradient_hooks import TriedHook
-from lightning_pipeline.model.replay.view import Entry, StageView
+from lightning_pipeline.model.replay.gradient_hooks import TriedHook, TriedModuleHook
+from lightning_pipeline.model.replay.view import Entry, StageView, Step
 from lightning_pipeline.model.tensors import (
     alias,
     flatten,
@@ -81,8 +81,8 @@ class Replay(GlueRun):
             with self.functions, self.taint:
                 yield
         except StageDone as done:
-            # From Python 3.12 on its traceback, this generator's frame and the one that resumed it are a circle,
-            # which would hold all that the step computed until it is collected.
+            # From Python 3.12 on its traceback, this generator's frame and the one that resumed it are a
+            # circle, which would hold all that the step computed until it is collected.
             done.__traceback__ = None
         except Exception as error:
             if not self._going_on:  # there the last stage runs on, and says what is wrong
@@ -166,9 +166,19 @@ class Replay(GlueRun):
         step = view.current_step()
         if len(step.microbatches) == 1 or step.weights is None or line in view.hooks_tried:
             return hook
+        return TriedHook(hook, self._samples(step), line, view.hooks_tried)
+
+    def tried_module_hook(self, module: nn.Module, hook: Any) -> Any:
+        """The first call of a module's hook looks likewise."""
+        view, step, key = self._view, self._view.current_step(), f"{id(module)} {id(hook)}"
+        if len(step.microbatches) == 1 or step.weights is None or key in view.hooks_tried:
+            return hook
+        return TriedModuleHook(hook, self._samples(step), key, view.hooks_tried, view.root)
+
+    def _samples(self, step: Step) -> int:
+        """Of this micro-batch; 0 where that is not known."""
         args = step.microbatches[self._microbatch][0]
-        samples = batch_size_of(args[0]) if args and has_samples(args[0]) else 0
-        return TriedHook(hook, samples, line, view.hooks_tried)
+        return batch_size_of(args[0]) if args and has_samples(args[0]) else 0
 
     # ---- calls of units
 

@@ -150,6 +150,7 @@ class StageProgram(Stage):
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
             self._patches.runner, self._mode.watcher = replay, replay
+            self._patches.hooked = replay.tried_module_hook
             emptied = Transient(
                 self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient
             )
@@ -160,7 +161,7 @@ class StageProgram(Stage):
                 if again is not None:
                     again.reentrant = regions.replaced
             finally:
-                self._patches.runner = self._mode.watcher = None
+                self._patches.runner = self._mode.watcher = self._patches.hooked = None
                 replay.close()
                 emptied.restore()
         self._units_end()
