@@ -1,12 +1,13 @@
 """Run the user's own step on one stage for one micro-batch: only the units of the stage do work."""
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import BackwardHook
 
 from lightning_pipeline.data import batch_size_of, has_samples
 from lightning_pipeline.errors import SplitError
@@ -24,6 +25,7 @@ from lightning_pipeline.model.tensors import (
     version_of,
 )
 from lightning_pipeline.model.trace import Watch, has_backward_hooks
+from lightning_pipeline.patching import patched
 from lightning_pipeline.wire import Values
 
 
@@ -168,12 +170,23 @@ class Replay(GlueRun):
             return hook
         return TriedHook(hook, self._samples(step), line, view.hooks_tried)
 
-    def tried_module_hook(self, module: nn.Module, hook: Any) -> Any:
-        """The first call of a module's hook looks likewise."""
-        view, step, key = self._view, self._view.current_step(), f"{id(module)} {id(hook)}"
-        if len(step.microbatches) == 1 or step.weights is None or key in view.hooks_tried:
+    def hooks_tried(self) -> AbstractContextManager[Any]:
+        """Inside, modules' hooks on gradients are tried likewise, wherever in a unit the module is."""
+        step = self._view.current_step()
+        if len(step.microbatches) == 1 or step.weights is None:
+            return nullcontext()
+        return patched(nn.modules.module, {"BackwardHook": self._backward_hook})
+
+    def _backward_hook(self, module: nn.Module, hooks: Sequence[Any], before: Sequence[Any]) -> BackwardHook:
+        """What puts a module's hooks on gradients around its forward."""
+        tried = ([self._tried_module_hook(module, hook) for hook in some] for some in (hooks, before))
+        return BackwardHook(module, *tried)
+
+    def _tried_module_hook(self, module: nn.Module, hook: Any) -> Any:
+        view, key = self._view, f"{id(module)} {id(hook)}"
+        if key in view.hooks_tried:
             return hook
-        return TriedModuleHook(hook, self._samples(step), key, view.hooks_tried, view.root)
+        return TriedModuleHook(hook, self._samples(view.current_step()), key, view.hooks_tried, view.root)
 
     def _samples(self, step: Step) -> int:
         """Of this micro-batch; 0 where that is not known."""

@@ -150,18 +150,20 @@ class StageProgram(Stage):
                 seen = step.follower.microbatch(microbatch)
                 replay.follow, replay.on_unit = seen.call, seen.unit
             self._patches.runner, self._mode.watcher = replay, replay
-            self._patches.hooked = replay.tried_module_hook
             emptied = Transient(
                 self.view.modules, () if self.is_last else step.routes[microbatch].trace.transient
             )
             try:
-                with reentrant_checkpoint_replaced(lambda: replay.inside, self.view.root) as regions:
+                with (
+                    reentrant_checkpoint_replaced(lambda: replay.inside, self.view.root) as regions,
+                    replay.hooks_tried(),
+                ):
                     yield replay
                 again = replay.replayed.again = replay.again() if step.weights is not None else None
                 if again is not None:
                     again.reentrant = regions.replaced
             finally:
-                self._patches.runner = self._mode.watcher = self._patches.hooked = None
+                self._patches.runner = self._mode.watcher = None
                 replay.close()
                 emptied.restore()
         self._units_end()

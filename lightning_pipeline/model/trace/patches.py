@@ -8,7 +8,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
-from torch.utils.hooks import BackwardHook
 from typing_extensions import override
 
 from lightning_pipeline.errors import SplitError
@@ -93,7 +92,6 @@ class UnitPatches:
         idle: Who answers outside a step. None: the original does.
         copies: Modules that were copied from units meanwhile, with the unit's number.
         around_alone: Makes the context in which a unit runs that is called outside of steps.
-        hooked: While the step of a stage runs, makes of a module's hook on gradients the one that is called.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -103,21 +101,13 @@ class UnitPatches:
         self.idle: Runner | None = None
         self.copies: list[tuple[weakref.ref[nn.Module], int]] = []
         self.around_alone: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
-        self.hooked: Callable[[nn.Module, Any], Any] | None = None
         self._own = [vars(unit.module).get("forward") for unit in self.units]
         self._undo: list[Undo] = []
 
     def install(self) -> None:
         """Patch every unit."""
-        self._undo.append(patch(nn.modules.module, "BackwardHook", self._backward_hook))
         for number in range(len(self.units)):
             self._install(number)
-
-    def _backward_hook(self, module: nn.Module, hooks: Sequence[Any], before: Sequence[Any]) -> BackwardHook:
-        """What puts a module's hooks on gradients around its forward, whichever module it is."""
-        if self.hooked is not None:
-            hooks, before = ([self.hooked(module, hook) for hook in some] for some in (hooks, before))
-        return BackwardHook(module, hooks, before)
 
     def take_in(self, unit: Unit) -> None:
         """Patch one more, which has come in the run."""

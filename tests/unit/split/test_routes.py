@@ -254,7 +254,9 @@ def test_a_way_by_numbers_that_were_read_before_is_found_without_putting_the_mod
     made = seeded(lambda: Counting(at))
     kept: list[int] = []
     saved = outside.ModuleState
-    monkeypatch.setattr(outside, "ModuleState", lambda root: kept.append(1) or saved(root))
+    monkeypatch.setattr(
+        outside, "ModuleState", lambda root, **options: kept.append(1) or saved(root, **options)
+    )
 
     def times_kept(steps):
         kept.clear()
