@@ -161,12 +161,8 @@ class ToldAsOne:
         with self._apart(step.name), begun, self._quiet(), stub_sinks(self._root, self._told.names, note):
             args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), whole)
             stood = self._draws()
-            self._patches.runner = values.again(self._patches.originals)
-            try:
-                with reads:
-                    result = step.function(*args, **kwargs)
-            finally:
-                self._patches.runner = None
+            with self._patches.run_by(values.again(self._patches.originals)), reads:
+                result = step.function(*args, **kwargs)
             if self._draws() != stood:
                 return None
             left = _others(settled, {} if state is None else state.numbers())

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
-from lightning_pipeline.model.random import Generators, random_state_kept
+from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors, user_line
-from lightning_pipeline.model.trace import Trace, UnitPatches
+from lightning_pipeline.model.tensors import is_placeholder, user_line
+from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
 Outputs = Mapping[tuple[int, int], TracedOutput]
@@ -53,21 +53,14 @@ class MixedValues:
     """Tries whether what units are given follows from what units gave for samples of other micro-batches.
 
     Args:
-        root: The LightningModule.
-        patches: The patched units.
-        apart: Inside, runs of a step leave nothing behind.
-        quiet: Inside, they log nothing.
+        runs: Makes runs of a step.
 
     Attributes:
         lines: By step, at which line that is so, and by which function.
     """
 
-    def __init__(
-        self, root: nn.Module, patches: UnitPatches,
-        apart: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._root, self._patches, self._apart, self._quiet = root, patches, apart, quiet
+    def __init__(self, runs: MadeUpRuns) -> None:
+        self._runs = runs
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
         self.lines: dict[str, dict[str, str]] = {}
 
@@ -89,7 +82,7 @@ class MixedValues:
         self._tried.add(key)
         try:
             trace, outputs = as_one(whole)
-            with self._apart(step.name), self._quiet():
+            with self._runs.apart(step):
                 self.lines[step.name] = self.lines.get(step.name, {}) | self._mixed(
                     step, whole, sizes, trace, outputs
                 )
@@ -105,7 +98,9 @@ class MixedValues:
         total, values = sum(sizes), _values(outputs)
 
         def run(given: Mapping[Any, Any], sees: AbstractContextManager[Any]) -> MadeUp:
-            return self._run(step, whole, MadeUp(given, trace, frozenset(), self._patches.originals), sees)
+            runner = MadeUp(given, trace, frozenset(), self._runs.patches.originals)
+            self._runs.run(step, whole, runner, torch.no_grad(), sees)
+            return runner
 
         first = run(values, nullcontext())
         touched: list[set[int]] = []
@@ -113,25 +108,13 @@ class MixedValues:
             others = _exchanged(values, start, size, total)
             found, shared = _reached(first, run(others, nullcontext()), start, size, total)
             if found:
-                both = _Results(self._root), _Results(self._root)
+                both = _Results(self._runs.root), _Results(self._runs.root)
                 run(values, both[0]), run(others, both[1])
                 return _line(*both, start, size, total)
             touched.append(shared)
         if len(touched) > 1 and set.intersection(*touched):
             return {"a unit that is given one value for all samples": "what it gives"}
         return {}
-
-    def _run(
-        self, step: Step, whole: Microbatch, runner: MadeUp, sees: AbstractContextManager[Any]
-    ) -> MadeUp:
-        args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), whole)
-        before, self._patches.runner = self._patches.runner, runner
-        try:
-            with random_state_kept(Generators(self._root.modules())), step.context(), torch.no_grad(), sees:
-                step.function(*args, **kwargs)
-        finally:
-            self._patches.runner = before
-        return runner
 
 
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -11,6 +11,7 @@ from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
 from lightning_pipeline.model.rehearsal.dry_runs import DryRuns
+from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
 from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
 from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
@@ -80,6 +81,7 @@ class Rehearsals:
             root, ends.rehearse, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
         )
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
-        self.values = MixedValues(root, patches, apart, quiet)
-        self.buffers = UnitBuffers(root, patches, stage_of, stages, apart, quiet)
-        self.mixing_units = UnitMixing(root, patches, stage_of, stages, apart, quiet)
+        runs = MadeUpRuns(root, patches, apart, quiet)
+        self.values = MixedValues(runs)
+        self.buffers = UnitBuffers(runs, stage_of, stages)
+        self.mixing_units = UnitMixing(runs, stage_of, stages)

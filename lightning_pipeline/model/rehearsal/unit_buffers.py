@@ -6,23 +6,20 @@ different sizes and with different random numbers: what comes out the same does 
 """
 
 import logging
-import random
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
-from lightning_pipeline.model.random import Generators, random_state_kept
+from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
 from lightning_pipeline.model.state import BufferStarts
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
-from lightning_pipeline.model.trace import Trace, UnitPatches
+from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
 Outputs = Mapping[tuple[int, int], TracedOutput]
@@ -47,21 +44,13 @@ class UnitBuffers:
     """Finds them, on the rank that has the unit.
 
     Args:
-        root: The LightningModule.
-        patches: The patched units.
+        runs: Makes runs of a step.
         stage_of: The stage of each unit.
         stages: Those of this rank.
-        apart: Inside, runs of a step leave nothing behind.
-        quiet: Inside, they log nothing.
     """
 
-    def __init__(
-        self, root: nn.Module, patches: UnitPatches, stage_of: Sequence[int], stages: Collection[int],
-        apart: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._root, self._patches, self._stage_of, self._stages = root, patches, stage_of, stages
-        self._apart, self._quiet = apart, quiet
+    def __init__(self, runs: MadeUpRuns, stage_of: Sequence[int], stages: Collection[int]) -> None:
+        self._runs, self._stage_of, self._stages = runs, stage_of, stages
         self._known: dict[tuple[str, frozenset[int]], list[_Written]] = {}
 
     def starts(
@@ -104,7 +93,7 @@ class UnitBuffers:
         for path in sorted(trace.buffers_written):
             owner, _, name = path.rpartition(".")
             if path in trace.state_units:
-                note(trace.state_units[path], self._root.get_submodule(owner), name)
+                note(trace.state_units[path], self._runs.root.get_submodule(owner), name)
         for unit, place in trace.unit_attributes:
             for part in trace.units[unit].module.modules():
                 if place.owner.identity == id(part._buffers):
@@ -120,8 +109,10 @@ class UnitBuffers:
             runs = []
             for seed, batch in enumerate(batches):
                 trace, outputs = as_one(batch)
-                with self._apart(step.name), self._quiet():
-                    self._run(step, batch, self._made_up(outputs, trace, written, seed), seed)
+                given = map_tensors(_another, batch) if seed else batch
+                runner = self._made_up(outputs, trace, written, seed)
+                with self._runs.apart(step):
+                    self._runs.run(step, given, runner, seed=seed)
                     runs.append([_values(one) for one in written])
         except Exception as error:  # the user's code, on made-up values
             _log.debug("what units of %s write cannot be tried: %s", step.name, error)
@@ -135,22 +126,7 @@ class UnitBuffers:
             for call, (structure, specs) in outputs.items()
         }
         really = frozenset(one.unit for one in written)
-        return MadeUp(values, trace, really, self._patches.originals, sees=False)
-
-    def _run(self, step: Step, batch: Microbatch, runner: MadeUp, seed: int) -> None:
-        args, kwargs = map_tensors(_another if seed else torch.clone, batch)
-        before, self._patches.runner = self._patches.runner, runner
-        try:
-            with (
-                random_state_kept(Generators(self._root.modules())), step.context(),
-                torch.compiler.set_stance("force_eager"),  # see `trace.tracing`
-            ):  # fmt: skip
-                torch.manual_seed(seed)
-                numpy.random.seed(seed)
-                random.seed(seed)
-                step.function(*args, **kwargs)
-        finally:
-            self._patches.runner = before
+        return MadeUp(values, trace, really, self._runs.patches.originals, sees=False)
 
 
 def _another(tensor: Tensor) -> Tensor:

@@ -6,13 +6,10 @@ it is given the same for the first sample in both runs, what it gives for this s
 """
 
 import logging
-import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
-import numpy
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
@@ -21,7 +18,8 @@ from lightning_pipeline._torch import AnyBatchNorm, TorchDispatchMode, tree_leav
 from lightning_pipeline.data import split_batch
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
 from lightning_pipeline.model.mixing import is_cut_by_rows
-from lightning_pipeline.model.random import Generators, random_state_kept, seed_torch
+from lightning_pipeline.model.random import random_state_kept
+from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns, seed_all
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, tensors_in
@@ -45,24 +43,17 @@ class UnitMixing:
     """Finds them, on the rank that has the unit.
 
     Args:
-        root: The LightningModule.
-        patches: The patched units.
+        runs: Makes runs of a step.
         stage_of: The stage of each unit.
         stages: Those of this rank.
-        apart: Inside, runs of a step leave nothing behind.
-        quiet: Inside, they log nothing.
 
     Attributes:
         found: By step, the units that mix samples, by their names and classes.
     """
 
-    def __init__(
-        self, root: nn.Module, patches: UnitPatches, stage_of: Sequence[int], stages: Collection[int],
-        apart: Callable[[str], AbstractContextManager[None]],
-        quiet: Callable[[], AbstractContextManager[None]],
-    ) -> None:  # fmt: skip
-        self._root, self._patches, self._stage_of, self._stages = root, patches, stage_of, stages
-        self._apart, self._quiet = apart, quiet
+    def __init__(self, runs: MadeUpRuns, stage_of: Sequence[int], stages: Collection[int]) -> None:
+        self._runs, self._stage_of, self._stages = runs, stage_of, stages
+        self._patches = runs.patches
         self._tried: dict[str, set[int]] = {}
         self.found: dict[str, list[str]] = {}
 
@@ -118,7 +109,14 @@ class UnitMixing:
             values = _Values(returned, dimensions if repeats else None)
             seen = _Forwards(self._patches, trace, units, samples, dimensions)
             batch = alike if repeats else pair.part
-            self._run(step, batch, MadeUp(values, trace, units, seen.all, sees=False))
+            runner = MadeUp(values, trace, units, seen.all, sees=False)
+            try:
+                with self._runs.apart(step):
+                    self._runs.run(step, batch, runner)
+            except _EnoughError:
+                pass
+            except Exception as error:
+                _log.debug("%s ends early on made-up values: %s", step.name, error)
             return seen.found
 
         by_length = _ByLength(samples)
@@ -130,26 +128,6 @@ class UnitMixing:
         grown = _Grown(returned, outputs(pair.other), samples, pair.number)
         first = run(suspects, grown, False)
         return _differing(first, run(suspects, grown, True)) - _differing(first, run(suspects, grown, False))
-
-    def _run(self, step: Step, batch: Microbatch, runner: MadeUp) -> None:
-        """Run the step up to the last call of such a unit, or as far as it runs on made-up values."""
-        before, self._patches.runner = self._patches.runner, runner
-        try:
-            with (
-                self._apart(step.name), self._quiet(), random_state_kept(Generators(self._root.modules())),
-                step.context(), torch.compiler.set_stance("force_eager"),  # see `trace.tracing`
-            ):  # fmt: skip
-                args, kwargs = map_tensors(
-                    lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch
-                )
-                _seed(0)
-                step.function(*args, **kwargs)
-        except _EnoughError:
-            pass
-        except Exception as error:
-            _log.debug("%s ends early on made-up values: %s", step.name, error)
-        finally:
-            self._patches.runner = before
 
 
 class _EnoughError(BaseException):
@@ -266,7 +244,7 @@ class _Forwards:
         """What it gives; gradients are made where it does not run without, as forces of an energy do not."""
         for grads in (torch.no_grad, torch.enable_grad):
             still.drawn.clear()
-            _seed(unit)
+            seed_all(unit)
             args, kwargs = map_tensors(torch.clone, given)
             try:
                 with grads(), still:
@@ -481,9 +459,3 @@ def _is_same(one: Tensor, two: Tensor, rounding: float) -> bool:
     one, two = one.double(), two.double()
     largest = float(torch.stack([one, two]).nan_to_num(0.0, 0.0, 0.0).abs().max())
     return torch.allclose(one, two, rtol=0.0, atol=rounding * largest, equal_nan=True)
-
-
-def _seed(number: int) -> None:
-    seed_torch(number)
-    numpy.random.seed(number)
-    random.seed(number)

@@ -159,15 +159,11 @@ class Worth:
     ) -> _Found:  # fmt: skip
         made = MadeUp(values, trace, frozenset(), self._patches.originals)
         args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
-        before, self._patches.runner = self._patches.runner, made
-        try:
-            seed_torch(0)
-            made_up_ones = [tensor for tensors, _ in values.values() for tensor in tensors]
-            sees = _Bends(made_up_ones, samples) if batch is whole else nullcontext()
-            with step.context(), torch.enable_grad(), sees:
-                result = step.function(*args, **kwargs)
-        finally:
-            self._patches.runner = before
+        seed_torch(0)
+        made_up_ones = [tensor for tensors, _ in values.values() for tensor in tensors]
+        sees = _Bends(made_up_ones, samples) if batch is whole else nullcontext()
+        with self._patches.run_by(made), step.context(), torch.enable_grad(), sees:
+            result = step.function(*args, **kwargs)
         loss = result["loss"] if isinstance(result, dict) else result
         given = [t for tensors, _ in values.values() for t in tensors if t.is_floating_point()]
         if isinstance(loss, int | float) and batch is not whole:  # where no sample of it counts

@@ -135,13 +135,13 @@ class Runs:
                         _put(effect, _renewed(carried[effect.place.label]))
                 for (args, kwargs), values in parts:
                     self._put_aside_back()
-                    self._patches.runner = runner = values.again(self._patches.originals)
+                    runner = values.again(self._patches.originals)
                     copied = map_tensors(lambda t: t.detach().clone(), (args, kwargs))
-                    result = self._function(*copied[0], **copied[1])
+                    with self._patches.run_by(runner):
+                        result = self._function(*copied[0], **copied[1])
                     self.observed = [*runner.seen, (None, values_in(result))]
                 return {effect.place.label: self._found(effect) for effect in self._effects}
             finally:
-                self._patches.runner = None
                 for effect in self._effects:
                     self._start[effect.place.label].give_back(effect.place)
                 self._put_aside_back()

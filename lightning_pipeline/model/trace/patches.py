@@ -3,8 +3,8 @@
 import copy
 import types
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 from torch import nn
@@ -126,6 +126,15 @@ class UnitPatches:
         ):
             stands[name] = Stand(module, name, call)
         self._undo += [patch(module, name, stand) for name, stand in stands.items()]
+
+    @contextmanager
+    def run_by(self, runner: Runner) -> Iterator[None]:
+        """Inside, `runner` answers the calls of units."""
+        before, self.runner = self.runner, runner
+        try:
+            yield
+        finally:
+            self.runner = before
 
     def run_alone(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of this rank that is called outside of steps."""
