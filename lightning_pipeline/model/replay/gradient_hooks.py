@@ -1,4 +1,4 @@
-"""Hooks on gradients of values and modules: whether one does to micro-batches what it would do to the batch.
+"""Hooks on gradients, and backwards of users: whether they do to micro-batches what they would to the batch.
 
 A backward has the gradient of a micro-batch. A hook that works by numbers or by samples (`g * 0.5`,
 `g.clamp(-1, 1)`) makes of it what it would make of these samples in the batch; one that takes a norm over
@@ -6,16 +6,21 @@ all of them does not, nor does one that keeps what it is given.
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from inspect import unwrap
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Function
 
-from lightning_pipeline._torch import TorchDispatchMode
+from lightning_pipeline._torch import TorchDispatchMode, in_a_transform
 from lightning_pipeline.model.tensors import map_tensors, operands_of, written_tensors
+from lightning_pipeline.patching import patched
 
 Hook = Callable[[Tensor], Tensor | None]
+_LIBRARIES = ("torch", __name__.partition(".")[0])  # whose functions are known not to
 
 
 class TriedHook:
@@ -64,8 +69,8 @@ class TriedModuleHook:
     Args:
         hook: The user's.
         samples: Of the micro-batch.
-        key: Tells it and its module from others.
-        tried: Keys of those that were compared; a hook is compared when it is called first.
+        key: Tells its module, and where it is written, from others.
+        tried: Keys of those that were compared; a hook is compared when the first of its key is called.
         root: The LightningModule, for the module's name.
     """
 
@@ -94,6 +99,61 @@ class TriedModuleHook:
 
     def _rows(self, gradient: Tensor) -> int:
         return _rows_of_a_sample(gradient, self._samples)
+
+
+@contextmanager
+def trying_functions(samples: int, tried: set[str]) -> Iterator[None]:
+    """Inside, `autograd.Function`s that are applied have their backward compared likewise, once each.
+
+    Args:
+        samples: Of the micro-batch.
+        tried: Keys of those that were compared.
+    """
+    plain: Any = Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        is_own = cls.__module__.partition(".")[0] in _LIBRARIES
+        return plain(cls if is_own else _tried(cls, args, samples, tried), *args, **kwargs)
+
+    with patched(Function, {"apply": classmethod(apply)}):
+        yield
+
+
+def _tried(cls: Any, args: Sequence[Any], samples: int, tried: set[str]) -> Any:
+    """Such a class whose backward is compared when it is first called with gradients of samples."""
+    name = "vjp" if cls.vjp is not Function.vjp else "backward"
+    backward = getattr(cls, name)
+    code = getattr(unwrap(backward), "__code__", None)
+    key = f"{cls.__qualname__} {id(code)}"
+    if code is None or key in tried or in_a_transform():
+        return cls
+    # How long the arguments are that have samples; a weight has none, whatever its shape.
+    lengths = [len(one) if isinstance(one, Tensor) and _rows_of_a_sample(one, samples) else 0 for one in args]
+
+    def compared(ctx: Any, *gradients: Any) -> Any:
+        given = [one for one in operands_of(gradients) if _rows_of_a_sample(one, samples)]
+        if not given or key in tried:
+            return backward(ctx, *gradients)
+        tried.add(key)
+        beside = _Beside([(one, _with_others(one, _rows_of_a_sample(one, samples))) for one in given])
+        with beside:
+            result = backward(ctx, *gradients)
+        results = result if isinstance(result, tuple) else (result,)
+        alike = {len(one) for one in given}
+        if any(
+            length in alike and beside.differs(one, length // samples)
+            for one, length in zip(results, lengths, strict=False)
+        ):
+            warnings.warn(
+                f"the backward of {cls.__qualname__}, a function of autograd ({code.co_filename}:"
+                f"{code.co_firstlineno}), mixes the samples of its gradient, which are those of a "
+                "micro-batch each time: on one device it is called once, with the gradient of the whole "
+                "batch. num_microbatches=1 does so",
+                stacklevel=2,
+            )
+        return result
+
+    return type(cls)(cls.__name__, (cls,), {name: staticmethod(compared), "__module__": cls.__module__})
 
 
 def _rows_of_a_sample(gradient: Tensor, samples: int) -> int:

@@ -14,7 +14,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import StageDone, ValueKey
 from lightning_pipeline.model.random import MicrobatchSeeds, States
 from lightning_pipeline.model.replay.between_units import Around, GlueRun, Recomputation
-from lightning_pipeline.model.replay.gradient_hooks import TriedHook, TriedModuleHook
+from lightning_pipeline.model.replay.gradient_hooks import TriedHook, TriedModuleHook, trying_functions
 from lightning_pipeline.model.replay.view import Entry, StageView, Step
 from lightning_pipeline.model.tensors import (
     alias,
@@ -170,12 +170,24 @@ class Replay(GlueRun):
             return hook
         return TriedHook(hook, self._samples(step), line, view.hooks_tried)
 
-    def hooks_tried(self) -> AbstractContextManager[Any]:
-        """Inside, modules' hooks on gradients are tried likewise, wherever in a unit the module is."""
-        step = self._view.current_step()
+    @contextmanager
+    def trying_hooks(self) -> Iterator[None]:
+        """Inside, modules' hooks on gradients are tried likewise, wherever in a unit the module is.
+
+        So are backwards that users write, in the first micro-batch of each way through the model.
+        """
+        view, step = self._view, self._view.current_step()
         if len(step.microbatches) == 1 or step.weights is None:
-            return nullcontext()
-        return patched(nn.modules.module, {"BackwardHook": self._backward_hook})
+            yield
+            return
+        assert view.route is not None, "a micro-batch runs"
+        way = step.name, view.route.trace.path
+        functions: AbstractContextManager[None] = nullcontext()
+        if way not in view.ways_tried:
+            view.ways_tried.add(way)
+            functions = trying_functions(self._samples(step), view.hooks_tried)
+        with patched(nn.modules.module, {"BackwardHook": self._backward_hook}), functions:
+            yield
 
     def _backward_hook(self, module: nn.Module, hooks: Sequence[Any], before: Sequence[Any]) -> BackwardHook:
         """What puts a module's hooks on gradients around its forward."""
@@ -183,7 +195,7 @@ class Replay(GlueRun):
         return BackwardHook(module, *tried)
 
     def _tried_module_hook(self, module: nn.Module, hook: Any) -> Any:
-        view, key = self._view, f"{id(module)} {id(hook)}"
+        view, key = self._view, f"{id(module)} {id(getattr(hook, '__code__', type(hook)))}"
         if key in view.hooks_tried:
             return hook
         return TriedModuleHook(hook, self._samples(view.current_step()), key, view.hooks_tried, view.root)

@@ -156,7 +156,7 @@ class StageProgram(Stage):
             try:
                 with (
                     reentrant_checkpoint_replaced(lambda: replay.inside, self.view.root) as regions,
-                    replay.hooks_tried(),
+                    replay.trying_hooks(),
                 ):
                     yield replay
                 again = replay.replayed.again = replay.again() if step.weights is not None else None

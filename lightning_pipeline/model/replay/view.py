@@ -131,7 +131,8 @@ class StageView:
         originals: The `forward` of each unit.
         idle: Who answers calls outside steps.
         lost_states: Whether units left generators that the user seeded where is not known.
-        hooks_tried: Lines at which hooks on gradients are registered that were looked at.
+        hooks_tried: Of hooks on gradients that were looked at: the line, or the module and the code.
+        ways_tried: Steps and ways through the model in which backwards were looked at.
         step: Name of the user's method.
         route: The way of the micro-batch that runs.
         incoming: Values that the stage before sends, in order.
@@ -165,6 +166,7 @@ class StageView:
         self.idle: Runner | None = patches.idle
         self.lost_states = False
         self.hooks_tried = set[str]()
+        self.ways_tried = set[tuple[str, tuple[int, ...]]]()
         self.remembered = PlaceholderCache()
         self._patches = patches
         self._placeholders: dict[tuple[ValueKey, TensorSpec], Tensor] = {}
