@@ -93,7 +93,7 @@ ROWS: list[Row] = [
         limit_val_batches=1, overfit_batches=1, val_check_interval=2, check_val_every_n_epoch=2,
         num_sanity_val_steps=0, log_every_n_steps=2, enable_progress_bar=False, enable_model_summary=False,
         accumulate_grad_batches=2, gradient_clip_val=0.05, deterministic=True, benchmark=True,
-        inference_mode=True, use_distributed_sampler=False, detect_anomaly=True, fast_dev_run=True,
+        use_distributed_sampler=False, detect_anomaly=True, fast_dev_run=True,
         reload_dataloaders_every_n_epochs=1, sync_batchnorm=True,
     ),
     *(
@@ -102,6 +102,8 @@ ROWS: list[Row] = [
     ),
     Row(_ARGUMENT, "`enable_autolog_hparams=False`", lambda folder: {
         "enable_autolog_hparams": False, "logger": CSVLogger(folder)}),
+    Row(_ARGUMENT, "`inference_mode=True`", lambda folder: {"inference_mode": True},
+        note="over several stages by `torch.no_grad`, which Lightning takes over gloo; over NCCL too"),
     Row(_ARGUMENT, "`barebones=True`", lambda folder: {"barebones": True, "log_every_n_steps": None}),
     Row(_ARGUMENT, "`max_time=timedelta(hours=1)`", lambda folder: {"max_time": timedelta(hours=1)}),
     Row(

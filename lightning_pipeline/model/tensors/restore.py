@@ -71,9 +71,9 @@ class ModuleState:
                 _refill(current.get(name), saved)
         for container, saved in self._containers:
             _refill(container, saved)
-        for parameter, memory in self._memory:
-            if storage_key(parameter) != storage_key(memory):
-                parameter.data = memory
+        for tensor, memory in self._memory:
+            if storage_key(tensor) != storage_key(memory):
+                tensor.data = memory
         for buffer, value in self._buffers:
             if value is not None:
                 with torch.no_grad():

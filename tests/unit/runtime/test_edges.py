@@ -1,5 +1,6 @@
 """What an edge holds, packs and refuses, without a device and without another process."""
 
+import ctypes
 import gc
 import weakref
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.ranks import lookout
-from lightning_pipeline.ranks.edges import Place, Ways
+from lightning_pipeline.ranks.edges import Place, Ways, nccl_version
 from lightning_pipeline.wire import Communicators, LinkError, Wait
 from lightning_pipeline.wire.packing import Layout, specs_of
 
@@ -120,6 +121,24 @@ def test_nccl_is_not_asked_to_serve_two_processes_of_one_gpu(monkeypatch: pytest
     assert not ways.may_communicate([(ONE, ONE)])
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     assert ways.may_communicate([(ONE, ONE)])
+
+
+class Library:
+    """Of NCCL, as `ctypes` gives it."""
+
+    def ncclGetVersion(self, number: Any) -> int:  # its name
+        number._obj.value = 23007
+        return 0
+
+
+def test_the_version_of_nccl_is_that_of_the_library_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: asked.append(name) or Library())
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    assert nccl_version() == (2, 30, 7)
+    assert Ways("nccl", "never", torch.device("cpu")).may_communicate([(ONE, ONE)])
+    assert {*asked} == {"libnccl.so.2"}
 
 
 class Nccl:
