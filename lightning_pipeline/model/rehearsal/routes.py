@@ -30,6 +30,7 @@ from lightning_pipeline.model.cut import (
     torn,
 )
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
+from lightning_pipeline.model.rehearsal.size_laws import SizeLaws
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.state import CannotRepeatError
 from lightning_pipeline.model.tensors import (
@@ -106,6 +107,7 @@ class RouteFinder:
         self._traced, self._traced_like, self._apart = traced, traced_like, apart
         self._in_silence, self._forget = in_silence, forget
         self._outputs: dict[Hashable, TracedOutputs] = {}
+        self._laws: dict[Hashable, SizeLaws] = {}
         self._steps: dict[str, StepRoutes] = {}
         self._generation = 0
         self._flags: tuple[bool, ...] = ()  # that the last look has read
@@ -125,6 +127,7 @@ class RouteFinder:
         """The module has changed: no way is known, and what is sent on the next ones is other than before."""
         self._steps.clear()
         self._outputs.clear()
+        self._laws.clear()
         self._generation += 1
         self._list_modules()
 
@@ -425,15 +428,26 @@ class RouteFinder:
         shapes, trace = signature_of(*batch), route.trace
         key = (*self.context(trace.step), route.number, shapes)
         if key not in self._outputs:
-            if trace.arguments != shapes:
-                step = trace.step
-                with self._numbers_kept():
-                    if self._steps[step].varies:
-                        trace = self._traced(step, batch, seeds(), ())
-                    else:
-                        trace = self._traced_like(step, batch)
-            self._outputs[key] = TracedOutputs(trace.calls)
+            self._outputs[key] = TracedOutputs(self._calls(key[:-1], trace, batch, seeds))
         return self._outputs[key]
+
+    def _calls(
+        self, known: Hashable, trace: Trace, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]
+    ) -> Sequence[Call]:
+        """Calls of units with arguments of these shapes, which are traced if no law gives them."""
+        shapes, step = signature_of(*batch), trace.step
+        if trace.arguments == shapes:
+            return trace.calls
+        with self._numbers_kept():
+            if self._steps[step].varies:
+                return self._traced(step, batch, seeds(), ()).calls
+            laws = self._laws.setdefault(known, SizeLaws())
+            by_law = None if trace.steered or trace.ended_early else laws.calls(shapes)
+            if by_law is not None:
+                return by_law
+            for one in (trace, like := self._traced_like(step, batch)):
+                laws.learn(one)
+            return like.calls
 
     def _changes(self, effects: Sequence[Effect], writes: WritesSeen) -> Callable[[], bool]:
         """What tells whether anything has changed since; of a step that writes weights it has."""
