@@ -110,7 +110,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "test_every_schedule_uses_what_has_arrived_and_nothing_that_was_let_go_of": (
         "VHalf-*", "VMin-*", "ZBH2-*", "InterleavedZeroBubble-*", "Interleaved1F1B-2-*",
         "GPipe-2-0-serial", "1F1B-4-*", "ZBV-2-0-serial", "LoopedBFS-2-0-serial",
-        "Interleaved1F1B-4-0-serial", "DualPipeV-4-0-serial",
+        "Interleaved1F1B-4-0-serial", "DualPipeV-4-0-serial", "ZBV-2-0-ipc", "LoopedBFS-2-0-ipc",
+        "GPipe-2-0-ipc", "1F1B-2-1-serial",
     ),
     "tests/ranks/test_late_device.py::test_fits_with_ragged_batches_and_validation_equal_those_on_the_cpu": (
         "pipeline2-*", "pipeline3-*", "pipeline1-*",
@@ -272,6 +273,20 @@ ROWS: dict[str, tuple[str, ...]] = {
     ),
     "tests/unit/split/test_effects.py::test_a_step_leaves_what_one_device_leaves": ("*-2-4",),
     "tests/unit/split/test_hooks_at_a_cut.py::*": ("1-False-*", "2-True-*"),
+    "tests/unit/split/test_hooks_of_a_step.py::test_a_hook_that_goes_by_samples_is_that_of_one_device": (
+        "8-*",
+    ),
+    "tests/unit/split/test_hooks_of_a_step.py::test_a_hook_that_mixes_or_keeps_samples_is_warned_of": (
+        "2-*",
+    ),
+    "tests/unit/split/test_hooks_of_a_step.py::"
+    "test_a_modules_hook_that_goes_by_samples_is_that_of_one_device": ("2-*",),
+    "tests/unit/split/test_hooks_of_a_step.py::test_a_backward_that_goes_by_samples_is_that_of_one_device": (
+        "8-*",
+    ),
+    "tests/unit/split/test_hooks_of_a_step.py::test_a_backward_that_mixes_samples_is_warned_of": (
+        "1-norm*", "2-*",
+    ),
     "tests/unit/split/test_host_seeds.py::test_host_numbers_are_those_of_the_seed": ("Seeds*-layers.1",),
     "tests/unit/split/test_loss_draws.py::test_a_drawn_divisor_is_the_sum_of_those_of_the_micro_batches": (
         "*-False",
@@ -286,6 +301,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_loss_weights.py::"
     "test_weights_of_classes_and_smoothing_in_the_step_are_those_of_the_whole_batch": (
         "llama", "bert", "t5",
+    ),
+    "tests/unit/split/test_mixing_by_state.py::test_numbers_of_the_batch_in_a_state_are_one_devices": (
+        "*-8",
     ),
     "tests/unit/split/test_mixing.py::test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of": (
         "by_numpy_in_the_loss", "in_halves", "rolled_by_values",
@@ -314,6 +332,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_ports.py::test_a_mixture_of_experts_is_spread_evenly_with_its_router_logits": (
         "2-asked0",
     ),
+    "tests/unit/split/test_queues.py::"
+    "test_places_that_two_samples_of_a_batch_have_are_written_as_by_the_whole_batch": ("4-*",),
     "tests/unit/split/test_queues.py::test_a_queue_is_read_and_written_as_by_the_whole_batch": (
         "LeavesOut-4", "BothSigns-4", "ByNumber-4", "EverySecond-6",
     ),

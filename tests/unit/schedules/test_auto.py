@@ -156,7 +156,5 @@ def test_what_cannot_be_planned_says_why() -> None:
         Auto(costs=Costs(1, 1, 1), memory=[1, 2, 3]).plan(2, 2)
 
 
-def test_a_plan_for_8_ranks_and_64_microbatches_takes_less_than_18_million_calls() -> None:
-    assert calls_of(lambda: Auto(costs=ROW_15).plan(8, 64)) < 18e6, (
-        "which are 3 to 5 seconds; 15.7 million now"
-    )
+def test_a_plan_for_8_ranks_and_8_microbatches_takes_3_million_calls() -> None:
+    assert calls_of(lambda: Auto(costs=ROW_15).plan(8, 8)) < 3.5e6, "for 64 it is five times as many"
