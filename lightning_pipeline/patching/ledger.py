@@ -4,9 +4,11 @@ Patches of one attribute lie on each other. Whichever is undone first, in the en
 before the first of them: one that lies under others leaves its place to the one above it.
 """
 
+import sys
+import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 Undo = Callable[[], None]
@@ -26,6 +28,9 @@ class _Stack:
 
     def __init__(self, owner: Any, key: tuple[int, str]) -> None:
         self.entries: list[_Entry] = []
+        self._watch: weakref.finalize[..., Any] | None = None
+        if _stays(owner):  # watching takes longer than all the rest
+            return
         try:
             self._watch = weakref.finalize(owner, _STANDING.pop, key, None)
             self._watch.atexit = False
@@ -34,8 +39,13 @@ class _Stack:
 
     def close(self) -> None:
         """Watch the owner no longer."""
-        if hasattr(self, "_watch"):
+        if self._watch is not None:
             self._watch.detach()
+
+
+def _stays(owner: Any) -> bool:
+    """Whether it is an imported module, of which no other object gets the identity."""
+    return type(owner) is types.ModuleType and sys.modules.get(owner.__name__) is owner
 
 
 _STANDING: dict[tuple[int, str], _Stack] = {}
@@ -88,14 +98,23 @@ def _put(owner: Any, name: str, value: Any) -> None:
         vars(owner)[name] = value
 
 
-@contextmanager
-def patched(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+def patched(owner: Any, attributes: Mapping[str, Any]) -> AbstractContextManager[None]:
     """Inside, attributes are replaced."""
-    undo = all_undone([patch(owner, name, value) for name, value in attributes.items()])
-    try:
-        yield
-    finally:
-        undo()
+    return _Patched(owner, attributes)
+
+
+class _Patched(AbstractContextManager[None]):
+    """No generator: some are entered with each micro-batch."""
+
+    def __init__(self, owner: Any, attributes: Mapping[str, Any]) -> None:
+        self._owner, self._attributes = owner, attributes
+
+    def __enter__(self) -> None:
+        patches = [patch(self._owner, name, value) for name, value in self._attributes.items()]
+        self._undo = all_undone(patches)
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo()
 
 
 def all_undone(undos: Iterable[Undo]) -> Undo:

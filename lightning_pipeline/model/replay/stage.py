@@ -195,11 +195,13 @@ class StageProgram(Stage):
             return nullcontext()
         return copied_at_end(self.view.rewritten)
 
+    def _deferring(
+        self, queue: WeightQueue | None, roots: Sequence[Any] | None = None
+    ) -> AbstractContextManager[None]:
+        return nullcontext() if queue is None else self._into(queue, roots)
+
     @contextmanager
-    def _deferring(self, queue: WeightQueue | None, roots: Sequence[Any] | None = None) -> Iterator[None]:
-        if queue is None:
-            yield
-            return
+    def _into(self, queue: WeightQueue, roots: Sequence[Any] | None) -> Iterator[None]:
         with self._deferral.into(queue), nullcontext() if roots is None else queue.collecting(roots):
             yield
 

@@ -1,7 +1,7 @@
 """Checkpoints of the reentrant kind, and autograd functions that call units."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch.utils.checkpoint
@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointError
 
-from lightning_pipeline.patching import patched
+from lightning_pipeline.patching import patch, patched
 
 _REENTRANT: Any = torch.utils.checkpoint.CheckpointFunction
 
 
-class ReentrantRegions:
-    """Stands in for torch's `CheckpointFunction` while a step is traced or replayed.
+class ReentrantRegions(AbstractContextManager["ReentrantRegions"]):
+    """Stands in for torch's `CheckpointFunction` while a step is traced or replayed, inside this context.
 
     The reentrant kind runs its function without a graph, so what a unit inside returns could not carry a
     gradient across a cut. The other kind computes the same, but for code that asks whether gradients are
@@ -33,6 +33,13 @@ class ReentrantRegions:
 
     def __init__(self, inside: Callable[[], Any], root: nn.Module | None) -> None:
         self._inside, self._root, self.open, self.replaced = inside, root, 0, False
+
+    def __enter__(self) -> "ReentrantRegions":
+        self._undo = patch(torch.utils.checkpoint, "CheckpointFunction", self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._undo()
 
     def apply(self, function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
         """Checkpoint `function(*args)`, between units the non-reentrant way."""
@@ -66,19 +73,16 @@ class ReentrantRegions:
             self.open -= 1
 
 
-@contextmanager
 def reentrant_checkpoint_replaced(
     inside: Callable[[], Any], root: nn.Module | None = None
-) -> Iterator[ReentrantRegions]:
+) -> ReentrantRegions:
     """Run reentrant checkpoints between units as non-reentrant ones.
 
     Args:
         inside: Whether a unit runs.
         root: The LightningModule, where a backward may run them again.
     """
-    regions = ReentrantRegions(inside, root)
-    with patched(torch.utils.checkpoint, {"CheckpointFunction": regions}):
-        yield regions
+    return ReentrantRegions(inside, root)
 
 
 class AutogradFunctions:

@@ -373,7 +373,7 @@ class Surroundings:
         beside: Iterable[Owner] = (),
     ) -> "Surroundings":  # fmt: skip
         """Of some modules, by name, and of nothing below them; some names are not looked at."""
-        made = cls(nn.Module())
+        made = cls.__new__(cls)
         named = [(f"{name}." if name else "", module) for name, module in modules]
         owners = [*(Owner(vars(module), label, but) for label, module in named), *beside]
         made._seen = [_Seen(owner) for owner in owners]
