@@ -23,6 +23,8 @@ from lightning_pipeline.data.samples import (
 )
 from lightning_pipeline.errors import ConfigurationError
 
+_PLAIN = frozenset({int, float, str})
+
 
 def batch_size_of(batch: Any) -> int:
     """How many samples a batch has. See `samples_of`, which raises the same."""
@@ -190,6 +192,8 @@ def _leaf_signature(value: Any) -> Hashable:
         return tuple(value.shape), str(value.dtype)
     if value is None or isinstance(value, bool):
         return value
+    if type(value) in _PLAIN:
+        return type(value).__name__, 0
     if isinstance(value, Mapping):
         return tuple((str(key), _leaf_signature(item)) for key, item in value.items())
     items = items_of(value)

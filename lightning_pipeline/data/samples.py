@@ -246,10 +246,10 @@ def _list_lengths(value: Any) -> Iterator[int]:
 
 def items_of(value: Any) -> list[Any]:
     """What stands in a container; nothing where it is none that is looked into."""
+    if isinstance(value, list | tuple):  # before mappings, which take longer to tell
+        return list(value)
     if isinstance(value, Mapping):
         return list(value.values())
-    if isinstance(value, list | tuple):
-        return list(value)
     if _is_object(value):
         return [getattr(value, field.name) for field in dataclasses.fields(value)]
     return []

@@ -249,7 +249,8 @@ class MicrobatchSeeds:
 
     def lost(self) -> bool:
         """Whether a generator stands where it would not on one device."""
-        return any(_state(self._all[number]) == state for number, state in self._lost.items())
+        lost = self._lost.items()
+        return bool(lost) and any(_state(self._all[number]) == state for number, state in lost)
 
     def backward(self, stage: int) -> None:
         """Before a backward: hooks draw from here, and what is recomputed without its random state."""

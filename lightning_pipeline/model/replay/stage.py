@@ -98,7 +98,8 @@ class StageProgram(Stage):
         if incoming is not None and incoming.empty:
             return self._pass_empty(microbatch, step)
         self.view.take(step.routes[microbatch])
-        args, kwargs = map(self.view.fresh, step.microbatches[microbatch])
+        args, kwargs = step.microbatches[microbatch]
+        args, kwargs = self.view.fresh(args), self.view.fresh(kwargs) if kwargs else {}
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():

@@ -16,6 +16,7 @@ _WRITING = frozenset(
     ("__set__", "__delete__", "__setitem__", "__setstate__", *(f"__i{name}__" for name in _OPERATORS.split()))
 )
 _PLAIN = (int, float, str, torch.dtype, torch.device, torch.memory_format, type(None), type(...))
+_EXACTLY = frozenset({bool, *_PLAIN})
 
 
 class PlaceholderCache:
@@ -87,7 +88,7 @@ class PlaceholderCache:
                     return None
                 placed = True
                 parts.append(id(value))
-            elif isinstance(value, _PLAIN):
+            elif type(value) in _EXACTLY or isinstance(value, _PLAIN):
                 parts.append((type(value), value))  # 1, 1.0 and True are equal
             else:
                 return None
@@ -109,7 +110,7 @@ def _writes(name: str) -> bool:
 
 def result_dtypes() -> tuple[Hashable, ...]:
     """The settings outside an operation that decide the type of its result: default and autocast types."""
-    cast_to = (torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _device_types())
+    cast_to = [torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in _device_types()]
     return torch.get_default_dtype(), *cast_to
 
 

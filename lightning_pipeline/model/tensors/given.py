@@ -9,6 +9,7 @@ from lightning_pipeline.model.tensors.containers import contents_of, items_of, r
 from lightning_pipeline.model.tensors.structure import Structure, describe, flatten, map_tensors, unflatten
 
 _CHANGED = "changed"
+_PLAIN = frozenset({Tensor, type(None), bool, int, float, str})
 
 
 class Given:
@@ -101,6 +102,8 @@ def _is_index(tensor: Tensor) -> bool:
 
 def takes_containers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether there is anything that a call might change, or hand on as it is."""
+    if _PLAIN.issuperset(map(type, args)) and not kwargs:  # the common case, kept short
+        return False
     return any(map(_may_change, args)) or any(map(_may_change, kwargs.values()))
 
 

@@ -21,6 +21,7 @@ _CONSTANTS = (
     type(None), bool, int, float, complex, str, bytes, slice, type,
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
+_HOLD_NOTHING = frozenset({type(None), bool, int, float, str})
 
 
 class Opaque(NamedTuple):
@@ -107,6 +108,8 @@ def _rebuild_sequence(cls: type, children: list[Any]) -> Any:
 
 def _rebuild_dict(payload: tuple[type, tuple[Any, ...]], children: list[Any]) -> Any:
     cls, keys = payload
+    if cls is dict:
+        return dict(zip(keys, children, strict=True))
     return _filled(cls, of_class(cls, dict(zip(keys, children, strict=True))))
 
 
@@ -137,11 +140,10 @@ def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:
     """Every object of a class inside lists, tuples, mappings and dataclasses of `value`, in order."""
     if isinstance(value, kind):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from leaves_in(item, kind)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
+    elif type(value) in _HOLD_NOTHING:
+        return
+    elif isinstance(value, dict | list | tuple | set | frozenset):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from leaves_in(item, kind)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
@@ -168,6 +170,8 @@ def map_leaves(function: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) ->
     """Rebuild `value` with `function` applied to each object of a class; others are kept as they are."""
     if isinstance(value, kind):
         return function(value)
+    if type(value) in _HOLD_NOTHING:
+        return value
     if isinstance(value, dict):
         children = [map_leaves(function, item, kind) for item in value.values()]
         return _rebuild_dict((type(value), tuple(value)), children)

@@ -32,7 +32,7 @@ SCALAR_READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _MOST_OPPOSITE, _OTHERWISE_EACH, _ENDLESS = 20, 100, 20_000
 _aten = torch.ops.aten
 _NUMBERS = (int, float, bool)
-_PLAIN = (bool, int, str)
+_PLAIN = frozenset({bool, int, str})
 _STATED = frozenset({*_PLAIN, float, complex, bytes, type(None)})
 _UPDATES = "_update_count"  # where a metric counts its updates
 _METHODS = frozenset({FunctionType, MethodType, partial})  # a split module has some in the place of its own
@@ -406,11 +406,11 @@ def plain_leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Hashable:
 def _add_plain(value: Any, found: list[Hashable]) -> None:
     if isinstance(value, str | int | float):
         found.append(value)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    elif isinstance(value, list | tuple):  # before mappings, which take longer to tell
+        for item in value if len(value) <= 1000 else ():
             _add_plain(item, found)
-    elif isinstance(value, list | tuple) and len(value) <= 1000:
-        for item in value:
+    elif type(value) is not Tensor and isinstance(value, Mapping):
+        for item in value.values():
             _add_plain(item, found)
 
 
@@ -430,12 +430,9 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
     found: list[Hashable] = [getattr(root, "current_epoch", 0), getattr(running, "stage", None)]
     for module in modules:
         held = vars(module)
+        plain = [pair for pair in held.items() if type(pair[1]) in _PLAIN]
         own, but = id(held), _UPDATES if isinstance(module, Metric) else None
-        found += [
-            (name, value)
-            for name, value in held.items()
-            if type(value) in _PLAIN and name != but and (own, name) not in left_out
-        ]
+        found += [pair for pair in plain if pair[0] != but and (own, pair[0]) not in left_out]
     return tuple(found)
 
 

@@ -3,7 +3,7 @@
 Nothing is put in the way of the user's code: what stands there is compared by identity, before and after.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -27,6 +27,7 @@ MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, tuple, deque)
+_PLAIN_CONTAINERS = frozenset({list, dict, OrderedDict, set, deque})
 _HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
@@ -301,18 +302,20 @@ class _Seen:
     """The entries of an owner at the last look."""
 
     def __init__(self, owner: Owner) -> None:
-        self.owner = owner
-        self.entries = dict(owner.read())
+        self.owner, self.entries = owner, dict(owner.read())
         self._held = [pair for key, value in self.entries.items() for pair in self._containers(key, value)]
 
-    def _containers(self, key: Any, value: Any) -> Iterator[tuple[Any, tuple[Any, list[Any]]]]:
-        empty = type(value) in _HOLD_NOTHING or not self.owner.watches(key)
-        return iter(()) if empty else ((key, one) for one in _containers(value))
+    def _containers(self, key: Any, value: Any) -> Iterable[tuple[Any, tuple[Any, list[Any]]]]:
+        kind = type(value)
+        if kind in _HOLD_NOTHING or not self.owner.watches(key):
+            return ()
+        if kind in _PLAIN_CONTAINERS and not value:  # a module has a dozen for its hooks
+            return ((key, (value, [])),)
+        return ((key, one) for one in _containers(value))
 
     def look(self) -> list[Place]:
         """Those that are not as they were; from now on they are."""
         now, old = self.owner.read(), self.entries
-        # Most containers are empty: a module has a dozen for its hooks.
         inside = [key for key, one in self._held if (one[0] or one[1]) and _is_changed(one)]
         if not inside and len(now) == len(old) and all(map(is_, now.values(), old.values())):
             return []
@@ -329,9 +332,7 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
     pending, seen, left_to_see = [(value, _DEEP)], set(), _MOST
     while pending and left_to_see > 0:
         held, left = pending.pop()
-        if not isinstance(held, _CONTAINERS) or isinstance(held, Guard):
-            continue
-        if id(held) in seen or not left:
+        if not isinstance(held, _CONTAINERS) or isinstance(held, Guard) or id(held) in seen or not left:
             continue
         seen.add(id(held))
         if not isinstance(held, tuple):
@@ -374,9 +375,8 @@ class Surroundings:
     ) -> "Surroundings":  # fmt: skip
         """Of some modules, by name, and of nothing below them; some names are not looked at."""
         made = cls.__new__(cls)
-        named = [(f"{name}." if name else "", module) for name, module in modules]
-        owners = [*(Owner(vars(module), label, but) for label, module in named), *beside]
-        made._seen = [_Seen(owner) for owner in owners]
+        own = (Owner(vars(module), f"{name}." if name else "", but) for name, module in modules)
+        made._seen = [_Seen(owner) for owner in (*own, *beside)]
         return made
 
     def iterators(self) -> list[Place]:
