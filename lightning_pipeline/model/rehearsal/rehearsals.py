@@ -61,7 +61,7 @@ class Rehearsals:
         first: StageView,
         last: StageView,
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
-        traced_like: Callable[[str, Microbatch], Trace],
+        traced_like: Callable[..., Trace],
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         quiet: Callable[[], AbstractContextManager[None]],

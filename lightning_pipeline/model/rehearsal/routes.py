@@ -96,7 +96,7 @@ class RouteFinder:
         self, root: nn.Module, cut: Partition, needed: Mapping[str, Sequence[int]], *,
         walk: Callable[[Microbatch, Callable[[], MicrobatchSeeds], StepRoutes, "Reads"], Route | None],
         traced: Callable[[str, Microbatch, MicrobatchSeeds | None, Sequence[Call]], Trace],
-        traced_like: Callable[[str, Microbatch], Trace],
+        traced_like: Callable[..., Trace],
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
@@ -445,7 +445,7 @@ class RouteFinder:
             by_law = None if trace.steered or trace.ended_early else laws.calls(shapes)
             if by_law is not None:
                 return by_law
-            for one in (trace, like := self._traced_like(step, batch)):
+            for one in (trace, like := self._traced_like(step, batch, outputs_alone=True)):
                 laws.learn(one)
             return like.calls
 

@@ -99,7 +99,7 @@ class KnownSteps:
 
     def traced(
         self, step: str, microbatch: Microbatch, seeds: MicrobatchSeeds | None = None,
-        seen: Sequence[Call] = (),
+        seen: Sequence[Call] = (), *, costs: bool = True, opposite: bool = True,
     ) -> Trace:  # fmt: skip
         """Trace a step, whether it is known or not.
 
@@ -108,6 +108,8 @@ class KnownSteps:
             microbatch: Arguments and keyword arguments.
             seeds: Its random numbers.
             seen: Calls that are known beside those of the known steps.
+            costs: See `trace_step`.
+            opposite: Likewise.
         """
         like, _ = self._known.get(step, (None, None))
         with self._lifted():
@@ -115,14 +117,16 @@ class KnownSteps:
                 self._root, step, *microbatch, units=self._cut.trace.units, patches=self._patches,
                 mode=self._mode, forward_context=self._context, sinks=self._sinks(), others=self._others(),
                 seen=[*seen, *(call for trace in self.traces for call in trace.calls)],
-                device=self._device, seeds=seeds, like=like,
+                device=self._device, seeds=seeds, like=like, costs=costs, opposite=opposite,
             )  # fmt: skip
-        if seeds is None:
+        if seeds is None and (opposite or not found.asked):
             self._recent.append(found)
         return found
 
-    def traced_like(self, step: str, microbatch: Microbatch) -> Trace:
+    def traced_like(self, step: str, microbatch: Microbatch, *, outputs_alone: bool = False) -> Trace:
         """A trace with a micro-batch of this form: an earlier one where that shows the same, or a new one.
+
+        What a new one costs is not noted.
 
         It shows the same where the step reads no value and no random number, and the module holds numbers
         and forms as then. What the step leaves behind may be more by now.
@@ -130,6 +134,7 @@ class KnownSteps:
         Args:
             step: Name of the user's method.
             microbatch: Arguments and keyword arguments.
+            outputs_alone: Whether no more is wanted than what units return.
         """
         with self._lifted():
             now = _asked(microbatch), circumstances(self._root, self._others())
@@ -137,7 +142,7 @@ class KnownSteps:
             then = (trace.arguments, trace.leaves, trace.index), trace.circumstances
             if trace.step == step and not (trace.steered or trace.ended_early) and then == now:
                 return trace
-        return self.traced(step, microbatch)
+        return self.traced(step, microbatch, costs=False, opposite=not outputs_alone)
 
     def forget_recent(self) -> None:
         """A batch is over: what stood when its step was traced is not to be held any longer."""

@@ -202,8 +202,10 @@ class FakeRun:
             ) from error
         finally:
             self._observed.runs_really = False
-        call.flops = call.cost = counter.total
-        call.work = [Work(call.flops, 0.0, weighs=any(p.requires_grad for p in unit.module.parameters()))]
+        if self._observed.costs:
+            weighs = any(p.requires_grad for p in unit.module.parameters())
+            call.flops = call.cost = counter.total
+            call.work = [Work(call.flops, 0.0, weighs=weighs)]
         again = zip(before, made_up, versions, strict=True)
         self._observed.written_inside(call, [one for one, new, old in again if version_of(new) != old])
         likeness = _Likeness(self._observed.mode, zip(before, made_up, strict=True))
@@ -272,6 +274,8 @@ class FakeRun:
         self, call: Call, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> None:
         """Add one operation's work to a call."""
+        if not self._observed.costs:
+            return
         work = self._keeping.work_of(func, args, kwargs, result)
         if work.flops or work.num_bytes:
             call.work.append(work)

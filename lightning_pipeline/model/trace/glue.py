@@ -16,7 +16,6 @@ from lightning_pipeline.model.tensors import (
     Tag,
     TagStore,
     TensorSpec,
-    Work,
     by_shape_alone,
     chosen_by,
     data_set_without_values,
@@ -129,7 +128,7 @@ class Glue:
         results = list(operands_of((result,)))
         self.guesses.note(func, operands, results)
         self.mixing.operation(func, args, kwargs, result)
-        self._note_work(self._keeping.work_of(func, args, kwargs, result))
+        self._note_work(func, args, kwargs, result)
         for tensor in results:
             self._observed.tags.add(tensor, tags)
             if empty and not any(tensor is operand for operand in operands):
@@ -157,7 +156,10 @@ class Glue:
                 raise
             return result
 
-    def _note_work(self, work: Work) -> None:
+    def _note_work(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if not self._observed.costs:
+            return
+        work = self._keeping.work_of(func, args, kwargs, result)
         if work.flops or work.num_bytes:
             self._observed.trace.between[len(self._observed.trace.calls)].append(work)
 

@@ -322,6 +322,7 @@ class Look(NamedTuple):
         holds: What is answered where code asks whether something holds of values that are not known.
         opposite: The units that are called with such answers, in order, where they are to be the others; the
             run ends where it calls another one.
+        costs: Whether to note what operations cost, and what autograd keeps of units.
     """
 
     sinks: Sequence[str]
@@ -332,6 +333,7 @@ class Look(NamedTuple):
     constants: bool = False
     holds: bool = False
     opposite: tuple[int, ...] | None = None
+    costs: bool = True
 
 
 class Observation:
@@ -353,6 +355,7 @@ class Observation:
         batch: The memory of the batch.
         inside: The call of a unit that runs.
         runs_really: Whether that unit runs on made-up input.
+        costs: Whether to note what operations cost.
         ended_early: Whether what the rest of the step writes was not seen.
         made: Tensors that the trace has made.
         values: The outputs of units, by their tags.
@@ -379,6 +382,7 @@ class Observation:
         self.shared = SharedMemory(self.tags, self.origin)
         self.inside: Call | None = None
         self.runs_really = self.ended_early = False
+        self.costs = look.costs
         self.made: list[weakref.ref[Tensor]] = []
         self.values: dict[Tag, weakref.ref[Tensor]] = {}
         self.states: dict[int, str] = {}

@@ -206,6 +206,9 @@ class SavedActivations:
     @contextmanager
     def in_unit(self, call: Call) -> Iterator[None]:
         """Note what a unit's forward saves; under hooks of the user's, such as checkpointing, nothing."""
+        if not self._observed.costs:
+            yield
+            return
         top = top_hooks()
         counts = self._hooks is not None and top is not None and top[0] is self._hooks.pack_hook
 

@@ -60,6 +60,8 @@ def trace_step(
     device: torch.device | None = None,
     seeds: MicrobatchSeeds | None = None,
     like: Trace | None = None,
+    costs: bool = True,
+    opposite: bool = True,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -83,6 +85,8 @@ def trace_step(
             like one of `seen` then are not traced again.
         like: An earlier trace of the step. Ports that it has found are tried first, and are the ports of this
             one where no more is read of what units change.
+        costs: Whether to note what the calls cost, and what autograd keeps of them.
+        opposite: Whether what the step does where values have code go the other way is wanted too.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
@@ -90,7 +94,7 @@ def trace_step(
     patched = patches or UnitPatches(units)
     placeholders = mode or PlaceholderMode()
     batch = tuple(args), dict(kwargs or {})
-    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds)
+    look = Look(sinks, others, seen, device or torch.device("cpu"), seeds, costs=costs)
 
     def once(porting: Porting | None = None, look: Look = look) -> Trace:
         if patches is None:
@@ -108,7 +112,7 @@ def trace_step(
         if isinstance(error, UndecidedError):
             looks += [look._replace(holds=True), look._replace(holds=True, constants=True)]
         found = _otherwise(error, [partial(once, look=other) for other in looks], like)
-    if found.asked:
+    if found.asked and opposite:
         again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
         _join_opposite(found, partial(once, look=again))
     return found

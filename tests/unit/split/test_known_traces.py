@@ -181,3 +181,41 @@ def test_a_trace_that_has_read_a_value_is_not_taken_again():
         batch["x"][0, 0] = sign
         paths.append(split.known.traced_like("training_step", ((batch, 0), {})).path)
     assert [len(path) for path in paths] == [4, 6]
+
+
+class Asks(Net):
+    """Code asks whether something holds of what layers give, and calls the same layers either way."""
+
+    def training_step(self, batch, batch_idx):
+        h = self.emb(batch["x"])
+        for layer in self.layers:
+            h = layer(h)
+        loss = self.loss(h, batch)
+        if loss > 1e6:
+            self.large = True
+        return loss
+
+
+@pytest.mark.parametrize("kind", [*KINDS, Asks])
+def test_a_trace_without_costs_shows_the_same_beside_them(kind):
+    module, batch = seeded(kind), batch_of(6)
+    step = "training_step", (batch, 0)
+    whole = trace_step(module, *step, units=find_units(module))
+    cheap = trace_step(module, *step, units=find_units(module), costs=False)
+    for trace in (cheap, whole):  # numbers of memory that code between units keeps
+        for tags in (trace.tail, *(call.reads for call in trace.calls)):
+            tags -= {tag for tag in tags if tag.kind == "saved"}
+    assert seen_in(cheap) == seen_in(whole)
+    assert [one.place.label for one in cheap.effects] == [one.place.label for one in whole.effects]
+    assert not any(call.flops or call.saved for call in cheap.calls) and any(c.flops for c in whole.calls)
+
+
+def test_where_outputs_alone_are_wanted_a_step_does_not_go_the_other_way_too(monkeypatch):
+    (split,) = piped(seeded(Asks), batch_of(), stages=1, how=[], num_microbatches=2).splits
+    asked, batch = split.known.traced_like, ((batch_of(6), 0), {})
+    runs = counted(monkeypatch, tracing, "_traced")
+    outputs = asked("training_step", batch, outputs_alone=True)
+    assert len(runs) == 1 and outputs.asked
+    both = asked("training_step", batch)  # what the step leaves behind is in this one alone
+    assert len(runs) == 3 and [one.place.label for one in both.effects] == ["large"]
+    assert [call.specs for call in outputs.calls] == [call.specs for call in both.calls]
