@@ -131,15 +131,17 @@ class Drawn(Regression):
 
     Args:
         case: Says how.
+        resumed: Whether the run goes on from a checkpoint. It shuffles no more then: ours draws the order that
+            the run would have drawn which was saved, and Lightning's another one.
     """
 
-    def __init__(self, case: Case) -> None:
+    def __init__(self, case: Case, resumed: bool) -> None:
         super().__init__()
-        self.case = case
+        self.case, self.resumed = case, resumed
 
     def train_dataloader(self) -> Any:
         samples, size, shuffled = self.case.train
-        return loader(samples, size, shuffle=shuffled)
+        return loader(samples, size, shuffle=shuffled and not self.resumed)
 
     def val_dataloader(self) -> Any:
         return [loader(samples, 3, seed=4 + index) for index, samples in enumerate(self.case.validated)]
@@ -234,7 +236,7 @@ def _fitted(pipeline: dict[str, Any] | None, case: Case, folder: str, resume: st
         pipeline, **{"callbacks": made, "logger": logger, "enable_checkpointing": saves,
                      "default_root_dir": folder, **options},
     )  # fmt: skip
-    module = Drawn(case)
+    module = Drawn(case, resume is not None)
     run.fit(module, ckpt_path=resume, weights_only=False)
     if run.is_global_zero and logger:
         logger.save()
