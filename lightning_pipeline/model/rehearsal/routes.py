@@ -37,9 +37,11 @@ from lightning_pipeline.model.tensors import (
     FormSeen,
     WritesSeen,
     is_placeholder,
+    put_back,
     result_dtypes,
     standing_tensors,
     storage_key,
+    version_of,
 )
 from lightning_pipeline.model.trace import (
     Call,
@@ -494,12 +496,12 @@ def _values_kept(effects: Sequence[Effect]) -> Iterator[None]:
     places = [iterator.at for iterator in iterators]
     found = [effect.place.get() for effect in effects if effect.deep]
     here = [one for one in found if isinstance(one, Tensor) and not (is_placeholder(one) or one.is_meta)]
-    kept = [(tensor, tensor.detach().clone()) for tensor in here]
+    kept = [(tensor, tensor.detach().clone(), version_of(tensor)) for tensor in here]
     try:
         yield
     finally:
-        for tensor, before in kept:
-            tensor.data.copy_(before)
+        for tensor, before, version in kept:
+            put_back(tensor, before, version)
         for iterator, place in zip(iterators, places, strict=True):
             iterator.at = place
 

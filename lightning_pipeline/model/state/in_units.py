@@ -19,7 +19,7 @@ from lightning_pipeline.model.rules import CHAINED, Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, SetByUnit, set_by_unit
 from lightning_pipeline.model.state.sent import Sent, left_in, put_in, size_of, travels
 from lightning_pipeline.model.state.step_state import StepState
-from lightning_pipeline.model.tensors import is_placeholder, tensors_held
+from lightning_pipeline.model.tensors import is_placeholder, put_back, tensors_held, version_of
 from lightning_pipeline.model.trace import (
     MISSING,
     Effect,
@@ -347,15 +347,17 @@ def values_kept(modules: Sequence[nn.Module]) -> Iterator[None]:
         if name not in _OF_ALL_MODULES
     ]
     tensors = [
-        (t, t.detach().clone()) for v in held for t in tensors_held(v, most=_LONG) if not is_placeholder(t)
+        (one, one.detach().clone(), version_of(one))
+        for value in held
+        for one in tensors_held(value, most=_LONG)
+        if not is_placeholder(one)
     ]
     arrays = [(one, one.copy()) for value in held for one in _arrays(value)]
     try:
         yield
     finally:
-        with torch.no_grad():
-            for tensor, saved in tensors:
-                tensor.copy_(saved)
+        for tensor, saved, version in tensors:
+            put_back(tensor, saved, version)
         for array, before in arrays:
             array[...] = before
 

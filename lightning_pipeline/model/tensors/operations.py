@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from lightning_pipeline._torch import FakeTensor, TorchDispatchMode
+from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
 
 Operation = Any
 _aten = torch.ops.aten
@@ -34,6 +34,17 @@ def storage_key(tensor: Tensor) -> int:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was changed in place; 0 for one of inference mode, which does not count it."""
     return 0 if tensor.is_inference() else int(tensor._version)
+
+
+def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
+    """Let a tensor have the values that it had at a version, also for a graph that has kept it from then."""
+    tensor.data.copy_(value)
+    _let_be_at(tensor, version)
+
+
+def _let_be_at(tensor: Tensor, version: int) -> None:
+    if version_of(tensor) != version:
+        set_version(tensor, version)
 
 
 _WRITES: dict[Any, tuple[tuple[int, ...], tuple[str, ...]]] = {}
@@ -110,7 +121,7 @@ class WritesUndone(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._before: dict[int, tuple[Tensor, Tensor]] = {}
+        self._before: dict[int, tuple[Tensor, Tensor, Tensor, int]] = {}
         self._made: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -121,17 +132,18 @@ class WritesUndone(TorchDispatchMode):
             if key not in self._before and key not in self._made:
                 length = written.untyped_storage().nbytes() // written.element_size()
                 memory = written.detach().as_strided((length,), (1,), 0)
-                self._before[key] = memory, memory.clone()
+                self._before[key] = memory, memory.clone(), written, version_of(written)
         result = func(*args, **kwargs)
         self._made.update({storage_key(one) for one in operands_of((result,)) if _has_memory(one)} - known)
         return result
 
     def restore(self) -> None:
         """Put the values back."""
-        for memory, before in self._before.values():
+        for memory, before, written, version in self._before.values():
             if memory.untyped_storage().nbytes() != before.nbytes:
                 memory.untyped_storage().resize_(before.nbytes)
             memory.copy_(before)
+            _let_be_at(written, version)  # which `memory`, made below autograd, counts apart
         self._before.clear()
         self._made.clear()
 
@@ -154,14 +166,15 @@ class WritesSeen(TorchDispatchMode):
             for tensor in tensors
             if tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_meta)
         }
-        self._before: dict[int, Tensor] = {}
+        self._before: dict[int, tuple[Tensor, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         for written in written_tensors(func, args, kwargs):
             key = storage_key(written)
             if key in self._held and key not in self._before:
-                self._before[key] = self._held[key].detach().clone()
+                held = self._held[key]
+                self._before[key] = held.detach().clone(), version_of(held)
         return func(*args, **kwargs)
 
     @property
@@ -171,8 +184,8 @@ class WritesSeen(TorchDispatchMode):
 
     def restore(self) -> None:
         """Put the values back."""
-        for key, before in self._before.items():
-            self._held[key].data.copy_(before)
+        for key, (before, version) in self._before.items():
+            put_back(self._held[key], before, version)
 
 
 class FormSeen(TorchDispatchMode):

@@ -16,7 +16,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
-from lightning_pipeline.model.tensors.operations import is_placeholder, storage_key
+from lightning_pipeline.model.tensors.operations import is_placeholder, put_back, storage_key, version_of
 from lightning_pipeline.model.tensors.structure import tensors_in
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -55,7 +55,7 @@ class ModuleState:
         self._containers += _containers(v for v in attributes if type(v) not in _DICTIONARIES or v)
         buffers = [*root.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
         copied = [one for one in buffers if not writes_undone or one.device.type == "cpu"]
-        self._buffers = [(buffer, _copy_values(buffer)) for buffer in copied]
+        self._buffers = [(one, _copy_values(one), version_of(one)) for one in copied]
         parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
@@ -74,10 +74,9 @@ class ModuleState:
         for tensor, memory in self._memory:
             if storage_key(tensor) != storage_key(memory):
                 tensor.data = memory
-        for buffer, value in self._buffers:
+        for buffer, value, version in self._buffers:
             if value is not None:
-                with torch.no_grad():
-                    buffer.copy_(value)
+                put_back(buffer, value, version)
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
 

@@ -23,9 +23,11 @@ from lightning_pipeline.model.tensors import (
     map_tensors,
     of_most,
     operands_of,
+    put_back,
     storage_key,
     tensors_in,
     user_line,
+    version_of,
     weights_needed,
     written_tensors,
 )
@@ -84,7 +86,7 @@ class Glue:
         self.moved: set[str] = set()  # parameters whose memory is another one after the step
         self.mixing = MixingSeen(observed)
         self._seen_states: set[str] = set()
-        self._restores: list[tuple[Tensor, Tensor]] = []
+        self._restores: list[tuple[Tensor, Tensor, int]] = []
         self._saved: set[int] = set()
         self._hooks: list[tuple[int, str]] = []
         self.guesses = Guesses(holds=observed.trace.holds, opposite=observed.expected is not None)
@@ -93,9 +95,8 @@ class Glue:
 
     def close(self) -> None:
         """Put back what glue wrote into parameters and buffers."""
-        with torch.no_grad():
-            for tensor, value in self._restores:
-                tensor.copy_(value)
+        for tensor, value, version in self._restores:
+            put_back(tensor, value, version)
         for held in (self._observed.poisoned, self._stand_ins, self._poisoned_by, self.written_states):
             held.clear()
 
@@ -191,10 +192,10 @@ class Glue:
                 if self._observed.tensor_written(tensor, computed=faked) and key not in self._saved:
                     self._saved.add(key)
                     base = tensor if tensor._base is None else tensor._base
-                    self._restores.append((base, base.detach().clone()))
+                    self._restores.append((base, base.detach().clone(), version_of(base)))
                 continue
             if name not in self._seen_states and not is_placeholder(tensor) and not tensor.is_meta:
-                self._restores.append((tensor, tensor.detach().clone()))
+                self._restores.append((tensor, tensor.detach().clone(), version_of(tensor)))
             self._seen_states.add(name)
             self.write_positions.setdefault(name, set()).add(len(self._observed.trace.calls))
             if faked or self.unknown_line:
@@ -217,7 +218,7 @@ class Glue:
             if name not in self._observed.trace.written_in_units and not (
                 is_placeholder(real) or real.is_meta
             ):
-                self._restores.append((real, real.detach().clone()))
+                self._restores.append((real, real.detach().clone(), version_of(real)))
             self._observed.trace.written_in_units.add(name)
 
     @property
