@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pipeline.errors import PipelineError
-from lightning_pipeline.model.trace import Guard
+from lightning_pipeline.model.places import Guard
 from tests.pool import Pool
 from tests.ranks.lightning_cases import trainer, weights
 

@@ -9,8 +9,8 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_pipeline._lightning import progress_of
+from lightning_pipeline.model.places import MISSING, ClassOwner, FoundOwner, Numbers, Owner
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
-from lightning_pipeline.model.trace import MISSING, ClassOwner, FoundOwner, Numbers, Owner
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
 

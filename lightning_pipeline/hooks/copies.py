@@ -11,8 +11,8 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 
+from lightning_pipeline.model.places import Guard
 from lightning_pipeline.model.tensors import is_placeholder
-from lightning_pipeline.model.trace import Guard
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 

@@ -36,6 +36,7 @@ ROOMS = [
     "model.rules",
     "model.cut",
     "model.trace",
+    "model.places",
     "model.loss",
     "model.mixing",
     "model.construction",

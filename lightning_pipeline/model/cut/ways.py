@@ -10,16 +10,14 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeline.data import signature_of
+from lightning_pipeline.model.places import MISSING, Owner, Place
 from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
 from lightning_pipeline.model.trace import (
     AT,
     INDEX,
-    MISSING,
     Call,
     Decisions,
     Expression,
-    Owner,
-    Place,
     PortSpec,
     Trace,
     inputs_of,

@@ -23,18 +23,13 @@ from lightning_pipeline.model.mixing import (
     placed_between,
     sums_of_parts,
 )
+from lightning_pipeline.model.places import Effect, Kept, Place, Replayed
 from lightning_pipeline.model.random import Draws
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import own_containers
 from lightning_pipeline.model.state import CannotRepeatError, is_small
-from lightning_pipeline.model.trace import (
-    Effect,
-    Kept,
-    Place,
-    Replayed,
-    Trace,
-)
+from lightning_pipeline.model.trace import Trace
 
 _Any = TypeVar("_Any", bound=Functions)
 _MOST_LOOKS = 32

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeline.model.cut import Microbatch, Partition
+from lightning_pipeline.model.places import Owner
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
@@ -19,7 +20,7 @@ from lightning_pipeline.model.rehearsal.unit_buffers import UnitBuffers
 from lightning_pipeline.model.rehearsal.unit_mixing import UnitMixing
 from lightning_pipeline.model.replay import StageView, Told
 from lightning_pipeline.model.state import Apart
-from lightning_pipeline.model.trace import Call, Owner, Trace, UnitPatches
+from lightning_pipeline.model.trace import Call, Trace, UnitPatches
 
 
 class Rehearsals:

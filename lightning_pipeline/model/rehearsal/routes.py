@@ -29,6 +29,7 @@ from lightning_pipeline.model.cut import (
     states_by_stage,
     torn,
 )
+from lightning_pipeline.model.places import Effect, Owner, Place, Replayed, Surroundings
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.rehearsal.size_laws import SizeLaws
 from lightning_pipeline.model.replay import Step
@@ -46,11 +47,6 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace import (
     Call,
     Decisions,
-    Effect,
-    Owner,
-    Place,
-    Replayed,
-    Surroundings,
     Trace,
     numbers_beside,
     numbers_changed,

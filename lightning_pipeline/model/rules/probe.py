@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.places import MISSING, Effect, GradMode
 from lightning_pipeline.model.rules.at_end import Wait, at_end, waiting
 from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_of_each
@@ -23,12 +24,7 @@ from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_wh
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
 from lightning_pipeline.model.tensors import is_placeholder, tensors_held
-from lightning_pipeline.model.trace import (
-    MISSING,
-    Effect,
-    GradMode,
-    UnitPatches,
-)
+from lightning_pipeline.model.trace import UnitPatches
 
 _log = logging.getLogger(__name__)
 _DRAWS = (1, 2, 3)  # seeds: a count of few draws comes out alike with one of them now and then

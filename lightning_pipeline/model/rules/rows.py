@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.places import MISSING, Guard, Kept, Place
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Trial
 from lightning_pipeline.model.rules.values import equal
 from lightning_pipeline.model.tensors import flatten, is_placeholder, storage_key, unflatten
-from lightning_pipeline.model.trace import MISSING, Guard, Kept, Place
 
 Pieces = Sequence[tuple[int, int]]
 """First sample and number of samples of each micro-batch in a run."""

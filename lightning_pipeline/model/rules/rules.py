@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.places import MISSING
 from lightning_pipeline.model.rules.rows import rows_in
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, is_number
-from lightning_pipeline.model.trace import MISSING
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.places import MISSING, Effect, Kept
 from lightning_pipeline.model.random import seed_torch
 from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
 from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
-from lightning_pipeline.model.trace import MISSING, Effect, Kept, Trace, UnitPatches, stub_sinks
+from lightning_pipeline.model.trace import Trace, UnitPatches, stub_sinks
 
 _log = logging.getLogger(__name__)
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from lightning_pipeline.model.trace import MISSING
+from lightning_pipeline.model.places import MISSING
 
 Merge = Callable[[list[Any], list[int]], Any]
 """Merges one value per micro-batch, with the samples of each."""

@@ -11,11 +11,11 @@ from torch import nn
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Liveness, Microbatch, Partition, backward_edges, states_by_stage
+from lightning_pipeline.model.places import Owner
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import PlaceholderMode
 from lightning_pipeline.model.trace import (
     Call,
-    Owner,
     Trace,
     UnitPatches,
     circumstances,

@@ -14,6 +14,17 @@ from torch import nn
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Partition, StepRoutes
+from lightning_pipeline.model.places import (
+    MISSING,
+    ClassOwner,
+    Effect,
+    Guard,
+    Kept,
+    Owner,
+    Place,
+    Standing,
+    Surroundings,
+)
 from lightning_pipeline.model.rules import (
     CHAINED,
     Gathered,
@@ -36,23 +47,7 @@ from lightning_pipeline.model.rules import (
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState
-from lightning_pipeline.model.trace import (
-    MISSING,
-    ClassOwner,
-    Effect,
-    Expression,
-    Guard,
-    Kept,
-    Owner,
-    Place,
-    Standing,
-    Surroundings,
-    Trace,
-    UnitPatches,
-    grown_in,
-    metrics_of,
-    step_function,
-)
+from lightning_pipeline.model.trace import Expression, Trace, UnitPatches, grown_in, metrics_of, step_function
 
 _log = logging.getLogger(__name__)
 _MOST_TRIES = 16  # batches in which something is looked for that those before have not shown

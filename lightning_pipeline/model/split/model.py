@@ -15,6 +15,7 @@ from lightning_pipeline.model.cut import (
     TracedOutput,
 )
 from lightning_pipeline.model.loss import Part, check_no_class_weights
+from lightning_pipeline.model.places import Guard, Owner, Place, Replayed
 from lightning_pipeline.model.random import StepSeeds
 from lightning_pipeline.model.rehearsal import Rehearsals
 from lightning_pipeline.model.replay import Sink, Step, StepResult, Told, WholeBatch
@@ -40,15 +41,7 @@ from lightning_pipeline.model.tensors import (
     Peaks,
     SavedCount,
 )
-from lightning_pipeline.model.trace import (
-    Guard,
-    Owner,
-    Place,
-    Replayed,
-    Standing,
-    Trace,
-    step_function,
-)
+from lightning_pipeline.model.trace import Trace, step_function
 
 
 class SplitModel(OutsideSteps):
@@ -116,7 +109,7 @@ class SplitModel(OutsideSteps):
         self.beside: Callable[[], Iterable[Any]] = list
         self.looks_again = False
         self.set_aside: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._apart = Apart(root, lambda: self.beside())
+        self._apart = Apart(root, lambda: self.beside(), self._others)
         self._open: ExitStack | None = None
         self._step: Step | None = None
         self._state: StepState | None = None
@@ -432,12 +425,8 @@ class SplitModel(OutsideSteps):
 
     @contextmanager
     def _apart_in_silence(self, step: str) -> Iterator[None]:
-        standing = Standing(self._others())
-        try:
-            with self._guards.lifted(), self._apart.running(step), self._in_silence():
-                yield
-        finally:
-            standing.restore()
+        with self._guards.lifted(), self._apart.running(step), self._in_silence():
+            yield
 
     @contextmanager
     def _in_silence(self) -> Iterator[None]:

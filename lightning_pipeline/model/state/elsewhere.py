@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 from lightning_pipeline._torch import tree_leaves
 from lightning_pipeline.errors import PlaceholderError
+from lightning_pipeline.model.places import Guard, Place
 from lightning_pipeline.model.tensors import user_line
-from lightning_pipeline.model.trace import Guard, Place
 
 
 class ElsewhereError(PlaceholderError):

@@ -30,6 +30,7 @@ from lightning_pipeline._torch import (
     tree_unflatten,
 )
 from lightning_pipeline.errors import PipelineError, SplitError
+from lightning_pipeline.model.places import Place
 from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
 from lightning_pipeline.model.tensors import (
     SET_DATA,
@@ -44,7 +45,6 @@ from lightning_pipeline.model.tensors import (
     user_line,
     written_tensors,
 )
-from lightning_pipeline.model.trace import Place
 from lightning_pipeline.patching import patched
 
 UNTOLD = 2**20

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_pipeline.model.places import Owner, Standing
 from lightning_pipeline.model.tensors import (
     ModuleState,
     WritesUndone,
@@ -118,10 +119,13 @@ class Apart:
     Args:
         root: The LightningModule.
         others: Objects that a step can reach beside, such as optimizers.
+        owners: What of these a step may change.
     """
 
-    def __init__(self, root: nn.Module, others: Callable[[], Iterable[Any]]) -> None:
-        self._root, self._others = root, others
+    def __init__(
+        self, root: nn.Module, others: Callable[[], Iterable[Any]], owners: Callable[[], Iterable[Owner]]
+    ) -> None:
+        self._root, self._others, self._owners = root, others, owners
         self._outside: dict[str, Outside] = {}
 
     @contextmanager
@@ -137,7 +141,7 @@ class Apart:
         before = ModuleState(self._root, writes_undone=True)
         outside.keep()
         with ExitStack() as stack:
-            for undo in (outside.restore, writes.restore, before.restore):
+            for undo in (Standing(self._owners()).restore, outside.restore, writes.restore, before.restore):
                 stack.callback(undo)
             with writes:
                 yield outside

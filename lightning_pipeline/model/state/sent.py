@@ -8,9 +8,9 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.places import MISSING, Place
 from lightning_pipeline.model.rules import Rows
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
-from lightning_pipeline.model.trace import MISSING, Place
 
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
 _FEW = 16

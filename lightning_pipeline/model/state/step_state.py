@@ -8,6 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.places import (
+    MISSING,
+    Effect,
+    Flags,
+    Guard,
+    Kept,
+    Owner,
+    Place,
+    Replayed,
+    TensorOwner,
+)
 from lightning_pipeline.model.rules import (
     CHAINED,
     Gathered,
@@ -24,17 +35,6 @@ from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
-from lightning_pipeline.model.trace import (
-    MISSING,
-    Effect,
-    Flags,
-    Guard,
-    Kept,
-    Owner,
-    Place,
-    Replayed,
-    TensorOwner,
-)
 
 _SMALL = 4096  # elements of a tensor that is compared
 

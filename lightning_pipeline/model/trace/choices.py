@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_pipeline.model.places import MISSING, Effect, Memory, Numbers, Owner, Place
 from lightning_pipeline.model.tensors import Tag, TagStore, filled_by, items_of, result_dtypes
-from lightning_pipeline.model.trace.places import MISSING, Effect, Memory, Numbers, Owner, Place
 from lightning_pipeline.patching import patched
 
 Expression = tuple[Any, ...]

@@ -6,17 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pipeline.model.places import Effect, Memory, Owner, Place, Replayed, Surroundings, TensorOwner
 from lightning_pipeline.model.tensors import holds_tensor, is_placeholder, storage_key, tensors_held
 from lightning_pipeline.model.trace.glue import Glue
-from lightning_pipeline.model.trace.places import (
-    Effect,
-    Memory,
-    Owner,
-    Place,
-    Replayed,
-    Surroundings,
-    TensorOwner,
-)
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.places import Owner, Standing
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
     ModuleState,
@@ -29,7 +30,6 @@ from lightning_pipeline.model.trace.choices import (
     with_noted_index,
 )
 from lightning_pipeline.model.trace.patches import UnitPatches
-from lightning_pipeline.model.trace.places import Owner, Standing
 from lightning_pipeline.model.trace.ports import Porting
 from lightning_pipeline.model.trace.record import (
     Call,

@@ -1,0 +1,41 @@
+"""Where a step may leave something behind, what stood there, and what has changed."""
+
+from lightning_pipeline.model.places.owners import (
+    MISSING,
+    ClassOwner,
+    Effect,
+    Flags,
+    FoundOwner,
+    GradMode,
+    Guard,
+    Memory,
+    Numbers,
+    Owner,
+    Place,
+    Replayed,
+    TensorOwner,
+)
+from lightning_pipeline.model.places.standing import (
+    Kept,
+    Standing,
+    Surroundings,
+)
+
+__all__ = [
+    "MISSING",
+    "ClassOwner",
+    "Effect",
+    "Flags",
+    "FoundOwner",
+    "GradMode",
+    "Guard",
+    "Kept",
+    "Memory",
+    "Numbers",
+    "Owner",
+    "Place",
+    "Replayed",
+    "Standing",
+    "Surroundings",
+    "TensorOwner",
+]

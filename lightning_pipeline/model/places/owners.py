@@ -1,0 +1,342 @@
+"""Where a step may leave something behind: attributes, entries of objects, flags, values of tensors."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pipeline.model.tensors import storage_key
+
+MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
+
+
+class Guard:
+    """Base of what stands in the place of a value of another stage. Nobody looks into it."""
+
+
+class Place(NamedTuple):
+    """One attribute, entry or flag.
+
+    Attributes:
+        owner: What has it.
+        key: Its name there.
+        label: What to call it, the same on every rank, such as `layers.0.scale`.
+    """
+
+    owner: "Owner"
+    key: Any
+    label: str
+
+    @property
+    def identity(self) -> tuple[int, Any]:
+        """Equal for two places that are the same."""
+        return self.owner.identity, self.key
+
+    def get(self) -> Any:
+        """What stands there; `MISSING` where nothing does."""
+        return self.owner.read().get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Let it stand there; `MISSING` takes away what does."""
+        self.owner.write(self.key, value)
+
+
+class Owner:
+    """Has entries by name: the attributes of a module or object.
+
+    Args:
+        entries: Where they are.
+        label: Begins the label of each.
+        but: Names that are not looked at.
+    """
+
+    def __init__(self, entries: dict[Any, Any], label: str, but: Iterable[str] = ()) -> None:
+        self._entries, self.label, self._but = entries, label, frozenset(but)
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of the same entries, while these live."""
+        return id(self._entries)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return self._entries
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            self._entries.pop(key, None)
+        else:
+            self._entries[key] = value
+
+    def place(self, key: Any) -> Place:
+        """That entry."""
+        return Place(self, key, f"{self.label}{key}")
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return key not in self._but
+
+
+class Numbers(Owner):
+    """Entries that a step may decide by, which are not looked at for changes.
+
+    Args:
+        find: Gives them.
+        label: Begins the label of each.
+        readers: Properties by which code reads them, each a class and a name.
+    """
+
+    def __init__(
+        self, find: Callable[[], dict[Any, Any]], label: str, readers: Sequence[tuple[type, str]] = ()
+    ) -> None:
+        super().__init__({}, label)
+        self._find, self.readers = find, readers
+
+    def read(self) -> Mapping[Any, Any]:
+        """Those that are numbers."""
+        return {key: value for key, value in self._find().items() if isinstance(value, int | float)}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._find()[key] = value
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return False
+
+
+class ListOwner(Owner):
+    """The items of a list."""
+
+    def __init__(self, items: list[Any], label: str) -> None:
+        super().__init__({}, label)
+        self._items = items
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one list."""
+        return id(self._items)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All items, by position."""
+        return dict(enumerate(self._items))
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._items[key] = value
+
+
+class ClassOwner(Owner):
+    """The attributes of a class."""
+
+    def __init__(self, cls: type, label: str) -> None:
+        super().__init__({}, label)
+        self._cls = cls
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one class."""
+        return id(self._cls)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return vars(self._cls)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            delattr(self._cls, key)
+        else:
+            setattr(self._cls, key, value)
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return not str(key).startswith("__")
+
+
+class FoundOwner(Owner):
+    """The entries of a dictionary that may be another one later, such as a group of an optimizer.
+
+    Args:
+        find: Gives it.
+        label: Begins the label of each entry.
+        but: Names that are not looked at.
+    """
+
+    def __init__(self, find: Callable[[], dict[Any, Any]], label: str, but: Iterable[str] = ()) -> None:
+        super().__init__({}, label, but)
+        self._find = find
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners with one label."""
+        return hash(self.label)
+
+    def read(self) -> Mapping[Any, Any]:
+        """All entries."""
+        return self._find()
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one, or take it away."""
+        if value is MISSING:
+            self._find().pop(key, None)
+        else:
+            self._find()[key] = value
+
+
+class Flags(Owner):
+    """Which parameters require a gradient, by name."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__({}, "requires_grad of ")
+        self._root, self._tensors = root, dict(root.named_parameters())
+
+    @property
+    def identity(self) -> int:
+        """Equal for the flags of one module."""
+        return hash((Flags, id(self._root)))
+
+    def read(self) -> Mapping[Any, Any]:
+        """All flags."""
+        return {name: tensor.requires_grad for name, tensor in self._tensors.items()}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set one."""
+        self._tensors[key].requires_grad_(value)
+
+
+class Memory(Owner):
+    """Where the values of parameters are, by name: `weight.data = ...` moves them."""
+
+    def __init__(self, root: nn.Module) -> None:
+        super().__init__({}, "")
+        self._root, self._tensors = root, dict(root.named_parameters())
+        self._held = [
+            tensor.untyped_storage() for tensor in self._tensors.values()
+        ]  # no number is used twice
+        self._numbers: dict[int, int] = {}  # the same object for the same number
+
+    @property
+    def identity(self) -> int:
+        """Equal for the memory of one module."""
+        return hash((Memory, id(self._root)))
+
+    def read(self) -> Mapping[Any, Any]:
+        """The number of each memory."""
+        keys = {name: storage_key(tensor) for name, tensor in self._tensors.items()}
+        return {name: self._numbers.setdefault(key, key) for name, key in keys.items()}
+
+
+class TensorOwner(Owner):
+    """The values of a tensor that stands in a container or object, where a step may write them in place.
+
+    Args:
+        tensor: It.
+        label: Of the place.
+    """
+
+    def __init__(self, tensor: Tensor, label: str) -> None:
+        super().__init__({}, label)
+        self._tensor = tensor
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of one tensor's values."""
+        return id(self._tensor)
+
+    def read(self) -> Mapping[Any, Any]:
+        """The tensor."""
+        return {"": self._tensor}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Give it other values."""
+        with torch.no_grad():
+            self._tensor.copy_(value)
+
+
+class GradMode(Owner):
+    """Whether gradients are recorded, as `torch.set_grad_enabled` leaves it."""
+
+    def __init__(self) -> None:
+        super().__init__({}, "")
+
+    @property
+    def identity(self) -> int:
+        """There is one."""
+        return hash(GradMode)
+
+    def read(self) -> Mapping[Any, Any]:
+        """The one mode."""
+        return {"torch.is_grad_enabled()": torch.is_grad_enabled()}
+
+    def write(self, key: Any, value: Any) -> None:
+        """Set it."""
+        torch.set_grad_enabled(value)
+
+
+class Replayed:
+    """Stands for an iterator: what it gives is kept, so that a step can take it again.
+
+    Args:
+        source: The iterator.
+        on_next: Told when something is taken.
+    """
+
+    def __init__(self, source: Any, on_next: Callable[["Replayed"], None] | None = None) -> None:
+        self.source, self.on_next = source, on_next
+        self.at = 0
+        self._given: list[Any] = []
+
+    def __iter__(self) -> "Replayed":
+        return self
+
+    def __next__(self) -> Any:
+        if self.on_next is not None:
+            self.on_next(self)
+        if self.at == len(self._given):
+            self._given.append(next(self.source))
+        self.at += 1
+        return self._given[self.at - 1]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "source":
+            raise AttributeError(name)
+        return getattr(self.source, name)
+
+    def forget(self) -> None:
+        """What has been taken will not be asked for again."""
+        del self._given[: self.at]
+        self.at = 0
+
+    def rest(self) -> Any:
+        """The iterator itself, or one that gives what it would give now."""
+        self.forget()
+        return chain(self._given, self.source) if self._given else self.source
+
+
+@dataclass(slots=True)
+class Effect:
+    """One place that the code between units changes.
+
+    Attributes:
+        place: Which.
+        positions: How many calls of units had been made before each change.
+        from_units: Whether it depends on what units return, so that the last stage alone has it.
+        deep: Whether the values of the tensor there are written, too.
+        read_at: How many calls of units had been made when a tensor that stood there was first read; None:
+            none was.
+        retains: Whether the step asks for gradients of tensors there, by `retain_grad`.
+        by_value: Whether a value that units compute decides if it is changed.
+    """
+
+    place: Place
+    positions: set[int] = field(default_factory=set)
+    from_units: bool = False
+    deep: bool = False
+    read_at: int | None = None
+    retains: bool = False
+    by_value: bool = False
