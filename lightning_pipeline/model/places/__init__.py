@@ -2,6 +2,7 @@
 
 from lightning_pipeline.model.places.owners import (
     MISSING,
+    ArrayOwner,
     ClassOwner,
     Effect,
     Flags,
@@ -23,6 +24,7 @@ from lightning_pipeline.model.places.standing import (
 
 __all__ = [
     "MISSING",
+    "ArrayOwner",
     "ClassOwner",
     "Effect",
     "Flags",

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.tensors import storage_key
+from lightning_pipeline._torch import DisableTorchFunction
+from lightning_pipeline.model.tensors import is_array, storage_key
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
 
@@ -256,6 +257,49 @@ class TensorOwner(Owner):
         """Give it other values."""
         with torch.no_grad():
             self._tensor.copy_(value)
+
+
+class ArrayOwner(TensorOwner):
+    """The values of a NumPy array, as a tensor that has its memory.
+
+    Args:
+        array: It.
+        at: Where it stands, or what it stands in.
+        number: Which of the arrays there; None: it stands there itself, as another one may later.
+    """
+
+    def __init__(self, array: Any, at: Place, number: int | None = None) -> None:
+        self._at, self._number = at, number
+        super().__init__(self._as_tensor(array), f"{at.label}[:]" + ("" if number is None else f" {number}"))
+
+    @property
+    def array(self) -> Any:
+        """The array of the last look."""
+        return self._array
+
+    @property
+    def identity(self) -> int:
+        """Equal for two owners of what stands in one place."""
+        return id(self._array) if self._number is not None else hash((ArrayOwner, self._at.identity))
+
+    def read(self) -> Mapping[Any, Any]:
+        """The tensor; nothing where no array stands there now."""
+        now = self._array if self._number is not None else self._at.get()
+        if not is_array(now):
+            return {}
+        if now is not self._array:
+            self._tensor = self._as_tensor(now)
+        return {"": self._tensor}
+
+    def _as_tensor(self, array: Any) -> Tensor:
+        self._array = array
+        with DisableTorchFunction():
+            return torch.from_numpy(array)
+
+    def write(self, key: Any, value: Any) -> None:
+        """Give it other values."""
+        if self.read() and isinstance(value, Tensor):
+            super().write(key, value)
 
 
 class GradMode(Owner):

@@ -9,11 +9,13 @@ from operator import is_
 from typing import Any, NamedTuple
 
 import torch
+from numpy import ndarray
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import DisableTorchFunction, set_version
 from lightning_pipeline.model.places.owners import (
     MISSING,
+    ArrayOwner,
     Flags,
     GradMode,
     Guard,
@@ -24,7 +26,15 @@ from lightning_pipeline.model.places.owners import (
     Place,
     Replayed,
 )
-from lightning_pipeline.model.tensors import is_placeholder, items_of, objects_below, refill, version_of
+from lightning_pipeline.model.tensors import (
+    is_array,
+    is_placeholder,
+    items_of,
+    objects_below,
+    refill,
+    set_values,
+    version_of,
+)
 
 _OURS = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "forward")
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
@@ -40,28 +50,54 @@ class _Seen:
 
     def __init__(self, owner: Owner) -> None:
         self.owner, self.entries = owner, dict(owner.read())
-        self._held = [pair for key, value in self.entries.items() for pair in self._containers(key, value)]
+        self._held: list[tuple[Any, tuple[Any, list[Any]]]] = []
+        self._arrays: list[tuple[Any, ArrayOwner, bytes]] = []
+        for key, value in self.entries.items():
+            self._note(key, value)
 
-    def _containers(self, key: Any, value: Any) -> Iterable[tuple[Any, tuple[Any, list[Any]]]]:
+    def _note(self, key: Any, value: Any) -> None:
+        """Note the containers and arrays in an entry."""
         kind = type(value)
         if kind in _HOLD_NOTHING or not self.owner.watches(key):
-            return ()
+            return
         if kind in _PLAIN_CONTAINERS and not value:  # a module has a dozen for its hooks
-            return ((key, (value, [])),)
-        return ((key, one) for one in _containers(value))
+            self._held.append((key, (value, [])))
+            return
+        arrays = list[Any]()
+        for held, contents in _containers(value):
+            if is_array(held):
+                arrays.append(held)
+            else:
+                self._held.append((key, (held, contents)))
+        for number, array in enumerate(arrays):
+            owner = ArrayOwner(array, self.owner.place(key), None if array is value else number)
+            self._arrays.append((key, owner, array.tobytes()))
+
+    def _written(self) -> list[Place]:
+        """Arrays that have other values than at the last look."""
+        found = []
+        for index, (key, owner, before) in enumerate(self._arrays):
+            array = owner.array
+            if (now := array.tobytes()) != before:
+                self._arrays[index] = key, owner, now
+                found.append(owner.place(""))
+        return found
 
     def look(self) -> list[Place]:
         """Those that are not as they were; from now on they are."""
+        written = self._written() if self._arrays else []
         now, old = self.owner.read(), self.entries
         inside = [key for key, one in self._held if (one[0] or one[1]) and _is_changed(one)]
         if not inside and len(now) == len(old) and all(map(is_, now.values(), old.values())):
-            return []
+            return written
         others = (key for key in {**old, **now} if now.get(key, MISSING) is not old.get(key, MISSING))
         changed = dict.fromkeys([*inside, *others])
         self._held = [pair for pair in self._held if pair[0] not in changed]
-        self._held += [pair for key in changed for pair in self._containers(key, now.get(key, MISSING))]
+        self._arrays = [one for one in self._arrays if one[0] not in changed]
+        for key in changed:
+            self._note(key, now.get(key, MISSING))
         self.entries = dict(now)
-        return [self.owner.place(key) for key in changed if self.owner.watches(key)]
+        return [*written, *(self.owner.place(key) for key in changed if self.owner.watches(key))]
 
 
 class Surroundings:
@@ -133,10 +169,15 @@ def _owners(root: nn.Module) -> Iterator[Owner]:
 
 
 def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
-    """Every container below, up to a number, and what is in it; objects have owners of their own."""
+    """Every container and array below, up to a number, and what is in it. Objects have their own owners."""
     pending, seen, left_to_see = [(value, _DEEP)], set(), _MOST
     while pending and left_to_see > 0:
         held, left = pending.pop()
+        if isinstance(held, ndarray):
+            if is_array(held) and id(held) not in seen:
+                seen.add(id(held))
+                yield held, [held.tobytes()]
+            continue
         if not isinstance(held, _CONTAINERS) or isinstance(held, Guard) or id(held) in seen or not left:
             continue
         seen.add(id(held))
@@ -148,15 +189,19 @@ def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
 
 
 def _contents(held: Any) -> list[Any]:
-    """What is in a container, to be compared; of a long one how many items."""
+    """What is in a container or array, to be compared; of a long one how many items."""
+    if isinstance(held, ndarray):
+        return [held.tobytes()]
     if len(held) > _LONG:
         return [len(held)]
     return [*dict.keys(held), *dict.values(held)] if isinstance(held, dict) else list(held)
 
 
 def _is_changed(pair: tuple[Any, list[Any]]) -> bool:
-    """Whether a container has other objects in it than `contents` gave."""
+    """Whether other objects or numbers are in it than `_contents` gave."""
     held, before = pair
+    if isinstance(held, ndarray):
+        return before != _contents(held)
     if len(held) > _LONG:
         return before != [len(held)]
     now = _contents(held)
@@ -168,7 +213,7 @@ class Kept(NamedTuple):
 
     Attributes:
         value: The object.
-        inner: The containers in it, each with a shallow copy.
+        inner: The containers and arrays in it, each with a shallow copy.
         tensors: Tensors in it with a copy of their values, where those are kept.
         taken: How much has been taken of an iterator.
         beside: The same as `tensors` of a small tensor whose values are not asked for: it may be written
@@ -209,7 +254,10 @@ class Kept(NamedTuple):
     def items(self) -> set[int]:
         """Identities of what stood in the containers, but for containers that have changed since."""
         changed = self._changed()
-        return {id(item) for _, saved in self.inner for _, item in items_of(saved)} - changed
+        return {id(item) for _, saved in self._containers() for _, item in items_of(saved)} - changed
+
+    def _containers(self) -> Iterator[tuple[Any, Any]]:
+        return ((held, saved) for held, saved in self.inner if not isinstance(held, ndarray))
 
     def before(self) -> Any:
         """A container as it was, with others in the place of those in it that have changed since."""
@@ -230,7 +278,7 @@ class Kept(NamedTuple):
         changed = {id(held) for held, saved in self.inner if _is_changed((held, _contents(saved)))}
         while more := {
             id(held)
-            for held, saved in self.inner
+            for held, saved in self._containers()
             if id(held) not in changed and any(id(item) in changed for _, item in items_of(saved))
         }:
             changed |= more
@@ -246,7 +294,7 @@ class Kept(NamedTuple):
             if _is_changed((held, _contents(saved))):
                 refill(held, saved)
         for tensor, saved, version in (*self.tensors, *(self.beside if self.is_written else ())):
-            tensor.data = saved.clone()
+            set_values(tensor, saved)
             # A micro-batch before may have it in its graph, with this number.
             if version_of(tensor) != version:
                 set_version(tensor, version)

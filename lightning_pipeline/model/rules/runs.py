@@ -16,7 +16,7 @@ from lightning_pipeline.model.random import seed_torch
 from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
 from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors
+from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, set_values
 from lightning_pipeline.model.trace import Trace, UnitPatches, stub_sinks
 
 _log = logging.getLogger(__name__)
@@ -171,7 +171,7 @@ class Runs:
 
 def _is_refilled(value: Any, start: Kept) -> bool:
     """Whether each item of a list or dictionary is another one than stood there, if any did."""
-    if not start.inner or start.inner[0][0] is not value or not value:
+    if not start.inner or start.inner[0][0] is not value or type(value) not in (list, dict) or not value:
         return False
     before = start.inner[0][1]
     if type(value) is list:
@@ -198,7 +198,7 @@ def _listed(value: Any) -> Iterator[Any]:
 def _put(effect: Effect, value: Any) -> None:
     tensor = effect.place.get()
     if effect.deep and isinstance(tensor, Tensor) and isinstance(value, Tensor):
-        tensor.data = value.clone()
+        set_values(tensor, value)
     else:
         effect.place.put(value)
 

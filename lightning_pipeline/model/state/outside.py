@@ -17,6 +17,7 @@ from lightning_pipeline.model.tensors import (
     attributes_of,
     contents_of,
     filled_by,
+    is_array,
     items_of,
     refill,
 )
@@ -88,6 +89,9 @@ class Outside:
                 yield name, value
                 continue
             held = filled_by(value)
+            if is_array(value) and id(value) not in seen:
+                seen.add(id(value))
+                self._saved.append((value, value.copy()))
             if held is None or id(held) in seen or not depth:
                 continue
             seen.add(id(held))

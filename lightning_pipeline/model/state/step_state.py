@@ -34,7 +34,7 @@ from lightning_pipeline.model.rules import (
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
 _SMALL = 4096  # elements of a tensor that is compared
 
@@ -266,7 +266,7 @@ class StepState:
             if place.get() is not tensor:
                 place.put(tensor)
             with torch.no_grad():
-                tensor.data = whole.to(tensor.dtype).clone()
+                set_values(tensor, whole.to(tensor.dtype))
             return
         old = start.value
         if isinstance(old, list | dict | set | deque) and type(whole) in (type(old), list, dict, set):
@@ -292,7 +292,7 @@ class StepState:
         Args:
             read: Labels of large values that they read.
         """
-        told = {e.place.label for e in self._effects if e.retains or type(e.place.owner) is TensorOwner}
+        told = {e.place.label for e in self._effects if e.retains or isinstance(e.place.owner, TensorOwner)}
         values = {
             label: Sent.of(value)
             for label, value in self._made().items()
@@ -398,7 +398,7 @@ def _is_compared(tensor: Tensor) -> bool:
 
 def is_told_as_attribute(effect: Effect) -> bool:
     """Whether ranks tell each other what stands there by its place, and not as a state of the module."""
-    return not effect.deep or type(effect.place.owner) is TensorOwner
+    return not effect.deep or isinstance(effect.place.owner, TensorOwner)
 
 
 def _is_for_backward(effect: Effect) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
+import numpy
 from torch import Tensor, nn
 
 _PLAIN_OBJECTS = (types.SimpleNamespace, argparse.Namespace)
@@ -19,6 +20,25 @@ _NESTED, _FEW, _MOST = 3, 100, 2000  # containers in containers, items of one, o
 _CONTAINERS = (list, deque, dict, set, tuple)
 _NO_KEEPERS = (Tensor, nn.Module, type)
 Container = list[Any] | deque[Any] | dict[Any, Any] | set[Any]
+_KINDS = frozenset(map(numpy.dtype, (
+    "bool", "uint8", "int8", "int16", "int32", "int64",
+    "float16", "float32", "float64", "complex64", "complex128",
+)))  # fmt: skip
+_LARGEST = 1 << 22  # bytes of an array that is copied to be compared
+
+
+def is_array(value: Any) -> bool:
+    """Whether it is a NumPy array of numbers in which a step may count, such as a confusion matrix.
+
+    A larger one is taken for data, and one that cannot be written for what it says.
+    """
+    return (
+        isinstance(value, numpy.ndarray)
+        and value.dtype in _KINDS
+        and value.nbytes <= _LARGEST
+        and value.flags.writeable
+        and all(stride >= 0 for stride in value.strides)
+    )
 
 
 @cache
@@ -102,7 +122,9 @@ def contents_of(container: Container) -> Any:
 
 def refill(container: Any, saved: Any) -> None:
     """Give a container the contents that it had, past what its own class allows (an immutable dictionary)."""
-    if isinstance(container, list):
+    if isinstance(container, numpy.ndarray):
+        container[...] = saved
+    elif isinstance(container, list):
         list.__setitem__(container, slice(None), saved)
     elif isinstance(container, deque):
         deque.clear(container)

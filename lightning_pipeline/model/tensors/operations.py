@@ -36,6 +36,14 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+def set_values(tensor: Tensor, value: Tensor) -> None:
+    """Give a tensor other values: in new memory, or in memory that is somebody else's, such as an array's."""
+    if tensor.untyped_storage().resizable():
+        tensor.data = value.clone()
+    else:
+        tensor.data.copy_(value)
+
+
 def put_back(tensor: Tensor, value: Tensor, version: int) -> None:
     """Let a tensor have the values that it had at a version, also for a graph that has kept it from then."""
     tensor.data.copy_(value)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.tensors.containers import contents_of, filled_by, items_of, refill
+from lightning_pipeline.model.tensors.containers import contents_of, filled_by, is_array, items_of, refill
 from lightning_pipeline.model.tensors.operations import is_placeholder, put_back, storage_key, version_of
 from lightning_pipeline.model.tensors.structure import tensors_in
 
@@ -104,6 +104,9 @@ def _containers(level: Iterable[Any], depth: int = 3, anything: bool = False) ->
             if type(value) in _HOLDS_NOTHING or id(value) in seen:
                 continue
             seen.add(id(value))
+            if is_array(value):
+                found.append((value, value.copy()))
+                continue
             if anything and hasattr(value, "__dict__") and not isinstance(value, (Tensor, nn.Module, type)):
                 value = vars(value)
             held = filled_by(value)
@@ -119,7 +122,7 @@ def _containers(level: Iterable[Any], depth: int = 3, anything: bool = False) ->
 
 
 def _refill(container: Any, saved: Any) -> None:
-    if container is not None and saved is not None and (saved or container):
+    if container is not None and saved is not None and (is_array(saved) or saved or container):
         refill(container, saved)
 
 

@@ -6,7 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.places import Effect, Memory, Owner, Place, Replayed, Surroundings, TensorOwner
+from lightning_pipeline.model.places import (
+    ArrayOwner,
+    Effect,
+    Memory,
+    Owner,
+    Place,
+    Replayed,
+    Surroundings,
+    TensorOwner,
+)
 from lightning_pipeline.model.tensors import holds_tensor, is_placeholder, storage_key, tensors_held
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import PortSpec
@@ -120,9 +129,10 @@ class EffectsSeen:
         """Note what the code between units has changed since."""
         position = len(self._observed.trace.calls)
         for place in self._around.look():
-            effect = self._found.setdefault(place.identity, Effect(place))
+            is_array = isinstance(place.owner, ArrayOwner)
+            effect = self._found.setdefault(place.identity, Effect(place, deep=is_array))
             effect.positions.add(position)
-            effect.from_units |= self._unknown
+            effect.from_units |= self._unknown or (is_array and position > 0)
 
     def look_at_unit(self, unit: int, ports: PortSpec | None = None) -> None:
         """Note what the forward of a unit has changed since; what its ports fill stands on every stage."""
@@ -182,7 +192,7 @@ class EffectsSeen:
         late = unseen | {
             effect.place.label
             for effect in trace.effects
-            if effect.deep and effect.from_units and type(effect.place.owner) is not TensorOwner
+            if effect.deep and effect.from_units and not isinstance(effect.place.owner, TensorOwner)
         }
         trace.late_states = sorted(n for n in late - own if n not in trace.state_units)
 
