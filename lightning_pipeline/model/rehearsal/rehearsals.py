@@ -16,6 +16,7 @@ from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
 from lightning_pipeline.model.rehearsal.mixed_samples import MixedSamples
 from lightning_pipeline.model.rehearsal.mixed_values import MixedValues
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
+from lightning_pipeline.model.rehearsal.row_order import RowOrder
 from lightning_pipeline.model.rehearsal.unit_buffers import UnitBuffers
 from lightning_pipeline.model.rehearsal.unit_mixing import UnitMixing
 from lightning_pipeline.model.replay import StageView, Told
@@ -54,6 +55,7 @@ class Rehearsals:
         values: Tries whether samples of values of units are mixed.
         buffers: Finds buffers that units advance whatever they are given.
         mixing_units: Finds units that mix samples.
+        row_order: Finds in which order rows of joined views stand.
     """
 
     def __init__(
@@ -85,4 +87,5 @@ class Rehearsals:
         runs = MadeUpRuns(root, patches, apart, quiet)
         self.values = MixedValues(runs)
         self.buffers = UnitBuffers(runs, stage_of, stages)
+        self.row_order = RowOrder(runs)
         self.mixing_units = UnitMixing(runs, stage_of, stages)

@@ -8,6 +8,7 @@ each unit answers with the rows that it gave the micro-batches.
 import logging
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -180,7 +181,9 @@ class Gathered:
             if there and len(there) < len(self._sizes):
                 raise NoFit("units have not run for all of its micro-batches")
             try:
-                tensor = joined_values(there, spec, self._sizes) if there else made_up(spec, generator)
+                blocks = self._trace.blocks.get((*call, leaf), 1)
+                joins = partial(joined_values, there, spec, self._sizes, blocks)
+                tensor = joins() if there else made_up(spec, generator)
             except ValueError as error:
                 raise NoFit(str(error)) from error
             made.append(tensor.requires_grad_(spec.requires_grad))

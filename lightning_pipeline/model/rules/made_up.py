@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.tensors import Given, TensorSpec, alias, is_placeholder, map_tensors, tensors_in
+from lightning_pipeline.model.tensors import (
+    Given,
+    TensorSpec,
+    alias,
+    is_placeholder,
+    joined_in_blocks,
+    map_tensors,
+    tensors_in,
+)
 from lightning_pipeline.model.trace import Trace, Watch
 
 Observed = list[tuple[int | None, list[Tensor]]]
@@ -103,20 +111,23 @@ def made_up(spec: TensorSpec, generator: torch.Generator) -> Tensor:
     return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype).to(spec.device)
 
 
-def joined_values(parts: Sequence[Tensor], spec: TensorSpec, sizes: Sequence[float]) -> Tensor:
+def joined_values(
+    parts: Sequence[Tensor], spec: TensorSpec, sizes: Sequence[float], blocks: int = 1
+) -> Tensor:
     """What a unit returns for the batch, from what it returns for the parts: see `dimension_of`.
 
     Args:
         parts: For each part.
         spec: Of what it returns for the batch.
         sizes: Samples of the parts.
+        blocks: How often all samples stand one after the other among the rows.
 
     Raises:
         ValueError: No dimension is that of the samples.
     """
     dimension = dimension_of(parts, spec)
     if dimension is not None:
-        return torch.cat(list(parts), dimension)
+        return joined_in_blocks(parts, dimension, blocks)
     if not parts[0].is_floating_point():
         return parts[0]
     weighted = [part * (size / sum(sizes)) for part, size in zip(parts, sizes, strict=True)]

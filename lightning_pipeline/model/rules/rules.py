@@ -16,6 +16,7 @@ from lightning_pipeline.model.places import MISSING
 from lightning_pipeline.model.rules.rows import rows_in
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, is_number
+from lightning_pipeline.model.tensors import joined_in_blocks
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -91,6 +92,30 @@ def averaged_one_by_one(start: Any, results: list[Any], sizes: list[int], merge:
     return one_by_one(start, results, sizes, lambda values, sizes: averaged(None, values, sizes, merge))
 
 
+class InBlocks:
+    """Rows that have each sample several times, all samples one after the other, as joined views have.
+
+    Args:
+        blocks: How often.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._blocks = blocks
+
+    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        if not all(isinstance(result, Tensor) and result.dim() for result in results):
+            raise NoFit
+        times, rest = divmod(len(results[0]), sizes[0])
+        lengths = [times * size for size in sizes]
+        if rest or times % self._blocks or [len(result) for result in results] != lengths:
+            raise NoFit
+        return joined_in_blocks(results, 0, self._blocks)
+
+    def of_items(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        """The same of each item that was added to a list."""
+        return one_by_one(start, results, sizes, lambda values, sizes: self(None, values, sizes, merge))
+
+
 class ByKey:
     """Each entry of a dictionary by a rule of its own.
 
@@ -161,6 +186,7 @@ _RULES: list[Rule] = [
     smallest,
     first,
     flipped,
+    *(rule for blocks in (InBlocks(2), InBlocks(3), InBlocks(4)) for rule in (blocks, blocks.of_items)),
 ]
 
 

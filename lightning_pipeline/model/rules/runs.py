@@ -5,7 +5,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,14 @@ from torch import Tensor, nn
 
 from lightning_pipeline.model.places import MISSING, Effect, Kept
 from lightning_pipeline.model.random import seed_torch
-from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up, values_in
+from lightning_pipeline.model.rules.made_up import (
+    MadeUp,
+    Observed,
+    dimension_of,
+    joined_values,
+    made_up,
+    values_in,
+)
 from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, set_values
@@ -38,6 +45,7 @@ class Question:
         mended: Whether micro-batches are given their part of what the step mixes, so that they compute what
             the batch does, though these runs do not.
         twice: The first micro-batch and itself again as one; None where the second has another size.
+        blocks: How often all samples stand one after the other among the rows of an output of a unit.
     """
 
     one: tuple[Arguments, Trace]
@@ -49,6 +57,7 @@ class Question:
     given: frozenset[tuple[int, int, int]] | None = None
     mended: bool = False
     twice: Arguments | None = None
+    blocks: Mapping[tuple[int, int, int], int] = field(default_factory=dict)
 
     def pieces(self, batch: Arguments) -> Pieces:
         """Of the two, where the samples of these arguments are, which are of one, the other or both."""
@@ -210,11 +219,12 @@ def values_for(question: Question, seed: int) -> tuple[MadeUp, MadeUp, MadeUp]:
     triples = zip(question.one[1].calls, question.other[1].calls, question.whole[1].calls, strict=True)
     for one, other, whole in triples:
         lists: tuple[list[Tensor], list[Tensor], list[Tensor]] = ([], [], [])
-        for specs in zip(one.specs, other.specs, whole.specs, strict=True):
+        for leaf, specs in enumerate(zip(one.specs, other.specs, whole.specs, strict=True)):
+            blocks = question.blocks.get((whole.unit, whole.nth, leaf), 1)
             first, second = made_up(specs[0], generator), made_up(specs[1], generator)
             lists[0].append(first)
             lists[1].append(second)
-            lists[2].append(joined_values([first, second], specs[2], question.sizes))
+            lists[2].append(joined_values([first, second], specs[2], question.sizes, blocks))
         for call, tensors, table in zip((one, other, whole), lists, found, strict=True):
             specs_of = [spec.requires_grad for spec in call.specs]
             for tensor, needed in zip(tensors, specs_of, strict=True):
@@ -242,9 +252,17 @@ def is_whole(one: Observed, other: Observed, whole: Observed, sizes: tuple[int, 
 def _joins(one: Tensor, other: Tensor, whole: Tensor, sizes: tuple[int, int]) -> bool:
     spec = TensorSpec.of(whole)
     try:
-        joined = joined_values([one, other], spec, sizes)
+        dimension = dimension_of([one, other], spec)
     except ValueError:
         return False
+    times = 1 if dimension is None else max(one.shape[dimension] // sizes[0], 1)
+    return any(
+        _are_close(joined_values([one, other], spec, sizes, blocks), whole)
+        for blocks in (n for n in range(1, times + 1) if times % n == 0)
+    )
+
+
+def _are_close(joined: Tensor, whole: Tensor) -> bool:
     if joined.shape != whole.shape or joined.dtype != whole.dtype:
         return False
     precise = joined.dtype in (torch.float64, torch.complex128)

@@ -471,7 +471,10 @@ class LeftBehind:
             with start.of(pieces):
                 parts.append((part, (self._traced if start else self._traced_like)(trace.step, part)))
         twice = _as_one(one, one, first, first) if first == second else None
-        asked = Question(parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second), twice=twice)
+        asked = Question(
+            parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second),
+            twice=twice, blocks=trace.blocks,
+        )  # fmt: skip
         carried = trace.carried()
         in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))
         by_identity = {place.label: place.identity for _, place in trace.unit_attributes}

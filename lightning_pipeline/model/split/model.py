@@ -131,7 +131,7 @@ class SplitModel(OutsideSteps):
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
         self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
-        self._mixing_units = rehearsals.mixing_units
+        self._mixing_units, self._row_order = rehearsals.mixing_units, rehearsals.row_order
         self.signatures: list[Hashable] = []
         self.begun = 0
         self.counts_next = False
@@ -362,6 +362,7 @@ class SplitModel(OutsideSteps):
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         as_one = partial(self._finder.as_one, self._step)
+        self._find_row_order(at_once)
         self._known_left = self._step.left_by_batch or {}
         self._state = self._left_behind.new_state(
             trace,
@@ -409,6 +410,16 @@ class SplitModel(OutsideSteps):
         outputs = partial(self._finder.outputs, step.routes[0], seeds=seeds)
         with self._left_behind.begun(0, self._sizes):
             self._mixing_units.look(step, whole, self._sizes, outputs, later)
+
+    def _find_row_order(self, whole: Microbatch | None) -> None:
+        """Find out how rows stand that have each sample several times."""
+        step = self._step
+        if step is None or whole is None or len(step.microbatches) == 1:
+            return
+        seeds = partial(step.seeds.microbatch, 0)
+        outputs = partial(self._finder.outputs, step.routes[-1], seeds=seeds)
+        with self._left_behind.begun(None, self._sizes):
+            self._row_order.look(step, whole, self._sizes, partial(self._finder.as_one, step), outputs)
 
     def _find_ways(self, step: Step, sizes: Sequence[int]) -> None:
         """Which units each micro-batch calls, and what a rank is to know of them."""

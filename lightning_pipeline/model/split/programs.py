@@ -19,21 +19,21 @@ from lightning_pipeline.model.cut import Microbatch, StepRoutes, TracedOutput, V
 from lightning_pipeline.model.rehearsal import RouteFinder
 from lightning_pipeline.model.replay import Replay, StageProgram, StageView, Step, Table
 from lightning_pipeline.model.state import AsOne, StepState
-from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, is_placeholder, tensors_in
+from lightning_pipeline.model.tensors import (
+    PlaceholderMode,
+    TensorSpec,
+    cut_in_blocks,
+    is_placeholder,
+    joined_in_blocks,
+    sample_dimension,
+    tensors_in,
+)
 from lightning_pipeline.model.trace import Trace, UnitPatches
 from lightning_pipeline.wire import Stage, Values
 
 Outputs = dict[tuple[int, int], TracedOutput]
 """By unit and number of the call."""
 _EVERYWHERE = -1  # instead of a dimension: the same in every micro-batch
-
-
-def sample_dimension(part: TensorSpec, whole: TensorSpec) -> int | None:
-    """The one dimension in which the output for a micro-batch differs from that for the batch; else None."""
-    if len(part.shape) != len(whole.shape):
-        return None
-    uneven = [d for d, sizes in enumerate(zip(part.shape, whole.shape, strict=True)) if len(set(sizes)) > 1]
-    return uneven[0] if len(uneven) == 1 else None
 
 
 def units_over_batch(
@@ -82,7 +82,7 @@ class OverBatch(Stage):
         self._ways: dict[tuple[tuple[str, int], frozenset[int]], StepRoutes] = {}
         self._given: dict[int, Values] = {}
         self._gradients: dict[int, list[Tensor | None]] | None = None
-        self._dimensions: list[int] = []
+        self._dimensions: list[tuple[int, int]] = []
         self._table: Table = ()
         first.ends_itself = True
         tail.replay_kind = BatchReplay
@@ -214,11 +214,13 @@ class OverBatch(Stage):
         joined = []
         for key, *tensors in zip(self._tail.view.incoming, *parts, strict=True):
             dimension = self._dimension(key, tensors)
+            blocks = self._step.trace.blocks.get(key, 1)
             with torch.no_grad():
-                tensor = tensors[0] if dimension == _EVERYWHERE else torch.cat(tensors, dimension)
+                is_one = dimension == _EVERYWHERE
+                tensor = tensors[0] if is_one else joined_in_blocks(tensors, dimension, blocks)
             needs_grad = torch.is_grad_enabled() and any(one.requires_grad for one in tensors)
             joined.append(tensor.detach().requires_grad_(needs_grad))
-            self._dimensions.append(dimension)
+            self._dimensions.append((dimension, blocks))
         self._sizes = [[tensor.shape for tensor in one] for one in parts]
         return joined
 
@@ -264,14 +266,16 @@ class OverBatch(Stage):
         for microbatch, shapes in enumerate(self._sizes):
             mine: list[Tensor | None] = []
             for number, (gradient, shape) in enumerate(zip(gradients, shapes, strict=True)):
-                dimension = self._dimensions[number]
+                dimension, blocks = self._dimensions[number]
                 if gradient is None or (dimension == _EVERYWHERE and microbatch):
                     mine.append(None)
                 elif dimension == _EVERYWHERE:
                     mine.append(gradient)
                 else:
-                    mine.append(gradient.narrow(dimension, starts[number], shape[dimension]).contiguous())
-                    starts[number] += shape[dimension]
+                    length = shape[dimension]
+                    part = cut_in_blocks(gradient, dimension, blocks, starts[number], length)
+                    mine.append(part.contiguous())
+                    starts[number] += length
             found[microbatch] = mine
         return found
 

@@ -4,7 +4,7 @@ A mask, or the lengths of sequences, come from the batch more often than not. Ev
 how many elements such a mask selects is known on every stage, whether or not the values are.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -299,3 +299,42 @@ def fitted(spec: TensorSpec, sizes: Sizes) -> TensorSpec:
         return spec
     take = left.pop if sizes.rows else left.get
     return spec.resized(tuple(take(size, size) for size in spec.shape))
+
+
+def sample_dimension(part: TensorSpec, whole: TensorSpec) -> int | None:
+    """The one dimension in which the output for a micro-batch differs from that for the batch; else None."""
+    if len(part.shape) != len(whole.shape):
+        return None
+    uneven = [d for d, sizes in enumerate(zip(part.shape, whole.shape, strict=True)) if len(set(sizes)) > 1]
+    return uneven[0] if len(uneven) == 1 else None
+
+
+def joined_in_blocks(parts: Sequence[Tensor], dimension: int, blocks: int) -> Tensor:
+    """Values of micro-batches as one.
+
+    Args:
+        parts: For each micro-batch.
+        dimension: Of the samples.
+        blocks: How often all samples stand one after the other in it, as in joined views.
+    """
+    if blocks == 1:
+        return torch.cat(list(parts), dimension)
+    cut = [part.unflatten(dimension, (blocks, -1)) for part in parts]
+    return torch.cat(cut, dimension + 1).flatten(dimension, dimension + 1)
+
+
+def cut_in_blocks(whole: Tensor, dimension: int, blocks: int, start: int, length: int) -> Tensor:
+    """The part of a micro-batch in values that `joined_in_blocks` has joined.
+
+    Args:
+        whole: All.
+        dimension: Of the samples.
+        blocks: How often all samples stand one after the other in it.
+        start: Rows of the micro-batches before.
+        length: Its rows.
+    """
+    if blocks == 1:
+        return whole.narrow(dimension, start, length)
+    cut: Tensor = whole.unflatten(dimension, (blocks, -1))
+    part = cut.narrow(dimension + 1, start // blocks, length // blocks)
+    return part.flatten(dimension, dimension + 1)

@@ -183,6 +183,8 @@ class Trace:
         has_means: Whether values of units meet rows in which a mean over samples may be.
         by_sizes: Whether it reads whole numbers of the batch that are no counts, such as its greatest length.
         may_mix_values: Whether an operation that may mix samples meets values of units before another unit.
+        blocks: How often all samples stand one after the other among rows that a unit returns, if more than
+            once, by unit, number of the call and tensor.
     """
 
     root: nn.Module
@@ -242,6 +244,7 @@ class Trace:
     has_means: bool = False
     by_sizes: bool = False
     may_mix_values: bool = False
+    blocks: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
     @property
     def path(self) -> tuple[int, ...]:
