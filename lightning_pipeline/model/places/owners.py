@@ -375,6 +375,7 @@ class Effect:
             none was.
         retains: Whether the step asks for gradients of tensors there, by `retain_grad`.
         by_value: Whether a value that units compute decides if it is changed.
+        is_container: Whether a list, deque or dictionary stands there, which the step may only fill.
     """
 
     place: Place
@@ -384,3 +385,4 @@ class Effect:
     read_at: int | None = None
     retains: bool = False
     by_value: bool = False
+    is_container: bool = False

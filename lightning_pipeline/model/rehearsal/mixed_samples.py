@@ -25,6 +25,7 @@ from lightning_pipeline.model.mixing import (
 )
 from lightning_pipeline.model.places import Effect, Kept, Place, Replayed
 from lightning_pipeline.model.random import Draws
+from lightning_pipeline.model.rehearsal.filled import filled_alone
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import own_containers
@@ -59,6 +60,7 @@ class MixedSamples:
         self._begun = begun
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
         self._looks: dict[str, int] = {}
+        self._reading = set[str]()  # steps that read containers which they also fill
         self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
 
     def arrange(
@@ -130,6 +132,7 @@ class MixedSamples:
                 self._run(step, changed(batch), number, route, seen)
 
         absent, of_whole = self._finder.on_some_stages(), step.routes[number]
+        reading = set(self._reading)
         compared = Comparison(run, self._root, absent if self._is_known(trace) else [], sizes)
         try:
             if not trace.draws_unseen and compared.is_as_given(number, step.microbatches[number], absent):
@@ -141,6 +144,8 @@ class MixedSamples:
                 return found
             return compared.lines_of(number)
         except (CannotRepeatError, SplitError):
+            if step.name in self._reading - reading:
+                return self._mixed(step, trace, whole, number, sizes)
             return {}  # of what cannot be run again, the trace alone tells
 
     def mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
@@ -153,11 +158,11 @@ class MixedSamples:
         mixes = bool(trace.mixed) or trace.has_means or trace.by_sizes or trace.step in self._finder.torn
         return mixes and self._is_known(trace) and (trace.step, tuple(sizes)) not in self._given_up
 
-    @staticmethod
-    def _is_known(trace: Trace) -> bool:
+    def _is_known(self, trace: Trace) -> bool:
         """Whether every rank comes to the same where it runs a step without units."""
         is_plain = not (trace.checkpointed or trace.draws_unseen)
-        return is_plain and all(map(_is_known_everywhere, trace.effects))
+        fills = trace.step not in self._reading
+        return is_plain and all(_is_known_everywhere(effect, fills=fills) for effect in trace.effects)
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
         """A batch of such a step begins.
@@ -170,7 +175,10 @@ class MixedSamples:
         Returns:
             Whether the micro-batches are given their part; otherwise that is not tried again for these sizes.
         """
-        found = self._found(step, whole, sizes)
+        try:
+            found = self._found(step, whole, sizes)
+        except CannotRepeatError:
+            found = None
         if found is None:
             self._given_up.add((step.name, tuple(sizes)))
             return False
@@ -248,14 +256,20 @@ class MixedSamples:
     def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
         mixing.begin(batch)
-        self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
+        with filled_alone(() if step.name in self._reading else step.trace.effects) as read:
+            self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
+        if read:
+            self._reading.add(step.name)
+            raise CannotRepeatError(read[0])
         return mixing
 
 
-def _is_known_everywhere(effect: Effect) -> bool:
+def _is_known_everywhere(effect: Effect, *, fills: bool) -> bool:
     """Whether what stands there can be kept for another run, and each rank has it or none needs it."""
     value = effect.place.get()
-    return not isinstance(value, Replayed) and (not effect.from_units or is_small(value))
+    if isinstance(value, Replayed):
+        return False
+    return not effect.from_units or is_small(value) or (fills and effect.is_container)
 
 
 def _left_there(place: Place, start: Kept) -> Any:

@@ -1,5 +1,7 @@
 """Numbers of the whole batch that a step uses by way of what it leaves behind: buffers, attributes, lists."""
 
+from collections import deque
+
 import pytest
 import torch
 from torch import nn
@@ -87,16 +89,38 @@ def by_a_condition_with_an_effect(self, x, y):
     return MSE(self.net(x), y)
 
 
+def while_losses_are_noted(self, x, y):
+    loss = MSE(self.net(x - x.mean(0)), y)
+    self.items.append(loss.detach())
+    return loss
+
+
+def while_what_units_gave_is_kept(self, x, y):
+    out = self.net(x - x.mean(0))
+    self.items.append(out.detach())
+    self.named["last"] = out.detach()
+    self.latest.append(MSE(out, y).item())
+    return MSE(out, y)
+
+
+def while_losses_are_read(self, x, y):
+    before = self.items[-1] if self.items else 1.0
+    loss = MSE(self.net(x - x.mean(0)), y)
+    self.items.append(loss.detach())
+    return loss * before
+
+
 class Stateful(Mixed):
     """Leaves something behind."""
 
     def __init__(self, function):
         super().__init__(function)
         self.kept, self.total, self.steps, self.items = None, 0.0, 0, []
+        self.named, self.latest = {}, deque(maxlen=2)
 
     def left(self):
         """All of it."""
-        kept = [self.shift, self.kept, self.total, self.steps, self.items]
+        kept = [self.shift, self.kept, self.total, self.steps, self.items, self.named, list(self.latest)]
         return [
             torch.as_tensor(value, dtype=torch.float64).clone()
             for value in tree_leaves(kept)
@@ -120,7 +144,8 @@ def run(function, pipeline):
         by_a_buffer, by_a_number_in_a_buffer, by_a_number_in_a_buffer_between, by_another_buffer,
         by_a_moving_average, by_the_average_before, by_an_attribute, by_a_sum_in_an_attribute,
         by_a_running_mean, by_the_last_item, by_the_last_item_while_sums_are_noted, by_the_batch_before,
-        by_what_units_gave_before, by_a_condition_with_an_effect,
+        by_what_units_gave_before, by_a_condition_with_an_effect, while_losses_are_noted,
+        while_what_units_gave_is_kept,
     ],
 )  # fmt: skip
 def test_numbers_of_the_batch_in_a_state_are_one_devices(function, number, recwarn):
@@ -129,3 +154,22 @@ def test_numbers_of_the_batch_in_a_state_are_one_devices(function, number, recwa
     expected, left_alone = run(function, None)
     assert_same(found, expected)
     torch.testing.assert_close(left, left_alone)
+
+
+def test_a_list_that_is_read_is_none_that_is_filled_alone(recwarn):
+    found, left = run(while_losses_are_read, {**STAGED, "num_microbatches": 3})
+    expected, left_alone = run(while_losses_are_read, None)
+    if not told(recwarn):
+        assert_same(found, expected)
+        torch.testing.assert_close(left, left_alone)
+
+
+def runs(pipeline):
+    return [run(function, pipeline) for function in (while_losses_are_noted, while_what_units_gave_is_kept)]
+
+
+def test_ranks_that_fill_lists_have_their_samples_of_what_is_mixed(ranks):
+    expected = runs(None)
+    for on_rank in ranks(2)(runs, {"stages": 2, "num_microbatches": 3}, group=False):
+        for (found, _), (alone, _) in zip(on_rank, expected, strict=True):
+            assert_same(found, alone)
