@@ -4,7 +4,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,6 +120,8 @@ class LogRecorder:
         self.part_of: Callable[..., Part] = lambda value, always: Part()
         """What a value of the micro-batch that runs is of the batch's."""
         self._warned: set[str] = set()
+        self.guesses: dict[str, str] = {}
+        """Numbers of this batch that are not known to be one device's, and what to say of them."""
         self._of_whole: dict[str, int] = {}  # batch sizes that the step of the whole batch gives
         self._numbers: dict[
             tuple[str, int], tuple[Any, bool]
@@ -138,7 +140,7 @@ class LogRecorder:
         Args:
             sizes: Samples of each micro-batch; `None` where unknown.
         """
-        self._calls, self._seen, self._sizes = {}, {}, sizes
+        self._calls, self._seen, self._sizes, self.guesses = {}, {}, sizes, {}
         self.whole_begins()
         self._of_whole.clear()
         self._others.clear()
@@ -301,7 +303,7 @@ class LogRecorder:
             what = "is a Python number" if call.numbers else "is not seen to be a sum or mean over samples"
             what += " that differs between micro-batches" if differs else ", by values that units compute"
             taken = _TAKEN.get(call.reduces, "mean by samples")
-            self._warn(key[0], what, "mean by samples" if key in self._means else taken)
+            self._guess(key[0], what, "mean by samples" if key in self._means else taken)
         if call.reduces in ("max", "min") and key not in self._means:
             values = torch.stack([value.double() for value in call.values])
             return values.max() if call.reduces == "max" else values.min()
@@ -353,9 +355,19 @@ class LogRecorder:
             "on_validation_epoch_end"
         )
 
-    def _warn(self, name: str, what: str, taken: str) -> None:
-        self._warned.add(name)
-        warnings.warn(
+    def warn_of_guesses(self, but: Container[str] = ()) -> None:
+        """Say which numbers of this batch may be other ones on one device.
+
+        Args:
+            but: Names of those that are known by now.
+        """
+        for name, said in self.guesses.items():
+            if name not in but and name not in self._warned:
+                self._warned.add(name)
+                warnings.warn(said)
+
+    def _guess(self, name: str, what: str, taken: str) -> None:
+        self.guesses[name] = (
             f"what self.log({name!r}, ...) is given {what}, so that the batch's is taken for their {taken}. "
             "Where it is another number (a root, a quotient of two sums, a median) log the tensors that it "
             "is made of, log a torchmetrics object, or work it out in on_train_epoch_end or "

@@ -1,5 +1,7 @@
 """What is recorded over micro-batches is what one device would have logged."""
 
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -78,10 +80,24 @@ def test_a_python_number_that_differs_between_microbatches_is_warned_of_once() -
                 recorder.log(microbatch, "rate", value)
                 recorder.log(microbatch, "same", 2.0)
             assert recorder.report(None).values.tolist() == [2.0, 2.0]  # type: ignore[union-attr]
+            recorder.warn_of_guesses()
 
     with pytest.warns(UserWarning, match=r"self.log\('rate', ...\) is given is a Python number") as warned:
         log_twice()
     assert len(warned) == 1
+
+
+def test_a_number_that_is_known_by_other_means_is_not_warned_of() -> None:
+    recorder = LogRecorder(Module())
+    recorder.part_of = lambda value, always: Part(value / 2)
+    recorder.begin([1, 1])
+    for microbatch, value in enumerate([1.0, 3.0]):
+        recorder.log(microbatch, "rate", value)
+    recorder.report(None)
+    assert list(recorder.guesses) == ["rate"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        recorder.warn_of_guesses({"rate"})
 
 
 def test_what_cannot_be_logged_is_refused() -> None:

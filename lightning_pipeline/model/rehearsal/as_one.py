@@ -77,7 +77,8 @@ class ToldAsOne:
     The last stage keeps what the end of the step reads of units. When the batch is done the code between
     units runs once more, with that in the units' place. This is done for the first batch of a step, the
     second, the fourth, the eighth and so on, and for each with other numbers of samples; where a device
-    beside the processor computes only for these and the first, for numbers are read of it.
+    beside the processor computes only for these and the first, for numbers are read of it. Of a step that
+    logs numbers which its micro-batches do not tell, each batch is looked at, and has them from here.
 
     Args:
         root: The LightningModule.
@@ -85,6 +86,10 @@ class ToldAsOne:
         patches: The patched units.
         apart: Inside, runs of a step leave nothing behind and tell nobody anything.
         quiet: Inside that, runs on values log nothing, and keep random states.
+
+    Attributes:
+        each: Steps of which each batch is looked at.
+        missed: Steps of which some batch was not.
     """
 
     def __init__(
@@ -93,6 +98,7 @@ class ToldAsOne:
         quiet: Callable[[], AbstractContextManager[None]],
     ) -> None:  # fmt: skip
         self._root, self._told, self._patches, self._apart, self._quiet = root, told, patches, apart, quiet
+        self.each, self.missed = set[str](), set[str]()
         self._batches: Counter[str] = Counter()
         self._sizes: dict[str, set[tuple[int, ...]]] = {}
         self._kept: tuple[Step, StepState | None, Gathered] | None = None
@@ -115,7 +121,9 @@ class ToldAsOne:
         number, known = self._batches[step.name], self._sizes.setdefault(step.name, set())
         is_new = tuple(sizes) not in known and len(known) < _MOST_SIZES
         is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
-        if not (is_turn or is_new) or (state is not None and state.takes):
+        is_looked_at = is_turn or is_new or step.name in self.each
+        if not is_looked_at or (state is not None and state.takes):
+            self.missed.add(step.name)
             return
         known.add(tuple(sizes))
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be

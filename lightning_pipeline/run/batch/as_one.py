@@ -2,7 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,12 +25,14 @@ class Otherwise(NamedTuple):
         mine: The number, put together; None for an attribute.
         theirs: That of the batch as one; None where it logs none.
         lines: At which the step reads numbers.
+        nth: How often it was logged before in the step.
     """
 
     name: str | None
     mine: float | None
     theirs: float | None
     lines: list[str]
+    nth: int = 0
 
 
 class Returned(NamedTuple):
@@ -52,10 +55,12 @@ class Compared(NamedTuple):
     Attributes:
         told: Numbers.
         returned: Rows of samples that the step returned.
+        names: What the step for the batch as one logs; empty where there was none.
     """
 
     told: list[Otherwise]
     returned: list[Returned]
+    names: frozenset[str] = frozenset()
 
 
 def told_otherwise(
@@ -75,10 +80,27 @@ def told_otherwise(
         if found is not None:
             told = [each for each in found.told if _is_again(each, told)]
             rows = [each for each in found.returned if each in rows]
-        found = Compared(told, rows)
+        found = Compared(told, rows, frozenset(name for name, _ in one.logged))
         if not told and not rows:
             break
     return found or Compared([], [])
+
+
+def with_numbers(report: Report, found: Iterable[Otherwise]) -> Report:
+    """A batch's report with the numbers of the batch as one."""
+    numbers = {(one.name, one.nth): one.theirs for one in found}
+    if report.values is None or not numbers:
+        return report
+    values, position = report.values.clone(), int(report.loss_dtype is not None)
+    counts: Counter[str] = Counter()
+    for entry in report.entries:
+        number = numbers.get((entry.name, counts[entry.name]))
+        counts[entry.name] += 1
+        if entry.dtype is not None:
+            if number is not None:
+                values[position] = number
+            position += 1
+    return replace(report, values=values)
 
 
 def _rows(mine: Any, theirs: Any, where: str, samples: int | None) -> Iterator[Returned]:
@@ -143,7 +165,7 @@ def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
             continue
         theirs = one.logged.get((entry.name, nth))
         if theirs is None or not _is_close(mine, theirs, entry.dtype):
-            yield Otherwise(entry.name, mine, theirs, one.lines)
+            yield Otherwise(entry.name, mine, theirs, one.lines, nth)
 
 
 def _is_close(mine: float, theirs: float, dtype: torch.dtype) -> bool:
@@ -156,7 +178,7 @@ def _is_close(mine: float, theirs: float, dtype: torch.dtype) -> bool:
 def _is_again(one: Otherwise, others: list[Otherwise]) -> bool:
     """Whether a second run says the same."""
     return any(
-        other.name == one.name
+        (other.name, other.nth) == (one.name, one.nth)
         and (other.mine is None) == (one.mine is None)
         and (
             other.theirs is one.theirs

@@ -28,7 +28,7 @@ from lightning_pipeline.model.replay import StepResult, WholeBatch
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
-from lightning_pipeline.run.batch.as_one import Returned, told_otherwise
+from lightning_pipeline.run.batch.as_one import Otherwise, Returned, told_otherwise, with_numbers
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
@@ -223,7 +223,7 @@ class Batch:
             self._warn_unforeseen()
             if steps.split.has_last_stage:
                 report, output = self._report(), self._merged()
-                self._look_at_it_as_one(report, output)
+                report = self._told_as_one(report, output)
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
@@ -239,25 +239,32 @@ class Batch:
         chosen = (losses, known) if known is not None and self.trains else ()
         return self._steps.recorder.report(loss, *chosen)
 
-    def _look_at_it_as_one(self, report: Report, output: Any) -> None:
-        """Compare, in some batches, with what the step tells for the batch as one."""
-        split = self._steps.split
+    def _told_as_one(self, report: Report, output: Any) -> Report:
+        """Compare with what the step tells for the batch as one, in some batches, and take its numbers."""
+        split, recorder = self._steps.split, self._steps.recorder
         if split.mixed(self.step) or split.decides_apart(self.step):
-            return  # which has been said
-        doubtful, left = split.doubtful(self.step), list[str]()
+            recorder.warn_of_guesses()
+            return report  # which has been said
+        doubtful, left, numbers = split.doubtful(self.step), list[str](), list[Otherwise]()
         merged = None if hasattr(self._steps.module, "merge_outputs") else output
         found = told_otherwise(report, merged, self.parts.batch_size, split.as_one.runs)
-        for name, mine, theirs, lines in found.told:
-            if name is None or mine is None:
-                left += [] if name is None or name in doubtful else [name]
-                if mine is not None:
-                    self._warn_of_loss(mine, theirs, lines)
-            else:
-                self._steps.recorder.warn_of(name, mine, theirs, lines)
+        for one in found.told:
+            if one.mine is None:
+                left += [] if one.name is None or one.name in doubtful else [one.name]
+            elif one.name is None:
+                self._warn_of_loss(one.mine, one.theirs, one.lines)
+            elif one.theirs is None or self.step in split.as_one.missed:
+                recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
+            if one.name is not None and one.mine is not None and one.theirs is not None:
+                numbers.append(one)
+        recorder.warn_of_guesses(found.names)
+        if numbers or recorder.guesses:
+            split.as_one.each.add(self.step)
         if left:
             self._warn_of_left(left)
         if found.returned:
             self._warn_of_returned(found.returned)
+        return with_numbers(report, numbers)
 
     def _merged(self) -> Any:
         outputs = self.result.outputs

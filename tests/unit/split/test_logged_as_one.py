@@ -1,0 +1,135 @@
+"""Numbers that no micro-batch tells, such as a median: logged as the step tells them for the batch as one."""
+
+import warnings
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch.nn.functional import mse_loss, normalize
+
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+
+WAYS = {
+    "two": {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2},
+    "four": {"stages": 1, "schedule": "1F1B", "num_microbatches": 4},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """Fits in this process join one, which other tests in it are not to find."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def explained(self, out, y):
+    return 1 - (y - out).var() / y.var()
+
+
+def root(self, out, y):
+    return mse_loss(out, y).sqrt()
+
+
+def median(self, out, y):
+    return (out - y).abs().median()
+
+
+def quantile(self, out, y):
+    return (out - y).abs().flatten().quantile(0.9)
+
+
+def largest(self, out, y):
+    return (out - y).abs().max()
+
+
+def spread_of_features(self, out, y):
+    return normalize(out, dim=1).std(0).mean()
+
+
+def f1(self, out, y):
+    found, there = out.argmax(1) == 1, y.argmax(1) == 1
+    hits, missed = int((found & there).sum()), int((found ^ there).sum())
+    return 2 * hits / (2 * hits + missed) if hits + missed else 0.0
+
+
+def correlation(self, out, y):
+    return torch.corrcoef(torch.stack([out[:, 0], y[:, 0]]))[0, 1]
+
+
+NUMBERS = [
+    explained, root, median, quantile, largest, spread_of_features, f1, correlation,
+]  # fmt: skip
+
+
+class Logs(Regression):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = mse_loss(out, batch[1])
+        self.log("loss", loss)
+        self.log("number", self.number(self, out.detach(), batch[1]), on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_number", self.number(self, self.net(batch[0]), batch[1]))
+
+
+class Notes(Callback):
+    """What stands in the logs after each batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.seen.append(float(trainer.callback_metrics["number_step"]))
+
+
+def fitted(pipeline, number, **options):
+    module, notes = Logs(number), Notes()
+    run = trainer(pipeline, callbacks=[notes], max_epochs=3, **options)
+    run.fit(module, loader(samples=46), loader(seed=4))
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return weights(module), logs | {f"batch {place}": value for place, value in enumerate(notes.seen)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_that_no_micro_batch_tells_is_one_devices(number, way):
+    with warnings.catch_warnings():
+        warnings.filterwarnings(
+            "ignore", message=r"(std|var|cov)\(\): degrees of freedom"
+        )  # of one sample, by torch
+        found = fitted(WAYS[way], number)
+    assert_same(found, fitted(None, number), tolerance=1e-6)
+
+
+def over_ranks(pipeline):
+    return [fitted(pipeline, number) for number in (median, f1)]
+
+
+def test_every_rank_logs_it(ranks):
+    expected = over_ranks(None)
+    for on_rank in ranks(2)(over_ranks, {"stages": 2, "num_microbatches": 3}, group=False):
+        for one, other in zip(on_rank, expected, strict=True):
+            assert_same(one, other, tolerance=1e-6)
+
+
+class DrawsBetweenLayers(Logs):
+    """Of which no run for the batch as one can tell."""
+
+    def training_step(self, batch, batch_idx):
+        out = torch.nn.functional.dropout(self.net(batch[0]), 0.5)
+        self.log("number", self.number(self, out.detach(), batch[1]))
+        return mse_loss(out, batch[1])
+
+
+def test_where_the_batch_cannot_run_as_one_it_is_warned_of():
+    run = trainer(WAYS["two"], max_epochs=1, limit_val_batches=0)
+    with pytest.warns(
+        UserWarning, match=r"self.log\('number', ...\) is given is not seen to be a sum or mean"
+    ):
+        run.fit(DrawsBetweenLayers(median), loader(), loader(seed=4))
