@@ -288,6 +288,26 @@ ROWS: dict[str, tuple[str, ...]] = {
         "1-norm*", "2-*",
     ),
     "tests/unit/split/test_host_seeds.py::test_host_numbers_are_those_of_the_seed": ("Seeds*-layers.1",),
+    "tests/unit/split/test_joined_views.py::test_a_loss_over_the_batch_has_the_views_of_all_samples": (
+        "Views-three", "ThreeCrops-two", "SamplesFirst-three", "CropsOfTokens-two", "Predicted-three",
+    ),
+    "tests/unit/split/test_joined_views.py::test_views_that_are_drawn_are_joined_likewise": ("three",),
+    "tests/unit/split/test_joined_views.py::test_what_a_step_leaves_of_joined_views_is_one_devices": ("four",),
+    "tests/unit/split/test_logged_as_one.py::test_a_number_that_no_micro_batch_tells_is_one_devices": (
+        "explained-four", "root-*", "median-four", "quantile-two", "largest-four", "spread_of_features-two",
+        "f1-four", "correlation-two",
+    ),
+    "tests/unit/split/test_numpy_counts.py::test_a_matrix_of_a_validation_is_one_devices": ("one", "three"),
+    "tests/unit/split/test_numpy_counts.py::test_counts_in_an_array_are_one_devices": (
+        "Counts-three", "EmptiedEachEpoch-*", "AnewEachEpoch-one", "AnewEachEpoch-three", "OfTargetsAlone-one",
+        "OfTargetsAlone-two", "BeforeTheUnits-two", "BeforeTheUnits-three", "InADictionary-one",
+        "InADictionary-three", "InAnObject-two", "InAnObject-three", "OfAGlobal-one", "OfAGlobal-three",
+        "MovingAverage-one", "MovingAverage-three", "Largest-one", "Largest-two", "AHistory-one", "AHistory-three",
+        "WeighsByCounts-one", "WeighsByCounts-two", "FromTheThirdBatch-one", "FromTheThirdBatch-three",
+    ),
+    "tests/unit/split/test_undone_writes.py::test_a_buffer_in_a_graph_is_as_it_was_kept": (
+        "1-*", "2-1F1B", "3-Interleaved1F1B",
+    ),
     "tests/unit/split/test_loss_draws.py::test_a_drawn_divisor_is_the_sum_of_those_of_the_micro_batches": (
         "*-False",
     ),

@@ -291,6 +291,8 @@ class Followed(Functions):
 
     Attributes:
         failed: Whether that cannot be done.
+        leaves_some: Whether the micro-batch has its own of something that the step makes after it has read
+            values of units.
     """
 
     def __init__(self, whole: Seen, own: Seen, rows: Rows, added: Collection[int] = ()) -> None:
@@ -298,6 +300,7 @@ class Followed(Functions):
         alike = [one.func for one in whole.calls] == [one.func for one in own.calls]
         self.failed = not alike or whole.host != own.host
         self._before = True  # no unit has been called
+        self.leaves_some = False
         self._has_read = False  # values of units, which are made up here and may choose what comes then
         self._positions = Positions()
         self.answers: list[_Answer] = []
@@ -328,7 +331,7 @@ class Followed(Functions):
                 answer = _Answer(func)
                 result = run(func, args, kwargs)
                 if self._before or (self._has_read and not found[0].opaque):
-                    self._check(found[0].result, result)
+                    self._see(found[0].result, result)
                 self._has_read = self._has_read or found[0].reads
             else:
                 result = _given(answer, args, kwargs, run)
@@ -342,6 +345,15 @@ class Followed(Functions):
             func, args, kwargs, result, is_given=answer.is_given, writes=writes, numbers=numbers
         )
         return result
+
+    def _see(self, whole: Any, result: Any) -> None:
+        """What is run for the micro-batch gives what the batch's samples have, or is its own in the end."""
+        try:
+            self._check(whole, result)
+        except _CannotError:
+            if self._before:
+                raise
+            self.leaves_some = True
 
     def _check_given(self, whole: Called, own: Called, args: Any, kwargs: Any) -> None:
         """What is done with numbers of the batch's rows, or written beside a result, has to be known."""

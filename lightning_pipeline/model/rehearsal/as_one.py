@@ -43,6 +43,7 @@ class Heard(NamedTuple):
         lines: At which it read numbers.
         left: Places in which something else stands then.
         returned: What it returned.
+        is_sure: Whether rows of what units gave stand as they do for the batch as one, as far as is known.
     """
 
     loss: float | None
@@ -50,6 +51,7 @@ class Heard(NamedTuple):
     lines: list[str]
     left: frozenset[str] = frozenset()
     returned: Any = None
+    is_sure: bool = True
 
 
 class _LinesOfReads(TorchFunctionMode):
@@ -179,7 +181,8 @@ class ToldAsOne:
         said = step.follower is not None and step.follower.has_warned
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
-        return Heard(told, logged, reads.lines, left, map_tensors(Tensor.detach, result))
+        returned = map_tensors(Tensor.detach, result)
+        return Heard(told, logged, reads.lines, left, returned, not step.trace.unordered)
 
     def _draws(self) -> Any:
         """Where random numbers stand."""

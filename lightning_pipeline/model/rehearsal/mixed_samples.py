@@ -49,6 +49,9 @@ class MixedSamples:
         apart: Inside, runs of a step leave nothing behind and tell nobody anything.
         begun: Inside, given the number of a micro-batch or None, what was left by rows is cut for it; see
             `LeftBehind.begun`.
+
+    Attributes:
+        partly: Steps whose micro-batches have their own of some of what the step mixes.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class MixedSamples:
         self._begun = begun
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
         self._looks: dict[str, int] = {}
+        self.partly = set[str]()
         self._reading = set[str]()  # steps that read containers which they also fill
         self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
 
@@ -207,7 +211,9 @@ class MixedSamples:
                     return None
                 found.append(one)
                 start += size
-            if not self._is_whole(step, whole, route, found, sizes):
+            if any(one.leaves_some for one in found):
+                self.partly.add(step.name)
+            elif not self._is_whole(step, whole, route, found, sizes):
                 return None
             step.left_by_batch = left
             return found

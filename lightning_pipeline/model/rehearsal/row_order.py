@@ -65,11 +65,15 @@ class RowOrder:
             dims = _dimensions(of_whole, outputs(step.microbatches[-1]))
             total = sum(sizes)
             several = {key: dim for key, dim in dims.items() if _times(of_whole, key, dim, total) > 1}
+            traces = {id(one): one for one in (step.trace, trace)}.values()
+            for known in traces:
+                known.unordered.update(several)
             if several and _bytes(of_whole) <= _LARGEST:
                 with self._runs.apart(step):
                     found = self._found(step, whole, sizes, trace, of_whole, dims)
-                for known in {id(one): one for one in (step.trace, trace)}.values():
+                for known in traces:
                     known.blocks.update({key: found[key] for key in several if key in found})
+                    known.unordered.difference_update(found)
         except Exception as error:  # the user's code, on made-up values
             _log.debug("the order of rows in %s cannot be tried: %s", step.name, error)
 

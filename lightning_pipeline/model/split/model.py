@@ -288,6 +288,11 @@ class SplitModel(OutsideSteps):
         end = len(trace.calls) + (not by_batch)
         return {line: name for line, (name, position) in trace.mixed.items() if position < end}
 
+    def mixed_in_part(self, step: str) -> dict[str, str]:
+        """The lines of `mixed` of a step whose micro-batches get their samples of some of what it mixes."""
+        lines = self.known[step].mixed.items() if step in self._mixing.partly else ()
+        return {line: name for line, (name, _) in lines}
+
     def mixed_values(self, step: str) -> dict[str, str]:
         """Lines at which it mixes samples of what units gave, on the last stage, and by which function."""
         return self._mixed_values.lines.get(step, {})

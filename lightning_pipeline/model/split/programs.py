@@ -6,6 +6,7 @@ place. The backward begins there; what it leaves at the joined tensors is cut ag
 on from its rows.
 """
 
+import warnings
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -83,6 +84,7 @@ class OverBatch(Stage):
         self._given: dict[int, Values] = {}
         self._gradients: dict[int, list[Tensor | None]] | None = None
         self._dimensions: list[tuple[int, int]] = []
+        self._has_warned = False
         self._table: Table = ()
         first.ends_itself = True
         tail.replay_kind = BatchReplay
@@ -222,7 +224,23 @@ class OverBatch(Stage):
             joined.append(tensor.detach().requires_grad_(needs_grad))
             self._dimensions.append((dimension, blocks))
         self._sizes = [[tensor.shape for tensor in one] for one in parts]
+        self._warn_of_order()
         return joined
+
+    def _warn_of_order(self) -> None:
+        unknown = {
+            self._first.view.unit_name(key[0])
+            for key in self._tail.view.incoming
+            if key in self._step.trace.unordered
+        }
+        if unknown and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"units {sorted(unknown)} return several rows for each sample, and it is not seen in which "
+                "order: with loss_over_batch=True those of each micro-batch stand one after the other. Where "
+                "views of the samples are joined (`torch.cat([view, other_view])`) one device has another "
+                "order: give a layer one view at a time, or return the views of a sample side by side"
+            )
 
     def _dimension(self, key: ValueKey, tensors: Sequence[Tensor]) -> int:
         unit, nth, leaf = key

@@ -185,6 +185,7 @@ class Trace:
         may_mix_values: Whether an operation that may mix samples meets values of units before another unit.
         blocks: How often all samples stand one after the other among rows that a unit returns, if more than
             once, by unit, number of the call and tensor.
+        unordered: Those of which that is more than once and not known.
     """
 
     root: nn.Module
@@ -245,6 +246,7 @@ class Trace:
     by_sizes: bool = False
     may_mix_values: bool = False
     blocks: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    unordered: set[tuple[int, int, int]] = field(default_factory=set)
 
     @property
     def path(self) -> tuple[int, ...]:

@@ -55,12 +55,16 @@ class Compared(NamedTuple):
     Attributes:
         told: Numbers.
         returned: Rows of samples that the step returned.
-        names: What the step for the batch as one logs; empty where there was none.
+        names: What the step for the batch as one logs.
+        is_made: Whether the batch was run as one.
+        is_sure: Whether its numbers are one device's.
     """
 
     told: list[Otherwise]
     returned: list[Returned]
     names: frozenset[str] = frozenset()
+    is_made: bool = False
+    is_sure: bool = False
 
 
 def told_otherwise(
@@ -80,7 +84,8 @@ def told_otherwise(
         if found is not None:
             told = [each for each in found.told if _is_again(each, told)]
             rows = [each for each in found.returned if each in rows]
-        found = Compared(told, rows, frozenset(name for name, _ in one.logged))
+        names = frozenset(name for name, _ in one.logged) if one.is_sure else frozenset[str]()
+        found = Compared(told, rows, names, is_made=True, is_sure=one.is_sure)
         if not told and not rows:
             break
     return found or Compared([], [])

@@ -253,12 +253,13 @@ class Batch:
                 left += [] if one.name is None or one.name in doubtful else [one.name]
             elif one.name is None:
                 self._warn_of_loss(one.mine, one.theirs, one.lines)
-            elif one.theirs is None or self.step in split.as_one.missed:
+            elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
                 recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
-            if one.name is not None and one.mine is not None and one.theirs is not None:
+            if one.name is not None and one.mine is not None and one.theirs is not None and found.is_sure:
                 numbers.append(one)
         recorder.warn_of_guesses(found.names)
-        if numbers or recorder.guesses:
+        self._warn_in_part(found.is_made)
+        if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
         if left:
             self._warn_of_left(left)
@@ -467,6 +468,24 @@ class Batch:
                 "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end",
             )
 
+    def _mixes(self, lines: Mapping[str, str]) -> str:
+        places = ", ".join(f"{name} at {line}" for line, name in lines.items())
+        return (
+            f"{self.step} mixes samples of the batch with each other, or goes by a number of all of them or "
+            f"by their place ({places}), and each of {len(self.parts.args)} micro-batches has its own. Where "
+            "partners are drawn (mixup by a permutation) that draws them from fewer samples; otherwise the "
+            "numbers are not those of one device, unless the step puts the samples back in order: do "
+            "it in on_after_batch_transfer, which sees the batch"
+        )
+
+    def _warn_in_part(self, is_compared: bool) -> None:
+        """Where micro-batches have their own of some of what is mixed, and no look at the batch compares."""
+        mixed, kind = self._steps.split.mixed_in_part(self.step), ("mixed", self.step)
+        if mixed and kind not in self._steps.warned:
+            self._steps.warned.add(kind)
+            if not is_compared:
+                warnings.warn(self._mixes(mixed))
+
     def _warn_of_samples(self) -> None:
         """Of what a step makes of several samples, of which a micro-batch has fewer."""
         step, number = self.step, len(self.parts.args)
@@ -477,15 +496,7 @@ class Batch:
         if number > 1 and not mixed:
             self._warn_of_values(split.mixed_values(step))
         if mixed and number > 1:
-            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
-            self._say(
-                ("mixed", step),
-                f"{step} mixes samples of the batch with each other, or goes by a number of all of them or "
-                f"by their place ({lines}), and each of {number} micro-batches has its own. Where partners "
-                "are drawn (mixup by a permutation) that draws them from fewer samples; otherwise the "
-                "numbers are not those of one device, unless the step puts the samples back in order: do "
-                "it in on_after_batch_transfer, which sees the batch",
-            )
+            self._say(("mixed", step), self._mixes(mixed))
         if split.decides_apart(step):
             self._say(
                 ("apart", step),

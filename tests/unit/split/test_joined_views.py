@@ -121,6 +121,32 @@ def test_views_that_are_drawn_are_joined_likewise(way):
     assert_same(fitted(OVER_BATCH[way], NoisyViews), fitted(None, Views), tolerance=1e-2)
 
 
+class JoinsInside(nn.Module):
+    """A layer that joins views itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(FEATURES, 8, dtype=torch.float64))
+
+    def forward(self, x):
+        return torch.cat([x, 1.1 * x]) @ self.weight
+
+
+class ViewsOfALayer(Views):
+    def __init__(self):
+        super().__init__()
+        self.net[0] = JoinsInside()
+
+    def joined(self, x):
+        return x
+
+
+def test_views_that_a_layer_joins_are_warned_of():
+    run = trainer(OVER_BATCH["two"], max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
+    with pytest.warns(UserWarning, match=r"units \['net.6'\] return several rows for each sample"):
+        run.fit(ViewsOfALayer(), loader(), loader(seed=4))
+
+
 def over_ranks(pipeline):
     return fitted(pipeline, Views), fitted(pipeline, Predicted)
 

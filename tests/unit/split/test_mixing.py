@@ -141,6 +141,14 @@ def advantages(self, x, y):
     return -least.mean() + (ratio.square() * (y[:, 1] > 0)).sum() / counted
 
 
+def advantages_of_a_distribution(self, x, y):
+    """PPO's: what is drawn from is checked, which reads values of the model; what is only logged mixes, too."""
+    advantage = (y[:, 0] - y[:, 0].mean()) / (y[:, 0].std() + 1e-8)
+    likely = torch.distributions.Categorical(logits=self.net(x)).log_prob(y.argmax(1))
+    self.log("explained", 1 - (y[:, 1] - likely.detach()).var() / y[:, 1].var())
+    return -(likely.exp() * advantage).mean()
+
+
 def standardized_targets(self, x, y):
     out = self.net(x)
     return nn.functional.smooth_l1_loss(out, (y - y.mean(0)) / y.std(0)) + (out * (y / y.amax(0))).mean()
@@ -326,7 +334,7 @@ class Mixed(Regression):
 
 
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
-BY_LOSS = (advantages, standardized_targets)
+BY_LOSS = (advantages, advantages_of_a_distribution, standardized_targets)
 BY_ORDER = (
     flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
 )  # fmt: skip
