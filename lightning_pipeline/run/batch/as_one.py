@@ -2,8 +2,9 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,14 +56,14 @@ class Compared(NamedTuple):
     Attributes:
         told: Numbers.
         returned: Rows of samples that the step returned.
-        names: What the step for the batch as one logs.
+        logged: What the step logs for the batch as one, if that is sure, by name and how often before.
         is_made: Whether the batch was run as one.
         is_sure: Whether its numbers are one device's.
     """
 
     told: list[Otherwise]
     returned: list[Returned]
-    names: frozenset[str] = frozenset()
+    logged: Mapping[tuple[str, int], float] = MappingProxyType({})
     is_made: bool = False
     is_sure: bool = False
 
@@ -84,16 +85,15 @@ def told_otherwise(
         if found is not None:
             told = [each for each in found.told if _is_again(each, told)]
             rows = [each for each in found.returned if each in rows]
-        names = frozenset(name for name, _ in one.logged) if one.is_sure else frozenset[str]()
-        found = Compared(told, rows, names, is_made=True, is_sure=one.is_sure)
+        logged = one.logged if one.is_sure else {}
+        found = Compared(told, rows, logged, is_made=True, is_sure=one.is_sure)
         if not told and not rows:
             break
     return found or Compared([], [])
 
 
-def with_numbers(report: Report, found: Iterable[Otherwise]) -> Report:
-    """A batch's report with the numbers of the batch as one."""
-    numbers = {(one.name, one.nth): one.theirs for one in found}
+def with_numbers(report: Report, numbers: Mapping[tuple[str, int], float]) -> Report:
+    """A batch's report with numbers of the batch as one, by name and how often that was logged before."""
     if report.values is None or not numbers:
         return report
     values, position = report.values.clone(), int(report.loss_dtype is not None)

@@ -28,7 +28,7 @@ from lightning_pipeline.model.replay import StepResult, WholeBatch
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
-from lightning_pipeline.run.batch.as_one import Otherwise, Returned, told_otherwise, with_numbers
+from lightning_pipeline.run.batch.as_one import Returned, told_otherwise, with_numbers
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
@@ -245,7 +245,7 @@ class Batch:
         if split.mixed(self.step) or split.decides_apart(self.step):
             recorder.warn_of_guesses()
             return report  # which has been said
-        doubtful, left, numbers = split.doubtful(self.step), list[str](), list[Otherwise]()
+        doubtful, left, numbers = split.doubtful(self.step), list[str](), dict[tuple[str, int], float]()
         merged = None if hasattr(self._steps.module, "merge_outputs") else output
         found = told_otherwise(report, merged, self.parts.batch_size, split.as_one.runs)
         for one in found.told:
@@ -256,8 +256,9 @@ class Batch:
             elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
                 recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
             if one.name is not None and one.mine is not None and one.theirs is not None and found.is_sure:
-                numbers.append(one)
-        recorder.warn_of_guesses(found.names)
+                numbers[one.name, one.nth] = one.theirs
+        guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
+        recorder.warn_of_guesses({name for name, _ in guessed})
         self._warn_in_part(found.is_made)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
@@ -265,7 +266,7 @@ class Batch:
             self._warn_of_left(left)
         if found.returned:
             self._warn_of_returned(found.returned)
-        return with_numbers(report, numbers)
+        return with_numbers(report, {**guessed, **numbers})
 
     def _merged(self) -> Any:
         outputs = self.result.outputs
