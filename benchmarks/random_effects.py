@@ -24,13 +24,14 @@ from tests.pool import Pool
 _AT_ONCE = 10
 
 
-def main(programs: int = 400, first: int = 0, ranks: int = 2) -> None:
+def main(programs: int = 400, first: int = 0, ranks: int = 2, arrays: bool = False) -> None:
     """Run programs and print a count of what happened.
 
     Args:
         programs: How many.
         first: Seed of the first.
         ranks: Processes that hold the stages.
+        arrays: Whether half of what they change are NumPy arrays.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -38,7 +39,7 @@ def main(programs: int = 400, first: int = 0, ranks: int = 2) -> None:
     begin, counts, pool = time.perf_counter(), collections.Counter[str](), Pool(ranks)
     for start in range(first, first + programs, _AT_ONCE):
         seeds = range(start, min(start + _AT_ONCE, first + programs))
-        made = [random_effects(seed, ranks) for seed in seeds]
+        made = [random_effects(seed, ranks, arrays=arrays) for seed in seeds]
         for seed, program, end in zip(seeds, made, outcomes_of(made, pool), strict=True):
             kind = end.partition(":")[0]
             counts[kind] += 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
+import numpy
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -43,11 +44,16 @@ EFFECTS = (
     "rebind", "flag", "freeze", "thaw", "layer eval", "layer train", "rate down", "data", "closure", "class",
     "ring", "average of weights", "unit attribute", "object", "new attribute", "pair", "previous",
 )  # fmt: skip
+ARRAYS = (
+    "array add", "array average", "array count", "array entry", "array history", "array largest", "array rebind",
+)  # fmt: skip
+"""Effects on NumPy arrays, of programs that ask for them."""
 USES = ("use n", "use number", "use buffer", "use flag", "use last", "use object", "use list")
+USES_OF_ARRAYS = ("use array",)
 
 
 _ABOUT_EFFECTS = (
-    "works out", "leaves behind", "on the last stage alone", "decides by what is in", "decides by the sum",
+    "works out", "leaves behind", "leaves another number in", "on the last stage alone", "decides by what is in", "decides by the sum",
     "mixes samples of the batch",
 )  # fmt: skip
 
@@ -179,6 +185,8 @@ class Effects(pl.LightningModule):
         self.previous: Any = None
         self.at = 0
         self.noted: list[Any] = []
+        self.counts, self.history, self.place = numpy.zeros(WIDTH), numpy.zeros(64), 0
+        self.named = {"matrix": numpy.zeros((2, WIDTH))}
         calls = 0
 
         def bump() -> int:
@@ -308,7 +316,7 @@ class Effects(pl.LightningModule):
     # ---- effects
 
     def _do(self, one: Statement, here: Here, h: Any) -> Any:
-        if one.effect in USES:
+        if one.effect in USES + USES_OF_ARRAYS:
             return h if h is None else self._use(one, h)
         getattr(self, "do_" + one.effect.replace(" ", "_"))(one, here)
         return h
@@ -325,6 +333,8 @@ class Effects(pl.LightningModule):
                 return h * 0.9 if self.flag else h
             case "use last":
                 return h if self.last is None else h + 0.01 * self.last
+            case "use array":
+                return h + 0.01 * torch.from_numpy(self.counts).tanh()
             case "use object":
                 return h * (1 + 0.05 * self.object.n)
             case _:
@@ -446,6 +456,30 @@ class Effects(pl.LightningModule):
             self.items.append(now - self.previous)
         self.previous = now
 
+    def do_array_add(self, one: Statement, here: Here) -> None:
+        self.counts += self._column(one, here).numpy()
+
+    def do_array_average(self, one: Statement, here: Here) -> None:
+        self.counts *= 0.9
+        self.counts += 0.1 * self._column(one, here).numpy()
+
+    def do_array_count(self, one: Statement, here: Here) -> None:
+        for value in torch.as_tensor(self._made(one, here)).flatten().tolist():
+            self.counts[int(abs(value) * 10) % WIDTH] += 1
+
+    def do_array_entry(self, one: Statement, here: Here) -> None:
+        self.named["matrix"][one.number % 2] += self._column(one, here).numpy()
+
+    def do_array_history(self, one: Statement, here: Here) -> None:
+        self.history[self.place % len(self.history)] = float(self._scalar(one, here))
+        self.place += 1
+
+    def do_array_largest(self, one: Statement, here: Here) -> None:
+        numpy.maximum(self.counts, self._column(one, here).numpy(), out=self.counts)
+
+    def do_array_rebind(self, one: Statement, here: Here) -> None:
+        self.counts = self.counts + self._column(one, here).numpy()
+
     # ---- what is compared
 
     def left(self) -> dict[str, Any]:
@@ -455,7 +489,7 @@ class Effects(pl.LightningModule):
             name: lambda name=name: _plain(getattr(self, name, None))
             for name in (
                 "n", "number", "last", "flag", "items", "recent", "table", "nested", "seen", "pair", "previous",
-                "at", "noted", "buffer", "column", "queue", "made_0", "made_1",
+                "at", "noted", "buffer", "column", "queue", "made_0", "made_1", "counts", "history", "place", "named",
             )
         }  # fmt: skip
         reads |= {
@@ -488,6 +522,8 @@ def _plain(value: Any) -> Any:
         return f"refused: {value!r}"
     if isinstance(value, Tensor):
         return value.detach().tolist()
+    if isinstance(value, numpy.ndarray):
+        return value.tolist()
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple | deque | set):
@@ -495,13 +531,15 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def random_effects(seed: int, stages: int = 2) -> Program:
-    """One of infinitely many, always the same for a seed."""
+def random_effects(seed: int, stages: int = 2, *, arrays: bool = False) -> Program:
+    """One of infinitely many, always the same for a seed; half of the effects are on `arrays`, where asked for."""
+    effects = EFFECTS + ARRAYS * (len(EFFECTS) // len(ARRAYS)) if arrays else EFFECTS
+    uses = USES + USES_OF_ARRAYS * len(USES) if arrays else USES
     choose = random.Random(seed + 7 * 10**6)
     statements = []
     for _ in range(choose.randrange(1, 6)):
         place = choose.choice(PLACES)
-        effect = choose.choice(EFFECTS)
+        effect = choose.choice(effects)
         sources = list(SOURCES["any"])
         if place != "optimizer":
             sources += SOURCES["batch"] * 2
@@ -510,7 +548,7 @@ def random_effects(seed: int, stages: int = 2) -> Program:
         if place in ("after", "batch end", "validation"):
             sources += SOURCES["loss"] * 2
         if place in IN_STEP[:3] and choose.random() < 0.25:
-            effect = choose.choice(USES)
+            effect = choose.choice(uses)
         statements.append(
             Statement(place, choose.choice(CONDITIONS), effect, choose.choice(sources), choose.randrange(10))
         )

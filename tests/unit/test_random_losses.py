@@ -15,7 +15,7 @@ EQUAL = (
     "torch.add(F.mse_loss(o, y), loss, alpha=0.3)", "o.aminmax().max - o.amin()",
     "measures.explained_variance(o, y)",
 )  # fmt: skip
-WARNED = (
+UNFOLLOWED = (
     "(o - y).mean() * (o.sum().item() + 1)", "F.huber_loss(o, y, reduction='none').mean(1).argmax().double()",
     "o.sum() / (abs((o.argmax(1) == v).sum().item()) + 1)",
     "torch.pdist(o).mean()",
@@ -42,9 +42,8 @@ def test_another_reduction_of_the_epoch_takes_numbers_of_batches(reduce: str) ->
     assert loss_outcome_of(program(values, "F.cross_entropy(o, v, weight=q)", reduce_fx=reduce)) == "equal"
 
 
-def test_a_number_that_cannot_be_followed_is_warned_of() -> None:
-    found = loss_outcome_of(program(WARNED))
-    assert all(f" v{number}," in found for number in range(len(WARNED))), found
+def test_a_number_that_cannot_be_followed_is_that_of_the_batch_as_one() -> None:
+    assert loss_outcome_of(program(UNFOLLOWED)) == "equal"
 
 
 @pytest.mark.parametrize("reduce_fx", ["'max'", "'sum'"])
@@ -56,12 +55,12 @@ def test_a_deviation_that_micro_batches_have_alike_by_chance_is_not_the_batch_s(
     value = "F.cross_entropy(o, c).detach() / (((o[:, 0] > 0).double().pow(2).std() + 0.1).abs() + 0.5)"
     log = Call("log", (value,), (("on_step", True), ("on_epoch", True)))
     two = LossProgram("F.cross_entropy(o, c)", (log,), (6, 6), (("num_microbatches", 2),), 2, True)
-    assert loss_outcome_of(two).startswith("warned: v0")
+    assert loss_outcome_of(two) == "equal"
 
 
-def test_flags_after_a_loop_over_samples_are_warned_of_where_micro_batches_agree() -> None:
+def test_flags_after_a_loop_over_samples_are_the_batch_s_where_micro_batches_agree() -> None:
     values = ("sum(p.sum() for p in o) / len(x)", "((h[:, 0] > -9).sum() > 2).double()")
-    assert " v1," in loss_outcome_of(program(values))
+    assert loss_outcome_of(program(values)) == "equal"
 
 
 def test_a_metric_given_a_python_number_is_warned_of() -> None:

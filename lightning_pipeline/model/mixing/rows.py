@@ -130,6 +130,11 @@ class Seen(Functions):
         self._shared: set[int] = set()  # memory that several tensors have
         self._held: list[Tensor] = []
 
+    def is_made_here(self, value: Any) -> bool:
+        """Whether a tensor that the step has left follows from the batch alone: no unit has a part in it."""
+        plain = isinstance(value, Tensor) and not (value.requires_grad or is_placeholder(value))
+        return plain and id(value) not in self._elsewhere and not any(call.reads for call in self.calls)
+
     def begin(self, batch: Any) -> None:
         """The step begins, with these arguments."""
         self._of_batch = {id(one): one for one in tensors_in(batch)}
@@ -155,17 +160,20 @@ class Seen(Functions):
         result = run(func, args, kwargs) if answer is None else _fresh(answer.result)
         target = target_of(func, args)
         opaque = any(one.requires_grad or is_placeholder(one) for one in tensors_in((args, kwargs, result)))
+        of_units = opaque or any(id(one) in self._elsewhere for one in given)
         if target is not None and not opaque:
             if target._base is not None or storage_key(target) in self._shared:
                 opaque = True  # another tensor is written, too
         elif not opaque:
             self._note_memory(args, result)
-        opaque = opaque or any(id(one) in self._elsewhere for one in given)
+        opaque = opaque or of_units
         kept = None if opaque else map_tensors(lambda one: one.detach().clone(), result)
         written = None if target is None or opaque else target.detach().clone()
         is_given = target is None and isinstance(result, Tensor) and any(result is arg for arg in args)
         if opaque:
             self._elsewhere.update((id(one), one) for one in tensors_in(result))
+        if of_units and target is not None:
+            self._elsewhere.update((id(one), one) for one in (target, target._base) if one is not None)
         reads = opaque and isinstance(result, _NUMBER | list) and getattr(func, "__name__", "") not in FORM
         numbers, picked = lengths(func, args, kwargs), self._is_picked(func, args, given, result)
         asked = answer is not None and func in _NUMBERS

@@ -46,10 +46,10 @@ _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobod
 
 
 class _Seen:
-    """The entries of an owner at the last look."""
+    """The entries of an owner at the last look, and whether arrays in them are looked at."""
 
-    def __init__(self, owner: Owner) -> None:
-        self.owner, self.entries = owner, dict(owner.read())
+    def __init__(self, owner: Owner, *, arrays: bool = True) -> None:
+        self.owner, self.entries, self._looks_at_arrays = owner, dict(owner.read()), arrays
         self._held: list[tuple[Any, tuple[Any, list[Any]]]] = []
         self._arrays: list[tuple[Any, ArrayOwner, bytes]] = []
         for key, value in self.entries.items():
@@ -63,15 +63,14 @@ class _Seen:
         if kind in _PLAIN_CONTAINERS and not value:  # a module has a dozen for its hooks
             self._held.append((key, (value, [])))
             return
-        arrays = list[Any]()
-        for held, contents in _containers(value):
-            if is_array(held):
-                arrays.append(held)
+        number = 0
+        for held, contents in _containers(value, arrays=self._looks_at_arrays):
+            if isinstance(held, ndarray):
+                owner = ArrayOwner(held, self.owner.place(key), None if held is value else number)
+                self._arrays.append((key, owner, contents[0]))
+                number += 1
             else:
                 self._held.append((key, (held, contents)))
-        for number, array in enumerate(arrays):
-            owner = ArrayOwner(array, self.owner.place(key), None if array is value else number)
-            self._arrays.append((key, owner, array.tobytes()))
 
     def _written(self) -> list[Place]:
         """Arrays that have other values than at the last look."""
@@ -115,12 +114,12 @@ class Surroundings:
     @classmethod
     def of_attributes(
         cls, modules: Iterable[tuple[str, nn.Module]], but: Iterable[str] = _OURS,
-        beside: Iterable[Owner] = (),
+        beside: Iterable[Owner] = (), *, arrays: bool = True,
     ) -> "Surroundings":  # fmt: skip
         """Of some modules, by name, and of nothing below them; some names are not looked at."""
         made = cls.__new__(cls)
         own = (Owner(vars(module), f"{name}." if name else "", but) for name, module in modules)
-        made._seen = [_Seen(owner) for owner in (*own, *beside)]
+        made._seen = [_Seen(owner, arrays=arrays) for owner in (*own, *beside)]
         return made
 
     def iterators(self) -> list[Place]:
@@ -168,13 +167,13 @@ def _owners(root: nn.Module) -> Iterator[Owner]:
         yield Owner(vars(thing), f"{path}.")
 
 
-def _containers(value: Any) -> Iterator[tuple[Any, list[Any]]]:
+def _containers(value: Any, *, arrays: bool = True) -> Iterator[tuple[Any, list[Any]]]:
     """Every container and array below, up to a number, and what is in it. Objects have their own owners."""
     pending, seen, left_to_see = [(value, _DEEP)], set(), _MOST
     while pending and left_to_see > 0:
         held, left = pending.pop()
         if isinstance(held, ndarray):
-            if is_array(held) and id(held) not in seen:
+            if arrays and is_array(held) and id(held) not in seen:
                 seen.add(id(held))
                 yield held, [held.tobytes()]
             continue

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
+from lightning_pipeline.model.mixing import is_cut_by_rows
 from lightning_pipeline.model.random import Generators, host_draws
 from lightning_pipeline.model.replay import Step, Told
 from lightning_pipeline.model.rules import Gathered, MadeUp
@@ -43,7 +44,7 @@ class Heard(NamedTuple):
         lines: At which it read numbers.
         left: Places in which something else stands then.
         returned: What it returned.
-        is_sure: Whether rows of what units gave stand as they do for the batch as one, as far as is known.
+        is_sure: Whether what units gave is put together as they would have given it for the batch as one.
     """
 
     loss: float | None
@@ -51,7 +52,7 @@ class Heard(NamedTuple):
     lines: list[str]
     left: frozenset[str] = frozenset()
     returned: Any = None
-    is_sure: bool = True
+    is_sure: bool = False
 
 
 class _LinesOfReads(TorchFunctionMode):
@@ -104,6 +105,7 @@ class ToldAsOne:
         self._batches: Counter[str] = Counter()
         self._sizes: dict[str, set[tuple[int, ...]]] = {}
         self._kept: tuple[Step, StepState | None, Gathered] | None = None
+        self._is_cut = False
 
     def begin(
         self, step: Step, state: StepState | None, whole: Microbatch, sizes: Sequence[int],
@@ -128,6 +130,7 @@ class ToldAsOne:
             self.missed.add(step.name)
             return
         known.add(tuple(sizes))
+        self._is_cut = is_cut_by_rows(whole, step.microbatches, sizes)
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
             gathered = Gathered(whole, *as_one(whole), sizes, copied=True)
             if gathered.bytes <= _LARGEST:
@@ -143,6 +146,7 @@ class ToldAsOne:
         step.gathered = None
         try:
             values = gathered.values()
+            is_sure = self._is_cut and not (gathered.takes_means or step.trace.unordered)
             for number, given in enumerate(_METRICS_GIVE):
                 self._told.made_up = given
                 found = self._run(
@@ -150,7 +154,7 @@ class ToldAsOne:
                 )
                 if found is None:
                     return
-                yield found
+                yield found._replace(is_sure=is_sure)
         except CannotRepeatError:
             return
         except Exception as error:  # the user's code, which goes by what is not here
@@ -182,7 +186,7 @@ class ToldAsOne:
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
         returned = map_tensors(Tensor.detach, result)
-        return Heard(told, logged, reads.lines, left, returned, not step.trace.unordered)
+        return Heard(told, logged, reads.lines, left, returned)
 
     def _draws(self) -> Any:
         """Where random numbers stand."""

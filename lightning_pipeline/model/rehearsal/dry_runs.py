@@ -28,6 +28,7 @@ from lightning_pipeline.model.trace import (
     SCALAR_READS,
     Guesses,
     UnitPatches,
+    array_of,
     holds_noted,
     inputs_of,
     is_tensor_read,
@@ -228,7 +229,8 @@ class Walk(_DryRun):
         self.called = hash((self.called, func))
         if self._reads.collects and (is_tensor_read(func) or holds_noted((args, kwargs))):
             self._reads.by_form = False
-        result = run(func, args, kwargs)
+        array = array_of(func, args[0]) if args and is_placeholder(args[0]) else None
+        result = run(func, args, kwargs) if array is None else array
         self._guesses.note_function(func, result)
         if not self._is_guess:
             self._reads.note(func, result)

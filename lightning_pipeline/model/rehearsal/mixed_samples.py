@@ -165,7 +165,7 @@ class MixedSamples:
     def _is_known(self, trace: Trace) -> bool:
         """Whether every rank comes to the same where it runs a step without units."""
         is_plain = not (trace.checkpointed or trace.draws_unseen)
-        fills = trace.step not in self._reading
+        fills = trace.step not in self._reading and trace.step not in self._finder.torn
         return is_plain and all(_is_known_everywhere(effect, fills=fills) for effect in trace.effects)
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:
@@ -242,6 +242,7 @@ class MixedSamples:
                 place.label: _left_there(place, start)
                 for effect, place, start in kept
                 if not effect.from_units
+                or (isinstance(mixing, Seen) and mixing.is_made_here(effect.place.get()))
             }
         return mixing, left
 

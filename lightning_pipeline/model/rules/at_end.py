@@ -130,6 +130,7 @@ class Gathered:
     Attributes:
         keys: Of what is gathered.
         whole: The arguments.
+        takes_means: After `values`, whether it took numbers that units gave micro-batches for their mean.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Gathered:
         self.keys: Collection[ValueKey] = values_at_end(trace)
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
+        self.takes_means = False
 
     def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None:
         """Keep what a micro-batch was given, in no graph."""
@@ -186,5 +188,11 @@ class Gathered:
                 tensor = joins() if there else made_up(spec, generator)
             except ValueError as error:
                 raise NoFit(str(error)) from error
+            self.takes_means |= _is_mean(tensor, there)
             made.append(tensor.requires_grad_(spec.requires_grad))
         return made
+
+
+def _is_mean(joined: Tensor, parts: Sequence[Tensor]) -> bool:
+    plain = joined.is_floating_point() and len(parts) > 1 and joined.shape == parts[0].shape
+    return plain and not all(torch.equal(part, parts[0]) for part in parts)

@@ -216,7 +216,7 @@ class InUnits:
     @staticmethod
     def _surroundings(numbered: Sequence[tuple[int, Unit]]) -> Surroundings:
         named = [pair for _, unit in numbered for pair in unit.module.named_modules(prefix=unit.name)]
-        return Surroundings.of_attributes(named, _OF_ALL_MODULES)
+        return Surroundings.of_attributes(named, _OF_ALL_MODULES, arrays=False)
 
     def _changed(self, around: Surroundings, numbered: Sequence[tuple[int, Unit]]) -> list[tuple[int, Place]]:
         changed = around.look()

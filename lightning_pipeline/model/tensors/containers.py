@@ -24,7 +24,7 @@ _KINDS = frozenset(map(numpy.dtype, (
     "bool", "uint8", "int8", "int16", "int32", "int64",
     "float16", "float32", "float64", "complex64", "complex128",
 )))  # fmt: skip
-_LARGEST = 1 << 22  # bytes of an array that is copied to be compared
+_LARGEST = 1 << 20  # bytes of an array that is copied to be compared
 
 
 def is_array(value: Any) -> bool:

@@ -55,7 +55,8 @@ class ModuleState:
         self._containers += _containers(v for v in attributes if type(v) not in _DICTIONARIES or v)
         buffers = [*root.buffers(), *(value for value in attributes if isinstance(value, Tensor))]
         copied = [one for one in buffers if not writes_undone or one.device.type == "cpu"]
-        self._buffers = [(one, _copy_values(one), version_of(one)) for one in copied]
+        known = [(one, values) for one in copied if (values := _copy_values(one)) is not None]
+        self._buffers = [(buffer, values, version_of(buffer)) for buffer, values in known]
         parameters = [p for p in root.parameters() if not isinstance(p, UninitializedParameter)]
         self._flags = [(parameter, parameter.requires_grad) for parameter in parameters]
         kept = [one for one in buffers if writes_undone and not isinstance(one, UninitializedBuffer)]
@@ -75,8 +76,7 @@ class ModuleState:
             if storage_key(tensor) != storage_key(memory):
                 tensor.data = memory
         for buffer, value, version in self._buffers:
-            if value is not None:
-                put_back(buffer, value, version)
+            put_back(buffer, value, version)
         for parameter, flag in self._flags:
             parameter.requires_grad_(flag)
 

@@ -24,6 +24,7 @@ from lightning_pipeline.model.trace.choices import (
     with_noted_index,
     with_sealed_index,
 )
+from lightning_pipeline.model.trace.glue import array_of
 from lightning_pipeline.model.trace.patches import (
     BackwardHooks,
     Runner,
@@ -72,6 +73,7 @@ __all__ = [
     "UnitPatches",
     "Watch",
     "around_metrics",
+    "array_of",
     "circumstances",
     "find_new_units",
     "find_units",

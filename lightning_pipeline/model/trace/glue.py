@@ -318,8 +318,18 @@ class GlueOperations(TorchDispatchMode):
 _TO_ARRAY = (Tensor.numpy, Tensor.__array__)
 
 
-def _array_of(tensor: Tensor) -> "numpy.ndarray[Any, Any]":
-    """A placeholder as an array of made-up numbers, for which one of it is read."""
+def array_of(func: Any, tensor: Any) -> "numpy.ndarray[Any, Any] | None":
+    """A placeholder as an array of made-up numbers, for which one of it is read.
+
+    Args:
+        func: The function that is called.
+        tensor: Its first argument.
+
+    Returns:
+        None where the function makes no array of a tensor, or torch refuses it.
+    """
+    if func not in _TO_ARRAY or not tensor.numel() or tensor.requires_grad:
+        return None
     number = tensor.reshape(-1)[0].item()
     with disable_current_modes():
         kind = torch.empty(0, dtype=tensor.dtype).numpy().dtype
@@ -354,8 +364,8 @@ class GlueFunctions(TorchFunctionMode):
                 self._glue.hook_registered(args[0])
             elif is_tensor_read(func) and not is_placeholder(args[0]):
                 observed.trace.steered = True
-            elif func in _TO_ARRAY and args[0].numel() and not args[0].requires_grad:
-                return _array_of(args[0])
+            elif (array := array_of(func, args[0] if args else None)) is not None:
+                return array
         self._glue.draws = func in RANDOM_FUNCTIONS
         try:
             if not self._glue.draws or observed.inside is not None or observed.seeds is None:

@@ -110,6 +110,22 @@ def while_losses_are_read(self, x, y):
     return loss * before
 
 
+def by_a_condition_beside_a_count(self, x, y):
+    h = self.net[:3](x)
+    if x.sum() > 0:
+        h = h * 1.1
+    self.shift = self.shift + len(x)
+    return MSE(self.net[3:](h), y)
+
+
+def by_a_condition_beside_a_sum_in_place(self, x, y):
+    h = self.net[:3](x)
+    if x.sum() > 0:
+        h = h * 1.1
+    self.shift += x.sum(0)
+    return MSE(self.net[3:](h), y)
+
+
 class Stateful(Mixed):
     """Leaves something behind."""
 
@@ -145,7 +161,7 @@ def run(function, pipeline):
         by_a_moving_average, by_the_average_before, by_an_attribute, by_a_sum_in_an_attribute,
         by_a_running_mean, by_the_last_item, by_the_last_item_while_sums_are_noted, by_the_batch_before,
         by_what_units_gave_before, by_a_condition_with_an_effect, while_losses_are_noted,
-        while_what_units_gave_is_kept,
+        while_what_units_gave_is_kept, by_a_condition_beside_a_count, by_a_condition_beside_a_sum_in_place,
     ],
 )  # fmt: skip
 def test_numbers_of_the_batch_in_a_state_are_one_devices(function, number, recwarn):
