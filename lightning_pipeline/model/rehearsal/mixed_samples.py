@@ -165,7 +165,7 @@ class MixedSamples:
     def _is_known(self, trace: Trace) -> bool:
         """Whether every rank comes to the same where it runs a step without units."""
         is_plain = not (trace.checkpointed or trace.draws_unseen)
-        fills = trace.step not in self._reading and trace.step not in self._finder.torn
+        fills = trace.step not in self._reading
         return is_plain and all(_is_known_everywhere(effect, fills=fills) for effect in trace.effects)
 
     def begin(self, step: Step, whole: Microbatch, sizes: Sequence[int]) -> bool:

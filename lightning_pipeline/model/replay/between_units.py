@@ -48,6 +48,7 @@ from lightning_pipeline.model.trace import BackwardHooks, Watch, has_backward_ho
 Around = Given | Watch
 Follow = Callable[[Any, Any, Any, Callable[[Any, Any, Any], Any]], Any]
 _LONE = Structure("tensor", 0)
+_DEVICE: Any = Tensor.device.__get__  # a placeholder answers without a call
 _INDEXING = frozenset({Tensor.__getitem__, Tensor.__setitem__})
 _READS = ("aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero")
 _DRAWS_BY_VALUE = frozenset(
@@ -414,7 +415,7 @@ class _GlueFunctions(TorchFunctionMode):
 
     def _between(self, func: Any, args: Any, kwargs: Any) -> Any:
         mixing = self._run.mixing
-        if mixing is None:
+        if mixing is None or func == _DEVICE:
             seen = self._run.follow is not None or func in RANDOM_FUNCTIONS
             return (self._seen if seen else self._run.remembered.call)(func, args, kwargs)
         if func in _INDEXING and len(args) > 1:

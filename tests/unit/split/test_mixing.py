@@ -14,15 +14,9 @@ from tests.ranks.lightning_cases import Regression, assert_same, fit, loader, tr
 from tests.unit.split.nets import seeded
 from tests.unit.split.pipe import Module
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 SAMPLES = 4
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 order = torch.tensor([2, 0, 3, 1])
@@ -147,6 +141,12 @@ def advantages_of_a_distribution(self, x, y):
     likely = torch.distributions.Categorical(logits=self.net(x)).log_prob(y.argmax(1))
     self.log("explained", 1 - (y[:, 1] - likely.detach()).var() / y[:, 1].var())
     return -(likely.exp() * advantage).mean()
+
+
+def targets_on_the_device_of_a_value(self, x, y):
+    """A placeholder tells its device without a call that is seen, a tensor by one."""
+    h = self.net[:3](x)
+    return nn.functional.mse_loss(self.net[3:](h), y.to(device=h.device) - y.mean(0))
 
 
 def standardized_targets(self, x, y):
@@ -334,7 +334,9 @@ class Mixed(Regression):
 
 
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
-BY_LOSS = (advantages, advantages_of_a_distribution, standardized_targets)
+BY_LOSS = (
+    advantages, advantages_of_a_distribution, standardized_targets, targets_on_the_device_of_a_value,
+)  # fmt: skip
 BY_ORDER = (
     flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
 )  # fmt: skip
