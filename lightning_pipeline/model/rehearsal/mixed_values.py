@@ -6,7 +6,7 @@ samples of one micro-batch. What a later unit is given for all other samples has
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,17 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.model.cut import Microbatch, TracedOutput
-from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
+from lightning_pipeline.model.cut import Microbatch
+from lightning_pipeline.model.rehearsal.made_up_runs import (
+    LARGEST,
+    AsOne,
+    MadeUpRuns,
+    Outputs,
+    bytes_of,
+    made_up_values,
+)
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp, made_up
+from lightning_pipeline.model.rules import MadeUp
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
-Outputs = Mapping[tuple[int, int], TracedOutput]
-"""By unit and number of the call."""
-_LARGEST = 1 << 28  # bytes of made-up values for a batch
 _MOST = 8  # micro-batches whose values are exchanged
 
 
@@ -64,10 +68,7 @@ class MixedValues:
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
         self.lines: dict[str, dict[str, str]] = {}
 
-    def look(
-        self, step: Step, whole: Microbatch, sizes: Sequence[int],
-        as_one: Callable[[Microbatch], tuple[Trace, Outputs]],
-    ) -> None:  # fmt: skip
+    def look(self, step: Step, whole: Microbatch, sizes: Sequence[int], as_one: AsOne) -> None:
         """A batch begins: try it, if its trace leaves that open and it was not tried before.
 
         Args:
@@ -92,10 +93,9 @@ class MixedValues:
     def _mixed(
         self, step: Step, whole: Microbatch, sizes: Sequence[int], trace: Trace, outputs: Outputs
     ) -> dict[str, str]:
-        specs = [spec for _, each in outputs.values() for spec in each]
-        if sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs) > _LARGEST:
+        if bytes_of(outputs) > LARGEST:
             return {}
-        total, values = sum(sizes), _values(outputs)
+        total, values = sum(sizes), made_up_values(outputs)
 
         def run(given: Mapping[Any, Any], sees: AbstractContextManager[Any]) -> MadeUp:
             runner = MadeUp(given, trace, frozenset(), self._runs.patches.originals)
@@ -122,14 +122,6 @@ def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     numbers = range(len(sizes)) if len(sizes) <= _MOST else [*range(_MOST - 1), len(sizes) - 1]
     for number in numbers:
         yield sum(sizes[:number]), sizes[number]
-
-
-def _values(outputs: Outputs) -> dict[Any, Any]:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        call: ([made_up(spec, generator) for spec in specs], structure)
-        for call, (structure, specs) in outputs.items()
-    }
 
 
 def _exchanged(values: Mapping[Any, Any], start: int, size: int, total: int) -> dict[Any, Any]:

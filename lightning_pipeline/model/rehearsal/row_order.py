@@ -1,4 +1,4 @@
-"""In which order the rows of values stand that have each sample more than once, as of joined views.
+"""In which order rows stand that are not one for each sample, such as those of joined views.
 
 A step such as SimCLR's, `z = net(torch.cat([view, other_view]))`, has twice as many rows as samples: those of
 all first views, then those of all other ones. A micro-batch has its own in this order, and so what units give
@@ -12,10 +12,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.cut import Microbatch, TracedOutput, ValueKey
-from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
+from lightning_pipeline.model.cut import Microbatch, ValueKey
+from lightning_pipeline.model.rehearsal.made_up_runs import (
+    LARGEST,
+    AsOne,
+    MadeUpRuns,
+    Outputs,
+    bytes_of,
+    made_up_values,
+)
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp, made_up
+from lightning_pipeline.model.rules import MadeUp
 from lightning_pipeline.model.tensors import (
     TensorSpec,
     is_placeholder,
@@ -26,8 +33,6 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
-_LARGEST = 1 << 28  # bytes of made-up values
-Outputs = Mapping[tuple[int, int], TracedOutput]
 
 
 class RowOrder:
@@ -44,8 +49,8 @@ class RowOrder:
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
 
     def look(
-        self, step: Step, whole: Microbatch, sizes: Sequence[int],
-        as_one: Callable[[Microbatch], tuple[Trace, Outputs]], outputs: Callable[[Microbatch], Outputs],
+        self, step: Step, whole: Microbatch, sizes: Sequence[int], as_one: AsOne,
+        outputs: Callable[[Microbatch], Outputs],
     ) -> None:  # fmt: skip
         """A batch begins: find the order, if it was not tried before, and write it into the step's trace.
 
@@ -64,11 +69,11 @@ class RowOrder:
             trace, of_whole = as_one(whole)
             dims = _dimensions(of_whole, outputs(step.microbatches[-1]))
             total = sum(sizes)
-            several = {key: dim for key, dim in dims.items() if _times(of_whole, key, dim, total) > 1}
+            several = [key for key, dim in dims.items() if _spec(of_whole, key).shape[dim] != total]
             traces = {id(one): one for one in (step.trace, trace)}.values()
             for known in traces:
                 known.unordered.update(several)
-            if several and _bytes(of_whole) <= _LARGEST:
+            if several and bytes_of(of_whole) <= LARGEST:
                 with self._runs.apart(step):
                     found = self._found(step, whole, sizes, trace, of_whole, dims)
                 for known in traces:
@@ -108,15 +113,9 @@ def _dimensions(whole: Outputs, part: Outputs) -> dict[ValueKey, int]:
     return found
 
 
-def _times(outputs: Outputs, key: ValueKey, dim: int, total: int) -> int:
-    """How often each sample is among the rows."""
-    times, rest = divmod(outputs[key[:2]][1][key[2]].shape[dim], total)
-    return 1 if rest else times
-
-
-def _bytes(outputs: Outputs) -> int:
-    specs = [spec for _, each in outputs.values() for spec in each]
-    return sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)
+def _spec(outputs: Outputs, key: ValueKey) -> TensorSpec:
+    unit, nth, leaf = key
+    return outputs[unit, nth][1][leaf]
 
 
 def _with_others(whole: Microbatch, part: Microbatch, start: int, size: int, total: int) -> Microbatch:
@@ -150,12 +149,7 @@ class _RowByRow(MadeUp):
     def __init__(
         self, outputs: Outputs, dims: Mapping[ValueKey, int], trace: Trace, originals: Sequence[Any]
     ) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self._made = {
-            call: ([made_up(spec, generator) for spec in specs], structure)
-            for call, (structure, specs) in outputs.items()
-        }
-        self._dims = dims
+        self._made, self._dims = made_up_values(outputs), dims
         super().__init__(self._made, trace, frozenset(), originals, sees=False)
 
     def given(self, key: ValueKey) -> Tensor:
@@ -195,8 +189,8 @@ def _number_of_each(tensor: Tensor, dim: int) -> Tensor:
 def _blocks(differs: Tensor, dim: int, start: int, size: int, total: int) -> int | None:
     """How often all samples stand one after the other, if so a micro-batch's alone differ; else None."""
     rows = differs.movedim(dim, 0).reshape(differs.shape[dim], -1).any(1)
-    times = len(rows) // total
-    for before in (one for one in range(1, times + 1) if times % one == 0):
+    times, rest = divmod(len(rows), total)
+    for before in (one for one in range(1, times + 1) if not (rest or times % one)):
         of_samples = rows.reshape(before, total, times // before).any(2)
         if bool(of_samples[:, start : start + size].any()) and not bool(of_samples[:, :start].any()):
             return before

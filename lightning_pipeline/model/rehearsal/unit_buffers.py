@@ -6,15 +6,15 @@ different sizes and with different random numbers: what comes out the same does 
 """
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline._torch import AnyBatchNorm
-from lightning_pipeline.model.cut import Microbatch, TracedOutput
-from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns
+from lightning_pipeline.model.cut import Microbatch
+from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns, Outputs
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
 from lightning_pipeline.model.state import BufferStarts
@@ -22,8 +22,6 @@ from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
-Outputs = Mapping[tuple[int, int], TracedOutput]
-"""By unit and number of the call."""
 
 
 class _Written(NamedTuple):
@@ -55,7 +53,7 @@ class UnitBuffers:
 
     def starts(
         self, step: Step, trace: Trace, whole: Microbatch | None,
-        as_one: Callable[[Microbatch], tuple[Trace, Outputs]],
+        as_one: AsOne,
     ) -> dict[int, BufferStarts]:  # fmt: skip
         """A batch begins: what each stage of this rank, by its number, is to begin its micro-batches with.
 
@@ -102,7 +100,7 @@ class UnitBuffers:
 
     def _alike(
         self, step: Step, written: Sequence[_Written], batches: Sequence[Microbatch],
-        as_one: Callable[[Microbatch], tuple[Trace, Outputs]],
+        as_one: AsOne,
     ) -> list[_Written]:  # fmt: skip
         """Those modules whose buffers two runs leave the same."""
         try:

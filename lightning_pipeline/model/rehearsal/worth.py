@@ -16,17 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from lightning_pipeline.model.cut import Microbatch, Route, TracedOutput
+from lightning_pipeline.model.cut import Microbatch, Route
 from lightning_pipeline.model.random import MicrobatchSeeds, seed_torch
+from lightning_pipeline.model.rehearsal.made_up_runs import LARGEST, Outputs, bytes_of
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches
 
 _log = logging.getLogger(__name__)
-Outputs = Mapping[tuple[int, int], TracedOutput]
-"""By unit and number of the call."""
-_LARGEST = 1 << 28  # bytes of made-up values for a batch
 _PRECISE = {torch.float64: 1e-8, torch.float32: 1e-4}  # how far apart two results that are alike may be
 _SCALES = ((0.0, 0.0), (0.0, 0.0), (0.0, 6.0), (-2.0, 4.0), (2.0, 4.0), (-3.0, 0.0), (1.5, 0.0))
 """Powers of ten of made-up values: their middle, and how far samples are apart, so that what counts by values
@@ -133,7 +131,7 @@ class Worth:
         batches = [*step.microbatches, whole]
         seeds = partial(step.seeds.microbatch, 0)
         outputs = [self._outputs(route, batch, seeds) for batch in batches]
-        if _bytes_of(outputs[-1]) > _LARGEST:
+        if bytes_of(outputs[-1]) > LARGEST:
             raise _NotASumError("the batch's values are too large")
         tried = []
         for seed, scale in enumerate(_SCALES):
@@ -275,8 +273,3 @@ def _tolerance(loss: Tensor) -> float:
     if loss.dtype not in _PRECISE:
         raise _NotASumError(f"{loss.dtype} is not precise enough to tell")
     return _PRECISE[loss.dtype]
-
-
-def _bytes_of(outputs: Outputs) -> int:
-    specs = [spec for _, each in outputs.values() for spec in each]
-    return sum(torch.Size(spec.shape).numel() * spec.dtype.itemsize for spec in specs)

@@ -236,8 +236,8 @@ class OverBatch(Stage):
         if unknown and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"units {sorted(unknown)} return several rows for each sample, and it is not seen in which "
-                "order: with loss_over_batch=True those of each micro-batch stand one after the other. Where "
+                f"units {sorted(unknown)} return other rows than one for each sample, in an order that is "
+                "not seen: with loss_over_batch=True those of the next micro-batch stand behind them. Where "
                 "views of the samples are joined (`torch.cat([view, other_view])`) one device has another "
                 "order: give a layer one view at a time, or return the views of a sample side by side"
             )

@@ -185,7 +185,7 @@ class Trace:
         may_mix_values: Whether an operation that may mix samples meets values of units before another unit.
         blocks: How often all samples stand one after the other among rows that a unit returns, if more than
             once, by unit, number of the call and tensor.
-        unordered: Those of which that is more than once and not known.
+        unordered: Those with another number of rows than samples, of which that is not known.
     """
 
     root: nn.Module

@@ -11,6 +11,8 @@ from torchmetrics import CosineSimilarity
 from lightning_pipeline.model.tensors import cut_in_blocks, joined_in_blocks
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 STAGED = {"stages": 1, "stages_per_rank": 2}
 WAYS = {
     "two": {**STAGED, "schedule": "Interleaved1F1B", "num_microbatches": 2},
@@ -21,14 +23,6 @@ OVER_BATCH = {
     "two": {**STAGED, "schedule": "LoopedBFS", "num_microbatches": 2, "loss_over_batch": True},
     "three": {"stages": 1, "schedule": "GPipe", "num_microbatches": 3, "loss_over_batch": True},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Views(Regression):
@@ -143,7 +137,7 @@ class ViewsOfALayer(Views):
 
 def test_views_that_a_layer_joins_are_warned_of():
     run = trainer(OVER_BATCH["two"], max_epochs=1, limit_val_batches=0, num_sanity_val_steps=0)
-    with pytest.warns(UserWarning, match=r"units \['net.6'\] return several rows for each sample"):
+    with pytest.warns(UserWarning, match=r"units \['net.6'\] return other rows than one for each sample"):
         run.fit(ViewsOfALayer(), loader(), loader(seed=4))
 
 

@@ -6,21 +6,17 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from torch.nn.functional import mse_loss, normalize
+from torch.nn.utils.rnn import pack_padded_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
+
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
 
 WAYS = {
     "two": {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2},
     "four": {"stages": 1, "schedule": "1F1B", "num_microbatches": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def explained(self, out, y):
@@ -116,6 +112,38 @@ def test_every_rank_logs_it(ranks):
     for on_rank in ranks(2)(over_ranks, {"stages": 2, "num_microbatches": 3}, group=False):
         for one, other in zip(on_rank, expected, strict=True):
             assert_same(one, other, tolerance=1e-6)
+
+
+class PacksFrames(Regression):
+    """Rows are those of a time, then those of the next, whatever sample they are of."""
+
+    def training_step(self, batch, batch_idx):
+        frames, lengths = batch
+        rows = pack_padded_sequence(frames, lengths, batch_first=True).data
+        loss = mse_loss(self.net(rows), rows[:, :TARGETS])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        pass
+
+
+def texts():
+    generator = torch.Generator().manual_seed(5)
+    frames = torch.randn(16, 4, FEATURES, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(frames, torch.tensor([4, 4, 4, 3, 2, 2, 1, 1] * 2)), batch_size=8)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_rows_in_another_order_are_not_joined_for_it(way):
+    logs = []
+    for pipeline in (WAYS[way], None):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module, run = PacksFrames(), trainer(pipeline, max_epochs=1)
+            run.fit(module, texts(), texts())
+        logs.append(float(run.callback_metrics["loss"]))
+    assert logs[0] == pytest.approx(logs[1], rel=1e-6)
 
 
 class DrawsBetweenLayers(Logs):
