@@ -1,6 +1,7 @@
 """Where a step may leave something behind, what stood there, and what has changed."""
 
 from lightning_pipeline.model.places.owners import (
+    FILLED,
     MISSING,
     ArrayOwner,
     ClassOwner,
@@ -23,6 +24,7 @@ from lightning_pipeline.model.places.standing import (
 )
 
 __all__ = [
+    "FILLED",
     "MISSING",
     "ArrayOwner",
     "ClassOwner",

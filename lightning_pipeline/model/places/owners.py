@@ -1,5 +1,6 @@
 """Where a step may leave something behind: attributes, entries of objects, flags, values of tensors."""
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,6 +13,10 @@ from lightning_pipeline._torch import DisableTorchFunction
 from lightning_pipeline.model.tensors import is_array, storage_key
 
 MISSING: Any = type("Missing", (), {"__repr__": lambda self: "<not set>"})()
+
+
+FILLED = (list, deque, dict, OrderedDict)
+"""Containers of which it can be seen whether a step reads them, or only fills them."""
 
 
 class Guard:

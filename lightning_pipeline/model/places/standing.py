@@ -253,9 +253,9 @@ class Kept(NamedTuple):
     def items(self) -> set[int]:
         """Identities of what stood in the containers, but for containers that have changed since."""
         changed = self._changed()
-        return {id(item) for _, saved in self._containers() for _, item in items_of(saved)} - changed
+        return {id(item) for _, saved in self._without_arrays() for _, item in items_of(saved)} - changed
 
-    def _containers(self) -> Iterator[tuple[Any, Any]]:
+    def _without_arrays(self) -> Iterator[tuple[Any, Any]]:
         return ((held, saved) for held, saved in self.inner if not isinstance(held, ndarray))
 
     def before(self) -> Any:
@@ -277,7 +277,7 @@ class Kept(NamedTuple):
         changed = {id(held) for held, saved in self.inner if _is_changed((held, _contents(saved)))}
         while more := {
             id(held)
-            for held, saved in self._containers()
+            for held, saved in self._without_arrays()
             if id(held) not in changed and any(id(item) in changed for _, item in items_of(saved))
         }:
             changed |= more

@@ -1,14 +1,13 @@
 """Containers that a step fills with what units made, which ranks do not have alike: does it read them?"""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from lightning_pipeline.model.places import Effect
+from lightning_pipeline.model.places import FILLED, Effect
 from lightning_pipeline.model.state import CannotRepeatError
 
-_KINDS = (list, deque, dict, OrderedDict)
 _READING = (
     "__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "__eq__", "__ne__", "__lt__",
     "__le__", "__gt__", "__ge__", "__add__", "__mul__", "__rmul__", "__or__", "__ror__", "__copy__",
@@ -31,7 +30,7 @@ def filled_alone(effects: Sequence[Effect]) -> Iterator[list[str]]:
     with ExitStack() as stack:
         for effect in effects:
             place, value = effect.place, effect.place.get()
-            if effect.from_units and effect.is_container and type(value) in _KINDS:
+            if effect.from_units and effect.is_container and type(value) in FILLED:
                 place.put(_unread(value, place.label, read))
                 stack.callback(place.put, value)
         yield read

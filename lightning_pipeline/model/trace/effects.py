@@ -1,6 +1,5 @@
 """What a traced step leaves behind: which places it changes, where in the step, and what that depends on."""
 
-from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.places import (
+    FILLED,
     ArrayOwner,
     Effect,
     Memory,
@@ -22,7 +22,6 @@ from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation
 
-_CONTAINERS = (list, deque, dict, OrderedDict)
 _MOST_CARRIED = 1000  # items of a container in which a step may carry tensors from batch to batch
 
 
@@ -231,7 +230,7 @@ class EffectsSeen:
             made = effect.deep and (label in self._weights or label in trace.state_units)
             (trace.made_of.setdefault(label, set()) if made else trace.everywhere).update(names - {label})
         effect.read_at = self._read.get(effect.place.identity)
-        effect.is_container = type(value) in _CONTAINERS
+        effect.is_container = type(value) in FILLED
         self._observed.trace.effects.append(effect)
 
     def _written(self) -> set[str]:

@@ -13,3 +13,11 @@ def float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def no_group_is_left() -> Iterator[None]:
+    """Fits in this process join one, which other tests in it are not to find."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -44,13 +44,6 @@ class HookedOutput(Regression):
         return nn.functional.mse_loss(made, batch[1])
 
 
-@pytest.fixture
-def no_group_is_left():
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
 def hooked(make, hook, num_microbatches):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

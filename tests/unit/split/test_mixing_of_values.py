@@ -8,15 +8,9 @@ from torch import nn
 
 from tests.ranks.lightning_cases import Regression, assert_same, fit
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2}
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 MIXING = {

@@ -8,20 +8,14 @@ from torch.nn.functional import mse_loss
 
 from tests.ranks.lightning_cases import TARGETS, Regression, assert_same, loader, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 WAYS = {
     "one": {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 1},
     "two": {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2},
     "three": {"stages": 1, "schedule": "1F1B", "num_microbatches": 3},
 }
 everywhere = numpy.zeros(TARGETS)
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Counts(Regression):

@@ -7,18 +7,12 @@ from torch import nn
 from lightning_pipeline.model.tensors import ModuleState, WritesSeen, WritesUndone
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, fit
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 WAYS = {
     "Interleaved1F1B": {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"},
     "1F1B": {"stages": 1, "schedule": "1F1B"},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class WeighsTargets(Regression):

@@ -10,6 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.ranks.lightning_cases import FEATURES, Regression, loader, trainer
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
 WAYS = {
     "two": {**STAGED, "num_microbatches": 2},
@@ -17,14 +19,6 @@ WAYS = {
     "GPipe": {"stages": 1, "schedule": "GPipe", "num_microbatches": 3},
     "ZBH1": {"stages": 1, "schedule": "ZBH1", "num_microbatches": 4},
 }
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Counts(nn.Module):

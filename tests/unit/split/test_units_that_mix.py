@@ -13,17 +13,11 @@ from torch.utils.checkpoint import checkpoint
 from lightning_pipeline.model.rehearsal.unit_mixing import UnitMixing
 from tests.ranks.lightning_cases import FEATURES, TARGETS, Regression, assert_same, loader, trainer, weights
 
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
 STAGED = {"stages": 1, "stages_per_rank": 3, "schedule": "Interleaved1F1B", "num_microbatches": 2}
 WIDTH = 8
 _SAID = re.compile(r"in (\w+) the forward of (.*) mixes the samples that it is given")
-
-
-@pytest.fixture(autouse=True)
-def no_group_is_left():
-    """Fits in this process join one, which other tests in it are not to find."""
-    yield
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 class Does(nn.Module):
