@@ -8,14 +8,23 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.data.microbatch import rebuilt
-from lightning_pipeline.data.samples import are_alike, are_objects, arrays_in, is_batched, is_list, items_of
+from lightning_pipeline.data.samples import (
+    are_alike,
+    are_objects,
+    are_texts,
+    arrays_in,
+    is_batched,
+    is_list,
+    items_of,
+)
 from lightning_pipeline.errors import ConfigurationError
 
 
 def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int]) -> Any:
     """Merge what a step returned for each micro-batch.
 
-    * Tensors whose first dimension is the micro-batch's size, and lists of that length: concatenated.
+    * Tensors whose first dimension is the micro-batch's size, and lists of that length: concatenated. Tuples
+      of texts of that length too, unless they are equal everywhere.
     * 0-dim floating tensors and floats: mean, weighted by the sizes.
     * 0-dim integer tensors: sum. Python ints: kept when all are equal and they are not the sizes, such as
       an index of the batch; otherwise summed. Return a count that may be equal by chance as a tensor.
@@ -95,6 +104,8 @@ def _are_samples(values: list[Any], sizes: list[int]) -> bool:
     items = [(item, size) for value, size in zip(values, sizes, strict=True) for item in value]
     batched = [is_batched(item, size) for item, size in items]
     if isinstance(values[0], tuple):
+        if all(map(are_texts, values, sizes)):
+            return any(value != values[0] for value in values)
         return are_objects([item for item, _ in items]) and not all(batched)
     if not any(batched) or all(batched):
         return not any(batched)

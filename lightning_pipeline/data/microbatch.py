@@ -35,11 +35,11 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
     """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
 
     Every tensor whose first dimension is the batch's is split, and every list of that length with an item for
-    each sample (see `are_samples`), tuples too where collating has put samples into them. Mappings of
-    any class, tuples, lists, named tuples and dataclasses are walked through. Everything else is handed to
-    all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask, strings,
-    numbers, other objects. A shared tensor whose length happens to be the batch's is split too: override
-    then. A batch with nothing to split, such as a number or None, is one micro-batch.
+    each sample (see `are_samples`), tuples too where collating has put samples into them, such as texts.
+    Mappings of any class, tuples, lists, named tuples and dataclasses are walked through. Everything else is
+    handed to all micro-batches as it is: 0-dim tensors, tensors of other lengths such as a shared mask,
+    strings, numbers, other objects. A shared tensor whose length happens to be the batch's is split too:
+    override then. A batch with nothing to split, such as a number or None, is one micro-batch.
 
     Args:
         batch: What the dataloader gave.

@@ -8,6 +8,7 @@ their own: these say nothing of how many samples there are.
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from os import PathLike
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -146,7 +147,7 @@ def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
         tensors = any(isinstance(item, Tensor) and item.ndim for item in values)
         return not (any(batched) or tensors or of_lists)
     if not _has_arrays(values):
-        return isinstance(values, list) or samples.one_by_one
+        return isinstance(values, list) or samples.one_by_one or are_texts(values, size)
     if samples.one_by_one and are_alike(values):
         return True
     if isinstance(values, tuple):
@@ -157,6 +158,21 @@ def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
             f"sample or {size} batched tensors: {OVERRIDE}, or collate it into a tuple"
         )
     return not any(batched) or (not all(batched) and are_alike(values))
+
+
+def are_texts(values: Sequence[Any], size: int) -> bool:
+    """Whether it holds names, paths or other texts, or lists of them that are no columns of this length.
+
+    `default_collate` makes tuples of texts, with one for each sample.
+    """
+    columns = all(is_list(item) and len(item) == size for item in values)
+    return not columns and all(map(_is_text, values))
+
+
+def _is_text(value: Any) -> bool:
+    if isinstance(value, str | bytes | PathLike):
+        return True
+    return is_list(value) and len(value) > 0 and all(map(_is_text, value))
 
 
 def is_batched(value: Any, size: int) -> bool:

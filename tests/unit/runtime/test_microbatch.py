@@ -4,6 +4,7 @@ import warnings
 from collections import UserDict, namedtuple
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -368,3 +369,26 @@ def test_an_error_of_a_step_says_how_many_samples_micro_batches_have() -> None:
     with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
         batch[:2].topk(3, 0)
     assert not hasattr(raised.value, "__notes__")
+
+
+@pytest.mark.parametrize(
+    "names", [("a", "b", "c"), (b"a", b"b", b"c"), (Path("a"), Path("b"), Path("c"))],
+    ids=["texts", "bytes", "paths"],
+)  # fmt: skip
+def test_a_tuple_of_texts_is_cut_with_its_samples_and_joined(names: tuple[object, ...]) -> None:
+    parts = [part for part, _ in split_batch((torch.zeros(3, 2), names), 2)]
+    assert [part[1] for part in parts] == [names[:2], names[2:]]
+    assert merge_outputs([part[1] for part in parts], [2, 1]) == names
+
+
+def test_a_tuple_of_lists_of_texts_is_cut_with_its_samples() -> None:
+    captions = (["a"], ["b", "c"], ["d"])
+    parts = [part for part, _ in split_batch((torch.zeros(3, 2), captions), 2)]
+    assert [part[1] for part in parts] == [captions[:2], captions[2:]]
+
+
+def test_a_tuple_of_columns_and_one_that_is_the_same_for_all_are_left_as_they_are() -> None:
+    columns = (["a", "b"], ["c", "d"])
+    parts = [part for part, _ in split_batch((torch.zeros(2, 2), columns), 2)]
+    assert parts[0][1] == (["a"], ["c"])
+    assert merge_outputs([("a", "b"), ("a", "b")], [2, 2]) == ("a", "b")
