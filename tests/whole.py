@@ -325,8 +325,14 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_mixing_by_state.py::test_numbers_of_the_batch_in_a_state_are_one_devices": (
         "*-8",
     ),
+    "tests/unit/split/test_returned_as_one.py::test_what_a_step_returns_is_one_devices": (
+        "root-*", "largest-*", "chosen-*", "centered-*", "text-*", "any_is_large-two", "[tmrpcb]*-four",
+    ),
+    "tests/ranks/test_as_one.py::test_what_a_step_returns_is_one_devices": (
+        "*-test", "*-validate", "centred-*", "in_a_list-*", "ordered-fit",
+    ),
     "tests/unit/split/test_mixing.py::test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of": (
-        "by_numpy_in_the_loss", "in_halves", "rolled_by_values",
+        "by_numpy_in_the_loss", "in_halves",
     ),
     "tests/unit/split/test_mixing.py::test_micro_batches_have_their_samples_of_what_one_device_mixes": (
         "[!w]*-ZBH1", "weighted_after-ZBH1", "flipped-*", "standardized_targets-*", "told_between-*",

@@ -35,6 +35,7 @@ from lightning_pipeline._lightning.outputs import (
     NO_LOSS,
     evaluate_with_versions,
     explain_output,
+    reads_outputs,
     skip_without_loss,
     write_predictions_once,
 )
@@ -167,6 +168,7 @@ __all__ = [
     "read_folders_by",
     "reading_folders",
     "reads_checkpoints_itself",
+    "reads_outputs",
     "reduce_over",
     "request_loaders",
     "restore",

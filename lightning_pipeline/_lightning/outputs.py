@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 
 # Says what is wrong with what a training step returned. Since 2.0.
 from lightning.pytorch.loops.optimization.automatic import ClosureResult
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
 from lightning_pipeline.errors import SplitError
@@ -47,6 +48,30 @@ def evaluate_with_versions(trainer: Trainer) -> Undo:
     fit: Any = trainer.fit_loop.epoch_loop.val_loop
     loops = fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop
     return all_undone([patch(loop, "inference_mode", False) for loop in loops])
+
+
+_BATCH_ENDS = {"validation_step": "on_validation_batch_end", "test_step": "on_test_batch_end"}
+
+
+def reads_outputs(trainer: Trainer, step: str) -> bool:
+    """Whether a hook of the user's may read what an evaluated batch's step returned. Since 1.8.
+
+    Args:
+        trainer: Of the run.
+        step: Name of the user's method.
+    """
+    hook = _BATCH_ENDS.get(step)
+    if hook is None:
+        return False
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return is_overridden(hook, trainer.lightning_module) or any(
+        hook in vars(callback) or _is_users(type(callback), hook) for callback in callbacks
+    )
+
+
+def _is_users(kind: type, hook: str) -> bool:
+    owner = next(one for one in kind.__mro__ if hook in vars(one))
+    return owner.__module__.partition(".")[0] not in ("lightning", "lightning_pipeline")
 
 
 _COLLECTIVES = (

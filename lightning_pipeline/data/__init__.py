@@ -5,9 +5,9 @@ from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
 from lightning_pipeline.data.mappings import of_class, unfillable, with_values
 from lightning_pipeline.data.merge import merge_outputs
-from lightning_pipeline.data.microbatch import batch_size_of, how_cut, signature_of, split_batch
+from lightning_pipeline.data.microbatch import batch_size_of, how_cut, rebuilt, signature_of, split_batch
 from lightning_pipeline.data.position import Position
-from lightning_pipeline.data.samples import has_samples
+from lightning_pipeline.data.samples import has_samples, items_of
 
 __all__ = [
     "EarlyLoaders",
@@ -16,10 +16,12 @@ __all__ = [
     "batch_size_of",
     "has_samples",
     "how_cut",
+    "items_of",
     "merge_outputs",
     "of_class",
     "random_states",
     "random_states_kept",
+    "rebuilt",
     "seeded",
     "set_random_states",
     "signature_of",

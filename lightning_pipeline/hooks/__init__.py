@@ -1,7 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
 from lightning_pipeline.hooks.beside import Beside
-from lightning_pipeline.hooks.copies import fill_copies
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, units_at_end
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
@@ -23,7 +22,8 @@ from lightning_pipeline.hooks.optimizers import (
 )
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
-from lightning_pipeline.hooks.step_logs import LogRecorder, Report, ReportChannel, loss_of, replay
+from lightning_pipeline.hooks.reports import Report, ReportChannel, loss_of, replay
+from lightning_pipeline.hooks.step_logs import LogRecorder
 
 __all__ = [
     "AgreedGradients",
@@ -47,7 +47,6 @@ __all__ = [
     "called_once",
     "complete_in_loggers",
     "exchange",
-    "fill_copies",
     "first_not_finite",
     "give_gradients",
     "give_states",

@@ -1,4 +1,4 @@
-"""What the last stage logs reaches `self.log` on every rank: recorded, averaged, sent, replayed."""
+"""Numbers that micro-batches tell on the last stage, by `self.log` and otherwise, made into the batch's."""
 
 import inspect
 import math
@@ -10,60 +10,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.hooks.reports import Entry, Report
 from lightning_pipeline.model.loss import Bent, DifferentWaysError, Part, together
 from lightning_pipeline.model.tensors import is_placeholder, storage_key
-from lightning_pipeline.ranks import Outlet
 
 SIGNATURE = inspect.signature(LightningModule.log)
 _DICT_SIGNATURE = inspect.signature(LightningModule.log_dict)
 _TAKEN = {"sum": "sum", "max": "maximum", "min": "minimum"}
 """What the batch's number is taken for, by `reduce_fx`, where it is not known; else the mean by samples."""
+_LOGGED = (
+    "what self.log({!r}, ...) is given",
+    "log the tensors that it is made of, log a torchmetrics object, or work it out in on_train_epoch_end or "
+    "on_validation_epoch_end",
+)
 _SET_BY_REPLAY = ("name", "value", "batch_size", "enable_graph")
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One `self.log` call as every rank will make it.
-
-    Attributes:
-        name: The key.
-        options: The other arguments, in the order of `LightningModule.log`.
-        batch_size: What the user gave, summed over micro-batches; `None`: the batch's own.
-        metric: Path of the logged torchmetrics object in the module, `None` for a plain value.
-        dtype: Of the value; `None` for a metric that has none of the step's own.
-    """
-
-    name: str
-    options: tuple[tuple[str, Any], ...]
-    batch_size: int | None
-    metric: str | None
-    dtype: torch.dtype | None
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a step has to say to every rank.
-
-    Attributes:
-        entries: The calls to make; empty when nothing was logged.
-        loss_dtype: Of the loss, `None` for a step without one.
-        values: The loss first if there is one, then the values of the entries that have a dtype; float64.
-    """
-
-    entries: tuple[Entry, ...] = ()
-    loss_dtype: torch.dtype | None = None
-    values: Tensor | None = field(default=None, compare=False)
-
-    @property
-    def num_values(self) -> int:
-        """Elements of `values`."""
-        return (self.loss_dtype is not None) + sum(entry.dtype is not None for entry in self.entries)
 
 
 @dataclass
@@ -109,10 +74,11 @@ class LogRecorder:
 
     Args:
         module: The LightningModule, to find logged metrics in.
+        told: How a number that is not known is spoken of, and what to do of it.
     """
 
-    def __init__(self, module: LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: LightningModule, told: tuple[str, str] = _LOGGED) -> None:
+        self._module, self._told = module, told
         self._calls: dict[tuple[str, int], _Call] = {}
         self._sizes: Sequence[int | None] = ()
         self._seen: dict[tuple[int, str], int] = {}
@@ -165,6 +131,27 @@ class LogRecorder:
                 f"self.log({name!r}, ...) was called twice in a step with different arguments"
             )
         self._add(call, name, value, given.get("batch_size"), self._sizes[microbatch])
+
+    def take(self, microbatch: int, name: str, value: Any) -> None:
+        """A number that a micro-batch tells in another way."""
+        call = self._calls.setdefault((name, 0), _Call((), None))
+        self._add(call, name, value, None, self._sizes[microbatch])
+
+    def take_of_whole(self, name: str, value: Any, *, is_sure: bool) -> None:
+        """The same for the step of the whole batch. See `log_of_whole`."""
+        self._numbers[name, 0] = value, is_sure
+
+    def of_batch(self) -> dict[str, Tensor]:
+        """What one device would have told, by name, as far as that is known; the others are `guesses`."""
+        self._note_swayed()
+        found = {}
+        for key, call in self._calls.items():
+            number = self._known(key, call)
+            if number is not None:
+                found[key[0]] = number
+            else:
+                self._guessed(key, call)
+        return found
 
     def log_of_whole(self, how: str, is_sure: bool, args: Any, kwargs: Any) -> None:
         """A call of `log` or `log_dict` in the step of the whole batch, for what units do not compute.
@@ -267,13 +254,17 @@ class LogRecorder:
 
     def _reduced(self, key: tuple[str, int], call: _Call) -> Tensor:
         """The batch's value of those of its micro-batches."""
+        found = self._known(key, call)
+        return self._guessed(key, call) if found is None else found
+
+    def _known(self, key: tuple[str, int], call: _Call) -> Tensor | None:
+        """The same where it is known."""
         if len(call.values) == 1 and not call.followed:
             return call.values[0].double()
         if len(call.reads) > 1:  # as of `max(a.item(), b.item())`
             call.is_unclear, call.known = True, 0
             call.numbers = sum(not isinstance(source, Tensor) for source in call.sources)
-        found = self._found(key, call)
-        return self._guessed(key, call) if found is None else found
+        return self._found(key, call)
 
     def _found(self, key: tuple[str, int], call: _Call) -> Tensor | None:
         """The number of the batch, where it is known."""
@@ -367,11 +358,10 @@ class LogRecorder:
                 warnings.warn(said)
 
     def _guess(self, name: str, what: str, taken: str) -> None:
+        subject, way_out = self._told
         self.guesses[name] = (
-            f"what self.log({name!r}, ...) is given {what}, so that the batch's is taken for their {taken}. "
-            "Where it is another number (a root, a quotient of two sums, a median) log the tensors that it "
-            "is made of, log a torchmetrics object, or work it out in on_train_epoch_end or "
-            "on_validation_epoch_end"
+            f"{subject.format(name)} {what}, so that the batch's is taken for their {taken}. Where it is "
+            f"another number (a root, a quotient of two sums, a median) {way_out}"
         )
 
 
@@ -460,122 +450,3 @@ def _shares_memory(one: Tensor, other: Tensor) -> bool:
 def _weighted(call: _Call, weights: Sequence[float]) -> Tensor:
     counted = [value.double() * w for value, w in zip(call.values, weights, strict=True) if w]
     return torch.stack(counted).sum() if counted else call.values[0].double() * float("nan")
-
-
-class ReportChannel:
-    """Carries reports from the last stage of a replica to its other ranks, one tensor a step.
-
-    Names, options and dtypes travel only when they differ from the last report of the same kind.
-
-    Args:
-        outlet: From the last stage's rank to the others.
-        device: Where values live.
-        group: The ranks of the outlet, for tensors on `device`.
-    """
-
-    def __init__(self, outlet: Outlet, device: torch.device, group: dist.ProcessGroup) -> None:
-        self._outlet, self._device, self._group = outlet, device, group
-        self._known: dict[str, Report] = {}
-        self.renamed = 0
-        """How often names travelled."""
-        self.numbers: Callable[[], int] | None = None
-        """Gives a number of this rank that all others are to know at the end of a training step."""
-        self.told: Callable[[Sequence[int]], None] = lambda numbers: None
-        """Called with those of all ranks, by position in the group."""
-
-    def share(self, kind: str, report: Report | None) -> Report:
-        """Give every rank the report.
-
-        Args:
-            kind: Of step; each has its own names.
-            report: On the last stage's rank; `None` elsewhere.
-        """
-        if self._outlet.group is None:
-            assert report is not None, "a world of one rank holds the last stage"
-            if self.numbers is not None and kind == "training_step":
-                self.told([self.numbers()])
-            return report
-        known = self._known.get(kind, Report())
-        changed = report is not None and report != known
-        vector, changed = self._first_message(kind, known, report, changed)
-        if changed:
-            known = self._known[kind] = self._outlet.share(lambda: _without_values(report))
-            self.renamed += 1
-            vector = self._vector(known, report)
-            self._broadcast(vector)
-        return Report(known.entries, known.loss_dtype, vector[1:])
-
-    def _first_message(
-        self, kind: str, known: Report, report: Report | None, changed: bool
-    ) -> tuple[Tensor, bool]:
-        vector = self._vector(known, None if changed else report)
-        asks = self.numbers is not None and kind == "training_step"
-        if self._device.type == "cpu":
-            vector[0] = float(changed)
-            vector = self._sum_with_numbers(vector) if asks else vector
-            if not asks:
-                self._broadcast(vector)
-            return vector, bool(vector[0])
-        # Reading the flag off the device would wait for it, so there it travels over the CPU group.
-        changed = bool(self._outlet.share(lambda: changed))
-        if asks:
-            vector = self._sum_with_numbers(vector)
-        elif not changed:
-            self._broadcast(vector)
-        return vector, changed
-
-    def _sum_with_numbers(self, vector: Tensor) -> Tensor:
-        """In place of the broadcast a sum, with a place for each rank: others than the last stage add 0."""
-        assert self.numbers is not None, "there are numbers to tell"
-        size, place = self._group.size(), self._group.rank()
-        longer = torch.cat([vector, vector.new_zeros(size)])
-        longer[len(vector) + place] = self.numbers()
-        self._outlet.company.sum("the end of a step", longer, self._group)
-        self.told([int(number) for number in longer[len(vector) :].tolist()])
-        return longer[: len(vector)]
-
-    def _vector(self, known: Report, report: Report | None) -> Tensor:
-        vector = torch.zeros(1 + known.num_values, dtype=torch.float64, device=self._device)
-        if report is not None and report.values is not None:
-            vector[1:] = report.values
-        return vector
-
-    def _broadcast(self, vector: Tensor) -> None:
-        self._outlet.company.broadcast("the end of a step", vector, self._outlet.source, self._group)
-
-
-def _without_values(report: Report | None) -> Report:
-    assert report is not None, "the source has the report"
-    return Report(report.entries, report.loss_dtype)
-
-
-def loss_of(report: Report) -> Tensor | None:
-    """The mean loss that a report carries, in its own dtype."""
-    if report.loss_dtype is None or report.values is None:
-        return None
-    return report.values[0].to(report.loss_dtype)
-
-
-def replay(module: LightningModule, report: Report, batch_size: int | None) -> None:
-    """Make the recorded calls of `self.log`, as this rank's own.
-
-    Args:
-        module: The LightningModule.
-        report: The same on every rank.
-        batch_size: Samples of the whole batch; `None` leaves it to Lightning.
-    """
-    position = int(report.loss_dtype is not None)
-    for entry in report.entries:
-        value: Tensor | None = None
-        if entry.dtype is not None:
-            assert report.values is not None, "a report with dtypes has values"
-            value = report.values[position].to(entry.dtype)
-            position += 1
-        size = batch_size if entry.batch_size is None else entry.batch_size
-        logged: Any = value
-        options = dict(entry.options)
-        if entry.metric is not None:
-            logged = module.get_submodule(entry.metric)
-            logged._forward_cache = value
-            options["metric_attribute"] = entry.metric
-        type(module).log(module, entry.name, logged, batch_size=size, **options)

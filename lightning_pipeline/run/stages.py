@@ -16,7 +16,6 @@ from lightning_pipeline.hooks import (
     LockSteps,
     LogRecorder,
     Reads,
-    ReportChannel,
     UncutBatch,
     join_scaler,
 )
@@ -93,7 +92,7 @@ class Stages(StagesHeld):
         groups = members.groups
         scaled = join_scaler(plugin, groups.pipeline)
         split.compile_units(getattr(trainer.strategy, "compiles", None))
-        self._let_steps_see(recorder, scaled)
+        self._let_steps_see(scaled)
         if groups.numbering.replicas == 1:
             _lightning.silence_sync_dist_advice()
         stages = {index: split.programs.executed(index) for index in self._here}
@@ -127,19 +126,18 @@ class Stages(StagesHeld):
             split.forward_context, keeps=split.has_last_stage,
         )  # fmt: skip
         self.reads = Reads(split, self.meeting, members.gather, self.spread)
-        reports = ReportChannel(members.from_last, self._device, groups.pipeline)
-        looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
-        if looks and trainer.training and scaled is None:
-            self.gradients.look(reports)  # a gradient scaler decides by itself
         reordering = reordering_by(
             self._settings.schedule, self._partition, members.gather_for("measuring the stages"),
             members.from_zero.share,
         )  # fmt: skip
         self.steps = Steps(
-            self._module, split, self.executor, self.run, plans, reports, recorder, metrics, groups.replica,
-            members.from_last, self._settings.loss_weighting, self._settings.loss_over_batch,
-            num_microbatches, at_least, reordering,
+            self._module, split, self.executor, self.run, plans, recorder, metrics, groups.replica,
+            members.from_last, groups.pipeline, self._settings.loss_weighting, self._settings.loss_over_batch,
+            num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
+        looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
+        if looks and trainer.training and scaled is None:
+            self.gradients.look(self.steps.reports)  # a gradient scaler decides by itself
         run = self.run
         run.memory = StagesMeter(
             split, split.cut, self.executor, split.programs.waiting, lambda: run.last_plan,
@@ -147,10 +145,15 @@ class Stages(StagesHeld):
         )  # fmt: skip
         watch_memory(run.memory, run, members.failure)
 
-    def _let_steps_see(self, recorder: LogRecorder, scaled: Callable[[Tensor], Tensor] | None) -> None:
+    def _reads_outputs(self) -> Callable[[str], bool]:
+        """Whether a hook of any rank may read what an evaluating step returned; all ranks call."""
+        steps = "validation_step", "test_step"
+        own = {step for step in steps if _lightning.reads_outputs(self._trainer, step)}
+        found = self._members.gather(own, "asking which hooks read what steps return")
+        return lambda step: any(step in one for one in found)
+
+    def _let_steps_see(self, scaled: Callable[[Tensor], Tensor] | None) -> None:
         split, trainer = self.split, self._trainer
-        recorder.part_of, split.told.of_whole = split.part, recorder.log_of_whole
-        split.told.of_whole_begins = recorder.whole_begins
         split.scaled = scaled or split.scaled
         split.beside = lambda: beside_module(trainer)
         split.looks_again = getattr(trainer.strategy, "asked", False)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from tests.ranks.lightning_cases import Regression, loader, trainer
 
@@ -136,59 +137,52 @@ def largest_alone(self: Any, out: Tensor, y: Tensor) -> Any:
     return out[:, 0].topk(2).values
 
 
-def returned(step: Any, name: str) -> list[str]:
-    """The warnings where a step returns this."""
+def returned(step: Any, name: str, pipeline: dict[str, Any] | None = PIPELINE) -> tuple[list[Any], list[str]]:
+    """What hooks and callers are given where a step returns this, and the warnings."""
+    seen: list[Any] = []
 
     class Told(Regression):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             out = self.net(batch[0])
             return {"loss": F.mse_loss(out, batch[1]), "extra": step(self, out.detach(), batch[1])}
 
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs["extra"])
+
         def validation_step(self, batch: Any, batch_idx: int) -> Any:
             return step(self, self.net(batch[0]), batch[1])
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
 
         def test_step(self, batch: Any, batch_idx: int) -> Any:
             return step(self, self.net(batch[0]), batch[1])
 
+        def on_test_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
             return step(self, self.net(batch[0]), batch[1])
 
+        def on_predict_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            seen.append(outputs)
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = trainer(PIPELINE, max_epochs=1, enable_progress_bar=False)
+        run = trainer(pipeline, max_epochs=1, enable_progress_bar=False)
         getattr(run, name)(Told(), loader(samples=8))
-    return [str(one.message) for one in caught if "micro-batches:" in str(one.message)]
+    return seen, [str(one.message) for one in caught if "micro-batches" in str(one.message)]
 
 
-@pytest.mark.parametrize(
-    ("step", "says"),
-    [
-        (centred, "entry ['centred'] has"),
-        (over_samples, ": it has"),
-        (ordered, "entry [1] has"),
-        (in_a_list, ": it has"),
-        (largest_alone, "shape (2,) there and shape (8,) here"),
-    ],
-)
-def test_predictions_that_mix_what_the_model_gives_are_warned_of(step: Step, says: str) -> None:
-    said = returned(step, "predict")
-    assert len(said) == 1, said
-    assert "what predict_step returns" in said[0]
-    assert says in said[0]
-    assert "on_predict_batch_end" in said[0]
-
-
-@pytest.mark.parametrize(("name", "step"), [("validate", "validation_step"), ("test", "test_step")])
-def test_what_evaluation_returns_is_looked_at_too(name: str, step: str) -> None:
-    (said,) = returned(over_samples, name)
-    assert f"what {step} returns" in said
-
-
-def test_what_a_training_step_returns_beside_its_loss_is_looked_at_too() -> None:
-    (said,) = returned(centred, "fit")
-    assert "entry ['extra']['centred'] has" in said
-
-
-@pytest.mark.parametrize("name", ["fit", "predict"])
-def test_what_is_returned_sample_by_sample_is_not_warned_of(name: str) -> None:
-    assert not returned(given, name)
+@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
+@pytest.mark.parametrize("step", [given, centred, over_samples, ordered, in_a_list, largest_alone])
+def test_what_a_step_returns_is_one_devices(step: Step, name: str) -> None:
+    (found, *_), said = returned(step, name)
+    (expected, *_), _ = returned(step, name, None)
+    for one, other in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert (
+            one == other
+            if isinstance(other, str)
+            else torch.allclose(torch.as_tensor(one), torch.as_tensor(other))
+        )
+    assert not said

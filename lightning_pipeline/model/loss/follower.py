@@ -89,6 +89,7 @@ class Follower:
 
     Attributes:
         worth: What the losses of this batch are multiplied with, where that had to be tried.
+        doubt: Of what may be wrong with the numbers of this batch, which was not followed.
     """
 
     def __init__(self, root: nn.Module, step: str) -> None:
@@ -109,6 +110,7 @@ class Follower:
         self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
         self._tried: Callable[[], list[float] | None] = lambda: None
         self.worth: list[float] | None = None
+        self.doubt: str | None = None
         self._number = 0  # of the micro-batch that runs
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
@@ -146,7 +148,7 @@ class Follower:
         """
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
-        self._paths, self._computed = [], None
+        self._paths, self._computed, self.doubt = [], None, None
         if self._given_up:
             return
         self._key = (*fractions, *(tuple(tensor.shape) for tensor in batch))
@@ -196,11 +198,16 @@ class Follower:
         if path is None or self._given_up or tuple(path.taken) in self._plain_paths:
             return
         self._targets = None
-        self._say(
+        self.doubt = (
             f"{self._step} calls other functions between its units than in the batches before, whose losses "
             "were plain means over samples: this batch is weighted by samples, and the next ones are looked "
             f"at again. If such a loss is divided by anything else, {_WAYS_OUT}"
         )
+
+    def say_doubt(self) -> None:
+        """After the batch: warn of what no look at the batch as one has settled."""
+        if self.doubt is not None:
+            self._say(self.doubt)
 
     def part(self, value: Any, *, always: bool = False) -> Part:
         """This micro-batch's part of a number that the step hands out.

@@ -118,14 +118,26 @@ class Rehearsal(_DryRun):
         """Whether no value of units has been made up."""
         return not self._observer.guess.made
 
-    def rehearse(self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Call the step; it ends where a placeholder stops it."""
+    def rehearse(
+        self, function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any],
+        returned: Callable[[Any, bool], None],
+    ) -> None:  # fmt: skip
+        """Call the step; it ends where a placeholder stops it.
+
+        Args:
+            function: The step.
+            args: Of it.
+            kwargs: Likewise.
+            returned: Told what it returned, and whether no value of units was made up.
+        """
         try:
             with self.functions, self.taint:
                 try:
                     result = function(*args, **kwargs)
                 except Exception:  # what was seen until then counts; the micro-batches raise what is wrong
                     return
+            if self.rehearses:
+                returned(result, self.is_sure)
             if self.mixing is not None:
                 self.mixing.end(result)
         finally:
@@ -283,7 +295,8 @@ class DryRuns:
         run = Rehearsal(self._view, outputs, step.seeds.microbatch(number), observer, draws)
         run.mixing, run.rehearses = mixing, mixing is None
         with self._answering(run):
-            run.rehearse(step.function, self._view.fresh(batch[0]), self._view.fresh(batch[1]))
+            args, kwargs = self._view.fresh(batch[0]), self._view.fresh(batch[1])
+            run.rehearse(step.function, args, kwargs, step.returned_of_whole)
 
     def walk(
         self, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], routes: StepRoutes, reads: Reads

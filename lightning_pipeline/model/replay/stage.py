@@ -214,6 +214,8 @@ class StageProgram(Stage):
 
     def _finish(self, microbatch: int, step: Step, done: Replayed) -> None:
         result = done.result
+        if step.follower is not None:
+            step.returned(microbatch, result)
         loss = result.get("loss") if isinstance(result, dict) else result
         if step.weights is None:
             step.results[microbatch], step.losses[microbatch] = map_tensors(Tensor.detach, result), None

@@ -48,6 +48,8 @@ class Told:
         of_whole: Told, with the name of the method and whether no value of units was made up before, what the
             step of the whole batch logs.
         of_whole_begins: Told that it begins.
+        returned: Told, with the micro-batch, what its step returns, where numbers are followed.
+        returned_of_whole: Told what the step of the whole batch returns, and whether no value was made up.
     """
 
     def __init__(
@@ -62,6 +64,8 @@ class Told:
         self.microbatch, self.made_up = 0, 0.0
         self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
         self.of_whole_begins: Callable[[], None] = lambda: None
+        self.returned: Callable[[int, Any], None] = lambda microbatch, result: None
+        self.returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -75,6 +79,16 @@ class Told:
     def _followed(self, value: Any, *, always: bool = False) -> Part:
         follower = self._follower()
         return Part() if follower is None else follower.part(value, always=always)
+
+    def returns(self, microbatch: int, result: Any) -> None:
+        """The step of a micro-batch returns something."""
+        with self._unfollowed():
+            self.returned(microbatch, result)
+
+    def returns_of_whole(self, result: Any, is_sure: bool) -> None:
+        """That of the whole batch does."""
+        with self._unfollowed():
+            self.returned_of_whole(result, is_sure)
 
     def _know(self, value: Any, bent: Bent) -> None:
         follower = self._follower()

@@ -68,6 +68,9 @@ class Step:
         left_by_batch: By label what the batch as one leaves behind, where micro-batches are given their part
             of what it mixes; None elsewhere.
         gathered: On the last stage what units give, where the batch is looked at as one.
+        returned: Told what the step returns for a micro-batch, on the last stage, where numbers are followed.
+        returned_of_whole: Told what it returns where it runs without units for the whole batch, and whether
+            no value of units was made up.
     """
 
     name: str
@@ -92,6 +95,8 @@ class Step:
     telling: Callable[[], AbstractContextManager[None]] = nullcontext
     left_by_batch: Mapping[str, Any] | None = None
     gathered: Gathers | None = None
+    returned: Callable[[int, Any], None] = lambda microbatch, result: None
+    returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
 
     @property
     def trace(self) -> Trace:
@@ -108,12 +113,14 @@ class StepResult:
         outputs: What the step returned for each micro-batch, detached.
         parts: What each loss is of the batch's, where that is not its mean by samples.
         worth: What each loss was multiplied with, where that had to be tried.
+        say_doubt: Warns of numbers that were not followed, unless the batch was looked at as one.
     """
 
     losses: list[Tensor | None]
     outputs: list[Any]
     parts: list[Tensor | None]
     worth: list[float] | None = None
+    say_doubt: Callable[[], None] = lambda: None
 
 
 class StageView:

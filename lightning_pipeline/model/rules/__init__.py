@@ -1,6 +1,6 @@
 """How what micro-batches leave behind becomes what the batch leaves, and how that is found out."""
 
-from lightning_pipeline.model.rules.at_end import Gathered, Outputs, at_end, values_at_end
+from lightning_pipeline.model.rules.gathered import Gathered, Outputs, at_end, values_at_end
 from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
 from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_by_shape

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.places import MISSING, Effect, GradMode
-from lightning_pipeline.model.rules.at_end import Wait, at_end, waiting
+from lightning_pipeline.model.rules.gathered import at_end
 from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_of_each
 from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
 from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_whole, values_for
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
+from lightning_pipeline.model.rules.waiting import Wait, waiting
 from lightning_pipeline.model.tensors import is_placeholder, tensors_held
 from lightning_pipeline.model.trace import UnitPatches
 

@@ -6,37 +6,18 @@ each unit answers with the rows that it gave the micro-batches.
 """
 
 import logging
-import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.rules.made_up import MadeUp, Observed, joined_values, made_up
-from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_whole, values_for
-from lightning_pipeline.model.rules.trial import Merge, NoFit
+from lightning_pipeline.model.rules.made_up import Observed
+from lightning_pipeline.model.rules.runs import Question, Runs, is_whole, values_for
 from lightning_pipeline.model.rules.values import equal
-from lightning_pipeline.model.tensors import ModuleState, Structure, TensorSpec, is_placeholder
-from lightning_pipeline.model.trace import Trace
+from lightning_pipeline.model.tensors import ModuleState, is_placeholder
 
 _log = logging.getLogger(__name__)
-ValueKey = tuple[int, int, int]
-"""Unit, which call of it, which output tensor."""
-Outputs = Mapping[tuple[int, int], tuple[Structure, Sequence[TensorSpec]]]
-"""What each call of a unit returns, by unit and number of the call."""
-
-
-def at_end(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
-    """Instead of a rule: it is worked out at the end of the batch."""
-    raise NoFit
-
-
-def values_at_end(trace: Trace) -> frozenset[ValueKey]:
-    """Outputs of units that the last stage has when a step ends: it, or what it leaves, depends on them."""
-    found = ((trace.calls[tag.call], tag.leaf) for tag in trace.tail if tag.kind == "value")
-    return frozenset((call.unit, call.nth, leaf) for call, leaf in found)
 
 
 class Wait(NamedTuple):
@@ -115,84 +96,3 @@ def _is_whole_number(value: Any) -> bool:
 
 def _like(start: Any, number: int) -> Any:
     return torch.full_like(start, number) if isinstance(start, Tensor) else number
-
-
-class Gathered:
-    """What units gave the micro-batches of one batch.
-
-    Args:
-        whole: Arguments of the batch as one.
-        trace: Of the step on its way.
-        outputs: What units return for the whole batch.
-        sizes: Samples of each micro-batch.
-        copied: Whether copies are kept, so that activations go with their backward, and count as in others.
-
-    Attributes:
-        keys: Of what is gathered.
-        whole: The arguments.
-        takes_means: After `values`, whether it took numbers that units gave micro-batches for their mean.
-    """
-
-    def __init__(
-        self, whole: Arguments, trace: Trace, outputs: Outputs, sizes: Sequence[int], *, copied: bool = False
-    ) -> None:
-        self._copied = copied
-        self.keys: Collection[ValueKey] = values_at_end(trace)
-        self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
-        self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
-        self.takes_means = False
-
-    def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None:
-        """Keep what a micro-batch was given, in no graph."""
-        self._given[microbatch] = {
-            key: tensor.detach().clone() if self._copied else tensor.detach() for key, tensor in given.items()
-        }
-
-    def work_out(self, run: Runs) -> dict[str, Any]:
-        """What the batch as one leaves, by label.
-
-        Args:
-            run: Runs the step, from what the batch found.
-
-        Raises:
-            NoFit: Units did not give each micro-batch the same kind of values.
-        """
-        return run([(self.whole, self.values())])
-
-    def values(self) -> MadeUp:
-        """What units give the batch as one; nothing of it is kept any longer.
-
-        Raises:
-            NoFit: Units did not give each micro-batch the same kind of values.
-        """
-        found = {call: (self._joined(call), structure) for call, (structure, _) in self._outputs.items()}
-        self._given.clear()
-        return MadeUp(found, self._trace, frozenset(), sees=False)
-
-    @property
-    def bytes(self) -> int:
-        """Of all that is gathered."""
-        specs = [self._outputs[unit, nth][1][leaf] for unit, nth, leaf in self.keys]
-        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-
-    def _joined(self, call: tuple[int, int]) -> list[Tensor]:
-        made, generator = [], torch.Generator().manual_seed(0)  # for what nothing depends on
-        for leaf, spec in enumerate(self._outputs[call][1]):
-            parts = [given.get((*call, leaf)) for _, given in sorted(self._given.items())]
-            there = [part for part in parts if part is not None]
-            if there and len(there) < len(self._sizes):
-                raise NoFit("units have not run for all of its micro-batches")
-            try:
-                blocks = self._trace.blocks.get((*call, leaf), 1)
-                joins = partial(joined_values, there, spec, self._sizes, blocks)
-                tensor = joins() if there else made_up(spec, generator)
-            except ValueError as error:
-                raise NoFit(str(error)) from error
-            self.takes_means |= _is_mean(tensor, there)
-            made.append(tensor.requires_grad_(spec.requires_grad))
-        return made
-
-
-def _is_mean(joined: Tensor, parts: Sequence[Tensor]) -> bool:
-    plain = joined.is_floating_point() and len(parts) > 1 and joined.shape == parts[0].shape
-    return plain and not all(torch.equal(part, parts[0]) for part in parts)

@@ -190,7 +190,7 @@ class LeftBehind:
                 function = step_function(self._root, trace.step)
                 around = Surroundings.of_attributes(self._find_glue_modules())
                 run = Runs(effects, function, self._patches, self._quiet, lambda batch: nullcontext())
-                found, known = gathered.work_out(run), {e.place.identity for e in effects}
+                found, known = run([(gathered.whole, gathered.values())]), {e.place.identity for e in effects}
                 more = [(p, p.get()) for p in around.look() if p.identity not in known]
         except Exception as error:
             names = ", ".join(repr(effect.place.label) for effect in effects)

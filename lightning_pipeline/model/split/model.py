@@ -27,7 +27,6 @@ from lightning_pipeline.model.split.programs import Programs
 from lightning_pipeline.model.state import (
     Apart,
     AttributeGuards,
-    Elsewhere,
     FromLast,
     Gradients,
     Sent,
@@ -247,10 +246,9 @@ class SplitModel(OutsideSteps):
             {e.place.label: e.place for e in effects if e.from_units and is_told_as_attribute(e)}.values()
         )
 
-    def extras_elsewhere(self, step: str) -> dict[Any, Any]:
-        """For each entry beside `loss` that a step returns on the last stage, what raises when it is used."""
-        keys = [key for key in self.known[step].returned if key != "loss"]
-        return {key: Elsewhere(f"entry {key!r} of what {step} returned") for key in keys}
+    def returns_more(self, step: str) -> bool:
+        """Whether a step returns other entries than `loss`, which the last stage has."""
+        return any(key != "loss" for key in self.known[step].returned)
 
     def late_states(self, step: str) -> list[str]:
         """Names of tensors that the end of a step writes on the last stage, and other stages have too."""
@@ -357,6 +355,8 @@ class SplitModel(OutsideSteps):
             scaled=self.scaled,
             count=self._new_count(microbatches) if weights is not None else None,
             telling=self.told.lines.run,
+            returned=self.told.returns,
+            returned_of_whole=self.told.returns_of_whole,
         )
         self._open = ExitStack()
         self._open.callback(seeds.close)
@@ -569,7 +569,7 @@ class SplitModel(OutsideSteps):
             [step.losses[i] for i in order],
             [step.results[i] for i in order],
             [step.parts.get(i) for i in order],
-            None if step.follower is None else step.follower.worth,
+            *(() if step.follower is None else (step.follower.worth, step.follower.say_doubt)),
         )
 
     def part(self, value: Any, *, always: bool = False) -> Part:

@@ -7,15 +7,11 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from lightning_pipeline.hooks import Report
 from lightning_pipeline.model.rehearsal import Heard
-
-_PRECISE = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-5)}  # relative and absolute
-_ROUGH = (5e-2, 5e-2)
+from lightning_pipeline.run.batch.returned import Returned, may_differ, returned_otherwise, tolerances
 
 
 class Otherwise(NamedTuple):
@@ -36,29 +32,17 @@ class Otherwise(NamedTuple):
     nth: int = 0
 
 
-class Returned(NamedTuple):
-    """A part of what a step returned that is another one for the batch as one.
-
-    Attributes:
-        name: Where it stands.
-        mine: What was put together, in words.
-        theirs: What the batch as one has, in words.
-    """
-
-    name: str
-    mine: str
-    theirs: str
-
-
 class Compared(NamedTuple):
     """What differs.
 
     Attributes:
         told: Numbers.
-        returned: Rows of samples that the step returned.
+        returned: Parts of what the step returned.
         logged: What the step logs for the batch as one, if that is sure, by name and how often before.
         is_made: Whether the batch was run as one.
         is_sure: Whether its numbers are one device's.
+        has_loss: Whether its loss was compared.
+        may_differ: Whether it returns what may agree in this batch by chance.
     """
 
     told: list[Otherwise]
@@ -66,10 +50,12 @@ class Compared(NamedTuple):
     logged: Mapping[tuple[str, int], float] = MappingProxyType({})
     is_made: bool = False
     is_sure: bool = False
+    has_loss: bool = False
+    may_differ: bool = False
 
 
 def told_otherwise(
-    report: Report, output: Any, samples: int | None, runs: Callable[[], Iterator[Heard]]
+    report: Report, output: Any, samples: int, runs: Callable[[], Iterator[Heard]], *, trains: bool
 ) -> Compared:
     """What a step does not tell for the batch as one.
 
@@ -78,18 +64,31 @@ def told_otherwise(
         output: What the step returned for the micro-batches, merged by our rules; None where by others.
         samples: Of the batch.
         runs: Runs the step for the batch as one, twice.
+        trains: Whether it returns its loss, and hooks are given the rest.
     """
     found: Compared | None = None
     for one in runs():
-        told, rows = list(_differing(report, one)), list(_rows(output, one.returned, "", samples))
+        told = list(_differing(report, one))
+        returned = extras_of(one.returned) if trains else one.returned
+        parts = [] if output is None else list(returned_otherwise(output, returned))
         if found is not None:
             told = [each for each in found.told if _is_again(each, told)]
-            rows = [each for each in found.returned if each in rows]
+            parts = [each for each in found.returned if each.is_among(parts)]
         logged = one.logged if one.is_sure else {}
-        found = Compared(told, rows, logged, is_made=True, is_sure=one.is_sure)
-        if not told and not rows:
+        found = Compared(
+            told, parts, logged, is_made=True, is_sure=one.is_sure, has_loss=one.loss is not None,
+            may_differ=output is not None and may_differ(returned, samples),
+        )  # fmt: skip
+        if not told and not parts:
             break
     return found or Compared([], [])
+
+
+def extras_of(output: Any) -> Any:
+    """What a training step returns beside its loss; None where it returns that alone."""
+    if isinstance(output, Mapping):
+        return {name: value for name, value in output.items() if name != "loss"}
+    return None
 
 
 def with_numbers(report: Report, numbers: Mapping[tuple[str, int], float]) -> Report:
@@ -106,50 +105,6 @@ def with_numbers(report: Report, numbers: Mapping[tuple[str, int], float]) -> Re
                 values[position] = number
             position += 1
     return replace(report, values=values)
-
-
-def _rows(mine: Any, theirs: Any, where: str, samples: int | None) -> Iterator[Returned]:
-    """Rows that differ; a number of the batch, such as a loss, is the mean over samples by our rules."""
-    mine, theirs = _as_tensor(mine, samples), _as_tensor(theirs, samples)
-    if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-        yield from _other_rows(mine, theirs, where, samples)
-    elif isinstance(mine, Mapping) and isinstance(theirs, Mapping):
-        for key in mine:
-            if key in theirs:
-                yield from _rows(mine[key], theirs[key], f"{where}[{key!r}]", samples)
-    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
-        if len(mine) != len(theirs):
-            yield Returned(where, f"{len(mine)} items", f"{len(theirs)} items")
-        for number, pair in enumerate(zip(mine, theirs, strict=False)):
-            yield from _rows(*pair, f"{where}[{number}]", samples)
-
-
-def _as_tensor(value: Any, samples: int | None) -> Any:
-    """The same where it is an array, or a list with a number for each sample."""
-    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-        return torch.as_tensor(value)
-    numbers = isinstance(value, list) and len(value) == samples
-    if numbers and all(type(one) in (bool, int, float) for one in value):
-        return torch.tensor(value)
-    return value
-
-
-def _other_rows(mine: Tensor, theirs: Tensor, where: str, samples: int | None) -> Iterator[Returned]:
-    if mine.shape != theirs.shape:
-        if mine.dim() and theirs.dim():
-            yield Returned(where, f"shape {tuple(mine.shape)}", f"shape {tuple(theirs.shape)}")
-        return
-    if not mine.numel() or not mine.dim() or len(mine) != samples or mine.is_complex():
-        return
-    relative, absolute = _PRECISE.get(mine.dtype, _ROUGH) if mine.is_floating_point() else (0.0, 0.0)
-    ours, other = mine.double().flatten(), theirs.to(mine.device).double().flatten()
-    finite = other[other.isfinite()]
-    bound = absolute + relative * (float(finite.abs().max()) if finite.numel() else 0.0)
-    away = (ours - other).abs()
-    away = torch.where((ours == other) | (ours.isnan() & other.isnan()), 0.0, away.nan_to_num(nan=math.inf))
-    worst = int(away.argmax())
-    if float(away[worst]) > bound:
-        yield Returned(where, f"{float(ours[worst]):.6g}", f"{float(other[worst]):.6g}")
 
 
 def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
@@ -176,7 +131,7 @@ def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
 def _is_close(mine: float, theirs: float, dtype: torch.dtype) -> bool:
     if math.isnan(mine) or math.isnan(theirs):
         return math.isnan(mine) and math.isnan(theirs)
-    relative, absolute = _PRECISE.get(dtype, _ROUGH)
+    relative, absolute = tolerances(dtype)
     return math.isclose(mine, theirs, rel_tol=relative, abs_tol=absolute)
 
 

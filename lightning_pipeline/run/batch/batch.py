@@ -6,12 +6,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from lightning_pipeline._torch import tree_leaves, tree_map_only
-from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
     LogRecorder,
@@ -28,10 +27,19 @@ from lightning_pipeline.model.replay import StepResult, WholeBatch
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
-from lightning_pipeline.run.batch.as_one import Returned, told_otherwise, with_numbers
+from lightning_pipeline.run.batch.as_one import Compared, extras_of, told_otherwise, with_numbers
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
+from lightning_pipeline.run.batch.returned import (
+    Returned,
+    ReturnedNumbers,
+    Unmerged,
+    as_told,
+    merge_of,
+    told_of,
+    with_returned,
+)
 from lightning_pipeline.schedules import Plan
 
 _HOOKS = {
@@ -40,7 +48,6 @@ _HOOKS = {
     "test_step": "on_test_batch_end",
     "predict_step": "on_predict_batch_end",
 }
-_SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
 
 
 @dataclass
@@ -53,16 +60,20 @@ class Steps:
         executor: Runs plans on them.
         run: Is told of each training batch.
         plans: For any number of micro-batches.
-        reports: From the last stage to the others.
         recorder: Where the last stage's `self.log` goes.
         metrics: Those of the module.
         replica: Of this rank.
         from_last: From the last stage's rank to the others.
+        group: Of these ranks, for tensors on the device.
         loss_weighting: Of the strategy.
         loss_over_batch: Of the strategy.
         num_microbatches: What a batch is cut into.
         at_least: Samples that each micro-batch of a training batch should have.
+        reads_outputs: Whether a hook of any rank may read what an evaluating step returned.
         reordering: Plans the training batches anew, once it has seen some.
+        warned: Of what a warning has been given.
+        reports: From the last stage to the others.
+        returned: Puts numbers together that steps return.
     """
 
     module: LightningModule
@@ -70,22 +81,41 @@ class Steps:
     executor: Executor
     run: PipelineRun
     plans: Plans
-    reports: ReportChannel
     recorder: LogRecorder
     metrics: SharedMetrics
     replica: int
     from_last: Outlet
+    group: dist.ProcessGroup
     loss_weighting: str
     loss_over_batch: bool
     num_microbatches: int
     at_least: int
+    reads_outputs: Callable[[str], bool] = lambda step: False
     reordering: Replanner | None = None
     warned: set[Hashable] = field(default_factory=set)
+    reports: ReportChannel = field(init=False)
+    returned: ReturnedNumbers = field(init=False)
+
+    def __post_init__(self) -> None:
+        split, recorder = self.split, self.recorder
+        self.reports = ReportChannel(self.from_last, split.told.device, self.group)
+        self.returned = ReturnedNumbers(self.module, split.part)
+        recorder.part_of = split.part
+        split.told.returned, split.told.returned_of_whole = self.returned.take, self.returned.take_of_whole
+        split.told.of_whole, split.told.of_whole_begins = recorder.log_of_whole, self._whole_begins
+
+    def _whole_begins(self) -> None:
+        self.recorder.whole_begins()
+        self.returned.whole_begins()
+
+    @property
+    def merges_itself(self) -> bool:
+        """Whether the user has a `merge_outputs`."""
+        return hasattr(self.module, "merge_outputs")
 
     def merge(self, outputs: list[Any], sizes: list[int]) -> Any:
         """One value of one per micro-batch, as the user's `merge_outputs` has it, or ours."""
-        own: Callable[[list[Any], list[int]], Any] | None = getattr(self.module, "merge_outputs", None)
-        return own(outputs, sizes) if own is not None else merge_outputs(outputs, sizes)
+        return merge_of(self.module)(outputs, sizes)
 
 
 class Batch:
@@ -152,7 +182,8 @@ class Batch:
         """Run a step of validation, test or predict.
 
         Returns:
-            On the last stage what the step returned, merged; elsewhere `None`.
+            On the last stage what the step returned, merged; elsewhere `None`, or where a hook may read it
+            the same as of `train`.
         """
         with self.around():
             with self._open():
@@ -203,6 +234,7 @@ class Batch:
     def _begin(self) -> None:
         steps, parts, weights, seen = self._steps, self.parts, self.weights, self.seen
         steps.recorder.begin(seen.sizes if seen.batch_size is not None else [None] * len(seen.sizes))
+        steps.returned.begin(self.step, seen.sizes)
         whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
         steps.split.begin(
             self.step, [(args, {}) for args in parts.args],
@@ -222,13 +254,13 @@ class Batch:
             steps.split.settle(steps.merge)
             self._warn_unforeseen()
             if steps.split.has_last_stage:
-                report, output = self._report(), self._merged()
-                report = self._told_as_one(report, output)
+                report, output = self._told_as_one(self._report(), self._merged())
+                if isinstance(output, Unmerged):
+                    raise output.error
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
-            if self.trains:
-                output = self._told_extras(output)
+            output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
             replay(steps.module, report, self.parts.batch_size)
         return loss_of(report), output
 
@@ -239,15 +271,17 @@ class Batch:
         chosen = (losses, known) if known is not None and self.trains else ()
         return self._steps.recorder.report(loss, *chosen)
 
-    def _told_as_one(self, report: Report, output: Any) -> Report:
-        """Compare with what the step tells for the batch as one, in some batches, and take its numbers."""
+    def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
+        """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""
         split, recorder = self._steps.split, self._steps.recorder
         if split.mixed(self.step) or split.decides_apart(self.step):
             recorder.warn_of_guesses()
-            return report  # which has been said
+            self._steps.returned.warn_of_guesses()
+            self.result.say_doubt()
+            return report, output  # which has been said
         doubtful, left, numbers = split.doubtful(self.step), list[str](), dict[tuple[str, int], float]()
-        merged = None if hasattr(self._steps.module, "merge_outputs") else output
-        found = told_otherwise(report, merged, self.parts.batch_size, split.as_one.runs)
+        merged = None if self._steps.merges_itself else output
+        found = told_otherwise(report, merged, sum(self.parts.sizes), split.as_one.runs, trains=self.trains)
         for one in found.told:
             if one.mine is None:
                 left += [] if one.name is None or one.name in doubtful else [one.name]
@@ -259,36 +293,41 @@ class Batch:
                 numbers[one.name, one.nth] = one.theirs
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
-        self._warn_in_part(found.is_made)
+        is_compared = found.has_loss if self.trains else found.is_made
+        self._warn_in_part(is_compared)
+        if not is_compared:
+            self.result.say_doubt()
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
         if left:
             self._warn_of_left(left)
-        if found.returned:
+        return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
+
+    def _returned_as_one(self, output: Any, found: Compared) -> Any:
+        """What the step returns, with what differs for the batch as one from there, where that is sure."""
+        as_one, numbers = self._steps.split.as_one, self._steps.returned
+        if not found.is_made:
+            numbers.warn_of_guesses()
+        if found.is_sure and (found.returned or found.may_differ or numbers.guesses):
+            as_one.each.add(self.step)
+        if found.returned and (self.step in as_one.missed or not found.is_sure):
             self._warn_of_returned(found.returned)
-        return with_numbers(report, {**guessed, **numbers})
+        return with_returned(output, found.returned) if found.is_sure else output
 
     def _merged(self) -> Any:
         outputs = self.result.outputs
         if self.step == "training_step":  # its loss is averaged apart
-            outputs = [_extras(output) for output in outputs]
-        return self._steps.merge(outputs, self.seen.sizes) if outputs else None
+            outputs = [extras_of(output) for output in outputs]
+        return self._steps.returned.merged(outputs, self.seen.sizes) if outputs else None
 
-    def _told_extras(self, output: Any) -> dict[Any, Any]:
-        """What a training step returned beside its loss."""
-        from_last = self._steps.from_last
-        own = _extras(output) or {}
-        elsewhere = self._steps.split.extras_elsewhere(self.step)
-        if not elsewhere or from_last.group is None:
-            return own
-
-        def small() -> Any:
-            kept = {key: value for key, value in own.items() if _all_are_told(value)}
-            return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), kept)
-
-        told, device = from_last.share(small), self._steps.module.device
-        on_device = tree_map_only(Tensor, lambda tensor: tensor.to(device), told)
-        return own if from_last.is_source else {**elsewhere, **on_device}
+    def _told_outputs(self, output: Any) -> Any:
+        """What hooks are given of what the step returned: all of it, or what the last stage has told."""
+        steps, from_last = self._steps, self._steps.from_last
+        is_read = steps.split.returns_more(self.step) if self.trains else steps.reads_outputs(self.step)
+        if not is_read or from_last.group is None:
+            return output
+        told = from_last.share(lambda: told_of(output))
+        return output if from_last.is_source else as_told(told, self.step, steps.module.device)
 
     def _share_what_is_left(self) -> None:
         """Hooks on every rank, and the next step, read what the end of the step has just left."""
@@ -505,17 +544,3 @@ class Batch:
                 "of one have decided differently, where one device decides once for all of its samples: "
                 "decide in on_after_batch_transfer, or sample by sample with torch.where",
             )
-
-
-def _all_are_told(value: Any) -> bool:
-    """Whether all ranks are told of an entry: numbers, texts and tensors of few elements."""
-    leaves = tree_leaves(value)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    plain = all(isinstance(leaf, Tensor | bool | int | float | str | None) for leaf in leaves)
-    return plain and len(leaves) <= _SMALL and sum(tensor.numel() for tensor in tensors) <= _SMALL
-
-
-def _extras(output: Any) -> Any:
-    if isinstance(output, Mapping):
-        return {name: value for name, value in output.items() if name != "loss"}
-    return None

@@ -13,11 +13,12 @@ from torchmetrics import Metric
 from lightning_pipeline import _lightning
 from lightning_pipeline._torch import may_take_data_of
 from lightning_pipeline.checkpoint.contents import Owns, extra_states, load_extra_states
-from lightning_pipeline.hooks import fill_copies, units_at_end
+from lightning_pipeline.hooks import units_at_end
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import InUnits, SharedParameter, Told
 from lightning_pipeline.model.tensors import is_placeholder
 from lightning_pipeline.ranks import Company, Groups
+from lightning_pipeline.run.setup.copies import fill_copies
 from lightning_pipeline.schedules import Plan
 from lightning_pipeline.weights import gather_weights, receives_all
 

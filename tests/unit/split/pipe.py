@@ -210,6 +210,7 @@ def _run_batch(
         results = {split: split.finish() for split in dict.fromkeys(splits)}
         _settle(list(results), splits[-1], step, entire)
     last = results[splits[-1]]
+    last.say_doubt()
     outcome.losses.extend(last.losses)
     if training and None not in last.losses and not over_batch:
         parts = zip(last.parts, last.losses, weights, strict=True)

@@ -483,13 +483,24 @@ def rolled_by_values(self, x, y):
         in_halves,
         by_how_many,
         by_numpy_in_the_loss,
-        rolled_by_values,
     ],
 )
 def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, recwarn):
     fitted(function, {**STAGED, "num_microbatches": 3})
     assert sorted(text.partition(" ")[0] for text in told(recwarn)) == ["training_step", "validation_step"]
     assert all("test_mixing.py" in text for text in told(recwarn))
+
+
+def validated(pipeline):
+    module, run = Mixed(rolled_by_values), trainer(pipeline)
+    return run.validate(module, loader(seed=4), verbose=False)[0]["val_loss"]
+
+
+def test_what_values_of_micro_batches_decide_is_warned_of_in_training_and_logged_as_one(recwarn):
+    fitted(rolled_by_values, {**STAGED, "num_microbatches": 3})
+    (text,) = told(recwarn)
+    assert text.startswith("training_step") and "roll at test_mixing.py" in text
+    assert validated({**STAGED, "num_microbatches": 3}) == pytest.approx(validated(None), rel=1e-10)
 
 
 def shared_by_a_mean(self, x, y):

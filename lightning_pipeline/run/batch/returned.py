@@ -1,0 +1,342 @@
+"""What a step returned, put together from its micro-batches', beside what it returns for the batch as one."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_pipeline._torch import tree_leaves
+from lightning_pipeline.data import items_of, merge_outputs, rebuilt
+from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.hooks import LogRecorder
+from lightning_pipeline.model.loss import Part
+from lightning_pipeline.model.state import Elsewhere
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors
+
+_PRECISE = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-5)}  # relative and absolute
+_ROUGH = (5e-2, 5e-2)
+_RETURNED = (
+    "{} of a batch",
+    "return the tensors that it is made of, log it, or override merge_outputs(outputs, sizes)",
+)
+_TEXTS = (str, bytes, type(None))
+_TOLD = bool | int | float | complex | str | bytes | None
+_SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
+_NUMBERS = (bool, int, float, complex)
+
+
+class Unmerged(NamedTuple):
+    """Stands for what no rule puts together.
+
+    Attributes:
+        error: What the rules said.
+    """
+
+    error: ConfigurationError
+
+
+class Returned(NamedTuple):
+    """A part of what a step returned that is another one for the batch as one.
+
+    Attributes:
+        place: The keys that lead to it.
+        mine: What was put together, in words.
+        theirs: What the batch as one has, in words.
+        value: What the batch as one has.
+    """
+
+    place: tuple[Any, ...]
+    mine: str
+    theirs: str
+    value: Any
+
+    @property
+    def name(self) -> str:
+        """Where it stands, as one writes it."""
+        return _written(self.place)
+
+    def is_among(self, others: Sequence["Returned"]) -> bool:
+        """Whether another run of the step says the same."""
+        return any(
+            other.place == self.place and not any(returned_otherwise(self.value, other.value))
+            for other in others
+        )
+
+
+class ReturnedNumbers:
+    """Puts numbers that a step returns together as those that it logs: sums, means over what counts, roots.
+
+    Args:
+        module: The LightningModule.
+        part_of: What a number of the micro-batch that runs is of the batch's.
+
+    Attributes:
+        guesses: Numbers of this batch that are not known to be one device's, and what to say of them.
+    """
+
+    def __init__(self, module: LightningModule, part_of: Callable[..., Part]) -> None:
+        self._module, self._numbers = module, LogRecorder(module, _RETURNED)
+        self._numbers.part_of = part_of
+        self._step, self._sizes = "", list[int]()
+        self.whole_begins = self._numbers.whole_begins
+        self.warn_of_guesses = self._numbers.warn_of_guesses
+
+    @property
+    def guesses(self) -> dict[str, str]:
+        """Numbers of this batch that are not known to be one device's, and what to say of them."""
+        return self._numbers.guesses
+
+    def begin(self, step: str, sizes: Sequence[int]) -> None:
+        """Forget the last batch.
+
+        Args:
+            step: Name of the user's method.
+            sizes: Samples of each micro-batch.
+        """
+        self._step, self._sizes = step, list(sizes)
+        self._numbers.begin(sizes)
+
+    def take(self, microbatch: int, result: Any) -> None:
+        """What the step returned for a micro-batch."""
+        size = self._sizes[microbatch] if len(self._sizes) > 1 else None
+        for place, number in () if size is None else self._found(result, size):
+            self._numbers.take(microbatch, self._name(place), number)
+
+    def take_of_whole(self, result: Any, is_sure: bool) -> None:
+        """What it returns for the whole batch, as far as units do not compute it.
+
+        Args:
+            result: That.
+            is_sure: Whether no value of units was made up.
+        """
+        for place, number in self._found(result, sum(self._sizes)):
+            if not isinstance(number, Tensor) or not is_placeholder(number):
+                self._numbers.take_of_whole(self._name(place), number, is_sure=is_sure)
+
+    def merged(self, outputs: list[Any], sizes: list[int]) -> Any:
+        """What the step returned for the batch, with the numbers that are known of it.
+
+        Args:
+            outputs: What it returned for each micro-batch.
+            sizes: Samples of each.
+
+        Returns:
+            That, or `Unmerged` where our rules say nothing of it.
+        """
+        if hasattr(self._module, "merge_outputs"):
+            return merge_of(self._module)(outputs, sizes)
+        try:
+            return self._with_known(merge_outputs(outputs, sizes))
+        except ConfigurationError as error:
+            return Unmerged(error)
+
+    def _with_known(self, output: Any) -> Any:
+        """What was put together by rules for values, with the numbers that are known for the batch."""
+        if len(self._sizes) < 2:
+            return output
+        known = self._numbers.of_batch()
+        if not known:
+            return output
+        parts = [
+            Returned(place, "", "", _like(number, known[self._name(place)]))
+            for place, number in _numbers_in(output, ())
+            if self._name(place) in known
+        ]
+        return with_returned(output, parts)
+
+    def _found(self, result: Any, size: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        trains = self._step == "training_step"  # of which the loss is told apart
+        if not trains or isinstance(result, Mapping):
+            for place, number in _numbers_in(result, (), size):
+                if not trains or place[0] != "loss":
+                    yield place, number
+
+    def _name(self, place: tuple[Any, ...]) -> str:
+        return f"{self._step}{_written(place)}"
+
+
+def _numbers_in(value: Any, place: tuple[Any, ...], size: int = -1) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Numbers, with the keys that lead to them; lists with one for each sample are left out."""
+    if isinstance(value, Tensor):
+        if value.dim() == 0 and not value.is_complex() and value.dtype is not torch.bool:
+            yield place, value
+    elif type(value) in (int, float):
+        yield place, value
+    elif not (isinstance(value, list | tuple) and len(value) == size):
+        for key, item in zip(_keys(value), items_of(value), strict=True):
+            yield from _numbers_in(item, (*place, key), size)
+
+
+def _like(number: Any, value: Tensor) -> Any:
+    """A number of the batch, of the kind that micro-batches have."""
+    if isinstance(number, Tensor):
+        whole = value if number.is_floating_point() else value.round()
+        return whole.to(number.device, number.dtype).reshape(())
+    return float(value) if isinstance(number, float) else round(float(value))
+
+
+def _written(place: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in place)
+
+
+def merge_of(module: LightningModule) -> Callable[[list[Any], list[int]], Any]:
+    """The user's `merge_outputs`, or ours."""
+    return getattr(module, "merge_outputs", merge_outputs)
+
+
+def tolerances(dtype: torch.dtype) -> tuple[float, float]:
+    """Relative and absolute difference of numbers of this type that may be rounding."""
+    return _PRECISE.get(dtype, _ROUGH)
+
+
+def returned_otherwise(mine: Any, theirs: Any, place: tuple[Any, ...] = ()) -> Iterator[Returned]:
+    """Parts that differ.
+
+    Args:
+        mine: What was put together; `Unmerged` where no rule did.
+        theirs: What the step returned for the batch as one.
+        place: The keys that have led here.
+    """
+    one, other = _as_tensor(mine), _as_tensor(theirs)
+    if isinstance(mine, Unmerged):
+        yield Returned(place, "what no rule puts together", "something", theirs)
+    elif isinstance(one, Tensor) and isinstance(other, Tensor):
+        words = _differing(one, other)
+        if words is not None:
+            yield Returned(place, *words, theirs)
+    elif type(mine) is not type(theirs):
+        yield Returned(place, f"a {type(mine).__name__}", f"a {type(theirs).__name__}", theirs)
+    elif isinstance(mine, _TEXTS):
+        if mine != theirs:
+            yield Returned(place, repr(mine), repr(theirs), theirs)
+    elif _keys(mine) != _keys(theirs):
+        yield Returned(place, f"{len(_keys(mine))} items", f"{len(_keys(theirs))} items", theirs)
+    else:
+        for key, one, other in zip(_keys(mine), items_of(mine), items_of(theirs), strict=True):
+            yield from returned_otherwise(one, other, (*place, key))
+
+
+def with_returned(output: Any, found: Sequence[Returned]) -> Any:
+    """What was put together with the parts of the batch as one in it."""
+    if not found:
+        return output
+    own = next((one.value for one in found if not one.place), None)
+    if own is not None:
+        return own
+    below: dict[Any, list[Returned]] = {}
+    for one in found:
+        below.setdefault(one.place[0], []).append(one._replace(place=one.place[1:]))
+    return rebuilt(output, lambda item, key: with_returned(item, below.get(key, [])))
+
+
+class _Large(NamedTuple):
+    """Stands for a part of what a step returned that the other ranks are not told.
+
+    Attributes:
+        place: The keys that lead to it.
+    """
+
+    place: tuple[Any, ...]
+
+
+def told_of(output: Any) -> Any:
+    """What other ranks than the last stage's are told: entries that are small, on the processor."""
+    if type(output) is dict:
+        return {key: _small(value, (key,)) for key, value in output.items()}
+    return _small(output, ())
+
+
+def as_told(told: Any, step: str, device: torch.device) -> Any:
+    """What such a rank has for it.
+
+    Args:
+        told: By the last stage.
+        step: Name of the user's method.
+        device: For tensors.
+    """
+    if isinstance(told, _Large):
+        entry = f"entry {told.place[0]!r} of " if told.place else ""
+        return Elsewhere(f"{entry}what {step} returned")
+    if type(told) is dict:
+        return {key: as_told(value, step, device) for key, value in told.items()}
+    return map_tensors(lambda tensor: tensor.to(device), told)
+
+
+def _small(value: Any, place: tuple[Any, ...]) -> Any:
+    """A value that all ranks are told: numbers, texts and tensors of few elements."""
+    leaves = tree_leaves(value)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor | np.ndarray)]
+    plain = all(isinstance(leaf, Tensor | np.ndarray | np.generic | _TOLD) for leaf in leaves)
+    count = sum(math.prod(tensor.shape) for tensor in tensors)
+    if not plain or len(leaves) > _SMALL or count > _SMALL:
+        return _Large(place)
+    return map_tensors(lambda tensor: tensor.detach().cpu(), value)
+
+
+def may_differ(value: Any, samples: int) -> bool:
+    """Whether it holds whole numbers, truths or texts, which may agree with the batch's by chance.
+
+    Args:
+        value: What the step returns for the batch as one.
+        samples: Of the batch; lists with an item for each are joined.
+    """
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.dtype is torch.bool
+    if isinstance(value, bool | int | str | np.generic):
+        return True
+    if isinstance(value, list | tuple) and len(value) == samples:
+        return False
+    return any(may_differ(item, samples) for item in items_of(value))
+
+
+def _keys(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value)
+    if isinstance(value, list | tuple):
+        return list(range(len(value)))
+    return [field.name for field in fields(value)] if items_of(value) else []
+
+
+def _as_tensor(value: Any) -> Any:
+    """The same where it is an array, a number or a list of numbers."""
+    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
+        return torch.as_tensor(value)
+    if type(value) in _NUMBERS:
+        return _as_floats(torch.tensor(value))
+    if isinstance(value, list) and value and all(type(one) in _NUMBERS for one in value):
+        return _as_floats(torch.tensor(value))
+    return value
+
+
+def _as_floats(numbers: Tensor) -> Tensor:
+    """Python's numbers may have been read of tensors of any precision: they are compared as torch's usual."""
+    return numbers.float() if numbers.is_floating_point() else numbers
+
+
+def _differing(mine: Tensor, theirs: Tensor) -> tuple[str, str] | None:
+    """In words, how two tensors differ; None where they do not."""
+    if mine.shape != theirs.shape:
+        return f"shape {tuple(mine.shape)}", f"shape {tuple(theirs.shape)}"
+    if mine.layout is not torch.strided or theirs.layout is not torch.strided or not mine.numel():
+        return None
+    exact = not (mine.is_floating_point() or mine.is_complex())
+    relative, absolute = (0.0, 0.0) if exact else tolerances(mine.dtype)
+    kind = torch.complex128 if mine.is_complex() or theirs.is_complex() else torch.float64
+    ours, other = mine.to(kind).flatten(), theirs.to(mine.device, kind).flatten()
+    sizes = other[other.isfinite()].abs()
+    bound = absolute + relative * (float(sizes.max()) if sizes.numel() else 0.0)
+    away = (ours - other).abs()
+    away = torch.where((ours == other) | (ours.isnan() & other.isnan()), 0.0, away.nan_to_num(nan=math.inf))
+    worst = int(away.argmax())
+    if float(away[worst]) <= bound:
+        return None
+    return _word(ours[worst].item()), _word(other[worst].item())
+
+
+def _word(number: Any) -> str:
+    return f"{number:.6g}"
