@@ -5,7 +5,7 @@ from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, uni
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
 from lightning_pipeline.hooks.lockstep import LockSteps, Reads, UncutBatch
-from lightning_pipeline.hooks.loggers import complete_in_loggers
+from lightning_pipeline.hooks.loggers import StepWrites, Write, complete_in_loggers
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import (
@@ -42,7 +42,9 @@ __all__ = [
     "ReportChannel",
     "SetAside",
     "SharedMetrics",
+    "StepWrites",
     "UncutBatch",
+    "Write",
     "answer_calls",
     "called_once",
     "complete_in_loggers",

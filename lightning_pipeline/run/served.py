@@ -12,6 +12,7 @@ from lightning_pipeline.hooks import (
     EpochEndHooks,
     HookLogs,
     SharedMetrics,
+    StepWrites,
     answer_calls,
     complete_in_loggers,
 )
@@ -77,7 +78,11 @@ class ServedHooks:
             self.units.place, self.units.come,
         )  # fmt: skip
         logs = HookLogs(self._trainer, members.gather_for("logging in a hook"), asks_all, meeting.later)
-        loggers = complete_in_loggers(self._trainer.loggers, partial(meeting.whole, any_size=True))
+        told = self._split.told
+        writes = self.writes = StepWrites(self._trainer, told.running)
+        told.writes = writes.noted
+        complete = partial(meeting.whole, any_size=True)
+        loggers = complete_in_loggers(self._trainer.loggers, complete, writes)
         self._undo += [metrics.restore, epoch_end.restore, logs.restore, loggers]
         return metrics
 

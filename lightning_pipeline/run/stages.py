@@ -121,6 +121,13 @@ class Stages(StagesHeld):
             return raised
 
         metrics = served.serve(ends)
+
+        @contextmanager
+        def aside() -> Iterator[None]:
+            with loggers_set_aside(trainer), served.writes.dropped():
+                yield
+
+        split.set_aside = aside
         self.lockstep = LockSteps(
             self._module, split.known.refusal, self.meeting, metrics, members.replica, members.from_last,
             split.forward_context, keeps=split.has_last_stage,
@@ -131,9 +138,9 @@ class Stages(StagesHeld):
             members.from_zero.share,
         )  # fmt: skip
         self.steps = Steps(
-            self._module, split, self.executor, self.run, plans, recorder, metrics, groups.replica,
-            members.from_last, groups.pipeline, self._settings.loss_weighting, self._settings.loss_over_batch,
-            num_microbatches, at_least, self._reads_outputs(), reordering,
+            self._module, split, self.executor, self.run, plans, recorder, served.writes, metrics,
+            groups.replica, members.from_last, groups.pipeline, self._settings.loss_weighting,
+            self._settings.loss_over_batch, num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
         looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
         if looks and trainer.training and scaled is None:
@@ -157,7 +164,6 @@ class Stages(StagesHeld):
         split.scaled = scaled or split.scaled
         split.beside = lambda: beside_module(trainer)
         split.looks_again = getattr(trainer.strategy, "asked", False)
-        split.set_aside = lambda: loggers_set_aside(trainer)
 
     # What its batches did
 

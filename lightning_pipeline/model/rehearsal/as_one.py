@@ -44,6 +44,7 @@ class Heard(NamedTuple):
         lines: At which it read numbers.
         left: Places in which something else stands then.
         returned: What it returned.
+        writes: What it gave to loggers.
         is_sure: Whether what units gave is put together as they would have given it for the batch as one.
     """
 
@@ -52,6 +53,7 @@ class Heard(NamedTuple):
     lines: list[str]
     left: frozenset[str] = frozenset()
     returned: Any = None
+    writes: Sequence[Any] = ()
     is_sure: bool = False
 
 
@@ -175,7 +177,8 @@ class ToldAsOne:
         with self._apart(step.name), begun, self._quiet(), stub_sinks(self._root, self._told.names, note):
             args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), whole)
             stood = self._draws()
-            with self._patches.run_by(values.again(self._patches.originals)), reads:
+            runs = self._patches.run_by(values.again(self._patches.originals))
+            with self._told.writes() as writes, runs, reads:
                 result = step.function(*args, **kwargs)
             if self._draws() != stood:
                 return None
@@ -186,7 +189,7 @@ class ToldAsOne:
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
         returned = map_tensors(Tensor.detach, result)
-        return Heard(told, logged, reads.lines, left, returned)
+        return Heard(told, logged, reads.lines, left, returned, writes)
 
     def _draws(self) -> Any:
         """Where random numbers stand."""

@@ -1,7 +1,7 @@
 """What a step tells loggers and metrics, once, on the last stage."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -50,6 +50,7 @@ class Told:
         of_whole_begins: Told that it begins.
         returned: Told, with the micro-batch, what its step returns, where numbers are followed.
         returned_of_whole: Told what the step of the whole batch returns, and whether no value was made up.
+        writes: Inside, what a run of a step gives to loggers is noted in a list, which it gives.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Told:
         self.of_whole_begins: Callable[[], None] = lambda: None
         self.returned: Callable[[int, Any], None] = lambda microbatch, result: None
         self.returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
+        self.writes: Callable[[], AbstractContextManager[list[Any]]] = lambda: nullcontext([])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -89,6 +91,12 @@ class Told:
         """That of the whole batch does."""
         with self._unfollowed():
             self.returned_of_whole(result, is_sure)
+
+    def running(self) -> int | None:
+        """The micro-batch whose step runs in this thread, on the last stage; -1 on another; or None."""
+        if not self.lines.runs:
+            return None
+        return self.microbatch if getattr(self._mode.watcher, "is_last", True) else -1
 
     def _know(self, value: Any, bent: Bent) -> None:
         follower = self._follower()

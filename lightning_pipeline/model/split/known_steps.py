@@ -47,10 +47,12 @@ class KnownSteps:
         self, root: nn.Module, cut: Partition, later: Sequence[Trace], *, patches: UnitPatches,
         mode: PlaceholderMode, context: Callable[[], AbstractContextManager[Any]],
         sinks: Callable[[], Sequence[str]], others: Callable[[], Sequence[Owner]],
+        aside: Callable[[], AbstractContextManager[None]],
         lifted: Callable[[], AbstractContextManager[None]], device: torch.device,
     ) -> None:  # fmt: skip
         self._root, self._cut, self._patches, self._mode = root, cut, patches, mode
         self._context, self._sinks, self._others, self._lifted = context, sinks, others, lifted
+        self._aside = aside
         self._device = device
         self._known: dict[str, tuple[Trace, Liveness]] = {}
         self._recent: deque[Trace] = deque(maxlen=_RECENT)
@@ -112,7 +114,7 @@ class KnownSteps:
             opposite: Likewise.
         """
         like, _ = self._known.get(step, (None, None))
-        with self._lifted():
+        with self._lifted(), self._aside():
             found = trace_step(
                 self._root, step, *microbatch, units=self._cut.trace.units, patches=self._patches,
                 mode=self._mode, forward_context=self._context, sinks=self._sinks(), others=self._others(),

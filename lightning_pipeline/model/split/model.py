@@ -101,6 +101,7 @@ class SplitModel(OutsideSteps):
         self.known = KnownSteps(
             root, cut, later, patches=self._patches, mode=self.mode, context=forward_context,
             sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
+            aside=lambda: self.set_aside(),
         )  # fmt: skip
         self._modules = list(root.modules())
         self._earlier: list[Trace] = []  # of the module as it was before it changed

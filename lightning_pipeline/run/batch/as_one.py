@@ -2,14 +2,14 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_pipeline.hooks import Report
+from lightning_pipeline.hooks import Report, Write
 from lightning_pipeline.model.rehearsal import Heard
 from lightning_pipeline.run.batch.returned import Returned, may_differ, returned_otherwise, tolerances
 
@@ -41,6 +41,7 @@ class Compared(NamedTuple):
         logged: What the step logs for the batch as one, if that is sure, by name and how often before.
         is_made: Whether the batch was run as one.
         is_sure: Whether its numbers are one device's.
+        writes: What it gives to loggers itself, where that is sure; else None.
         has_loss: Whether its loss was compared.
         may_differ: Whether it returns what may agree in this batch by chance.
     """
@@ -50,6 +51,7 @@ class Compared(NamedTuple):
     logged: Mapping[tuple[str, int], float] = MappingProxyType({})
     is_made: bool = False
     is_sure: bool = False
+    writes: Sequence[Write] | None = None
     has_loss: bool = False
     may_differ: bool = False
 
@@ -74,14 +76,29 @@ def told_otherwise(
         if found is not None:
             told = [each for each in found.told if _is_again(each, told)]
             parts = [each for each in found.returned if each.is_among(parts)]
-        logged = one.logged if one.is_sure else {}
+        writes = (
+            one.writes if one.is_sure and (found is None or _are_alike(found.writes, one.writes)) else None
+        )
         found = Compared(
-            told, parts, logged, is_made=True, is_sure=one.is_sure, has_loss=one.loss is not None,
+            told, parts, one.logged if one.is_sure else {}, is_made=True, is_sure=one.is_sure,
+            writes=writes, has_loss=one.loss is not None,
             may_differ=output is not None and may_differ(returned, samples),
         )  # fmt: skip
-        if not told and not parts:
+        if not told and not parts and not one.writes:
             break
     return found or Compared([], [])
+
+
+def _are_alike(one: Sequence[Write] | None, other: Sequence[Write]) -> bool:
+    """Whether two runs give loggers the same, which does not go by what metrics gave."""
+    return (
+        one is not None
+        and [call.name for call in one] == [call.name for call in other]
+        and not any(
+            any(returned_otherwise((mine.args, mine.kwargs), (theirs.args, theirs.kwargs)))
+            for mine, theirs in zip(one, other, strict=True)
+        )
+    )
 
 
 def extras_of(output: Any) -> Any:

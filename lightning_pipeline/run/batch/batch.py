@@ -17,6 +17,8 @@ from lightning_pipeline.hooks import (
     Report,
     ReportChannel,
     SharedMetrics,
+    StepWrites,
+    Write,
     loss_of,
     replay,
     tell_of_units,
@@ -61,6 +63,7 @@ class Steps:
         run: Is told of each training batch.
         plans: For any number of micro-batches.
         recorder: Where the last stage's `self.log` goes.
+        writes: What steps give to loggers by themselves.
         metrics: Those of the module.
         replica: Of this rank.
         from_last: From the last stage's rank to the others.
@@ -82,6 +85,7 @@ class Steps:
     run: PipelineRun
     plans: Plans
     recorder: LogRecorder
+    writes: StepWrites
     metrics: SharedMetrics
     replica: int
     from_last: Outlet
@@ -235,6 +239,7 @@ class Batch:
         steps, parts, weights, seen = self._steps, self.parts, self.weights, self.seen
         steps.recorder.begin(seen.sizes if seen.batch_size is not None else [None] * len(seen.sizes))
         steps.returned.begin(self.step, seen.sizes)
+        steps.writes.begin(seen.sizes)
         whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
         steps.split.begin(
             self.step, [(args, {}) for args in parts.args],
@@ -278,6 +283,7 @@ class Batch:
             recorder.warn_of_guesses()
             self._steps.returned.warn_of_guesses()
             self.result.say_doubt()
+            self._write(None)
             return report, output  # which has been said
         doubtful, left, numbers = split.doubtful(self.step), list[str](), dict[tuple[str, int], float]()
         merged = None if self._steps.merges_itself else output
@@ -297,11 +303,28 @@ class Batch:
         self._warn_in_part(is_compared)
         if not is_compared:
             self.result.say_doubt()
+        self._write(found.writes)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
         if left:
             self._warn_of_left(left)
         return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
+
+    def _write(self, as_one: Sequence[Write] | None) -> None:
+        """Give loggers what the step did, once."""
+        steps = self._steps
+        if not steps.writes.any:
+            return
+        if as_one is not None:
+            steps.split.as_one.each.add(self.step)
+        if not steps.writes.write(as_one):
+            self._say(
+                ("writes", self.step),
+                f"{self.step} gives a logger by itself (`self.logger.log_metrics`, `self.logger.experiment`) "
+                f"what each of a batch's {len(self.parts.args)} micro-batches has otherwise, and the batch "
+                "could not be looked at as one: numbers are means by samples. Use self.log, or write in "
+                f"{_HOOKS.get(self.step, 'the hook after the batch')}",
+            )
 
     def _returned_as_one(self, output: Any, found: Compared) -> Any:
         """What the step returns, with what differs for the batch as one from there, where that is sure."""

@@ -15,7 +15,9 @@ from lightning_pipeline.ranks import Outlet
 
 @contextmanager
 def as_the_loop_will(trainer: Trainer, step: str, *, moving: bool = False) -> Iterator[None]:
-    """Inside, the module is in the mode in which the loop calls the step; at the end all is as before.
+    """Inside, the module is as when the loop calls the step, and loggers are given nothing.
+
+    At the end all is as before.
 
     Args:
         trainer: In its setup.
@@ -27,7 +29,7 @@ def as_the_loop_will(trainer: Trainer, step: str, *, moving: bool = False) -> It
     if step != "training_step":
         trainer.lightning_module.eval()
     try:
-        with _lightning.at_first_batch(trainer, step, moving=moving):
+        with _lightning.at_first_batch(trainer, step, moving=moving), loggers_set_aside(trainer):
             yield
     finally:
         for part, mode in modes:
