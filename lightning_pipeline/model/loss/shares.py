@@ -253,8 +253,8 @@ class Shares:
         if func in NUMBERS:
             self._reads += 1
             self._keep(result, found[0]._replace(read=self._reads) if isinstance(result, float) else None)
-        elif func in LINEAR and isinstance(result, Tensor):
-            self._keep(result, mapped(found[0], args[0], result, lambda t: func(t, *args[1:], **kwargs)))
+        elif func in LINEAR and isinstance(result, Tensor) and (own := self.of(args[0])) is not None:
+            self._keep(result, mapped(own, args[0], result, lambda t: func(t, *args[1:], **kwargs)))
         elif func in JOINING:
             self._keep(result, self._joined(func, args, kwargs, result))
         elif isinstance(result, Tensor) and self._is_of_each(args, result):

@@ -1,25 +1,21 @@
 """Runs of a step in which units give made-up values."""
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from lightning_pipeline.model.cut import Microbatch, TracedOutput
+from lightning_pipeline.model.cut import Microbatch
 from lightning_pipeline.model.random import Generators, random_state_kept, seed_torch
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp, made_up
-from lightning_pipeline.model.tensors import Structure, map_tensors
+from lightning_pipeline.model.rules import MadeUp, Outputs
+from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.model.trace import Trace, UnitPatches
 
-LARGEST = 1 << 28
-"""Bytes of made-up values for a batch."""
-Outputs = Mapping[tuple[int, int], TracedOutput]
-"""By unit and number of the call."""
 AsOne = Callable[[Microbatch], tuple[Trace, Outputs]]
 """Gives the trace of arguments, such as a batch's as one, and what units return for them."""
 
@@ -69,20 +65,6 @@ class MadeUpRuns:
                 stack.enter_context(one)
             seed_all(seed)
             step.function(*args, **kwargs)
-
-
-def bytes_of(outputs: Outputs) -> int:
-    """Of all that units return."""
-    return sum(spec.num_bytes for _, specs in outputs.values() for spec in specs)
-
-
-def made_up_values(outputs: Outputs) -> dict[tuple[int, int], tuple[list[Tensor], Structure]]:
-    """Tensors of these forms, the same each time, with the structure that a call of a unit puts them into."""
-    generator = torch.Generator().manual_seed(0)
-    return {
-        call: ([made_up(spec, generator) for spec in specs], structure)
-        for call, (structure, specs) in outputs.items()
-    }
 
 
 def seed_all(seed: int) -> None:

@@ -15,16 +15,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch
-from lightning_pipeline.model.rehearsal.made_up_runs import (
-    LARGEST,
-    AsOne,
-    MadeUpRuns,
-    Outputs,
-    bytes_of,
-    made_up_values,
-)
+from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp
+from lightning_pipeline.model.rules import LARGEST, MadeUp, Outputs, bytes_of, made_up_values
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.model.trace import Trace
 

@@ -13,16 +13,9 @@ import torch
 from torch import Tensor
 
 from lightning_pipeline.model.cut import Microbatch, ValueKey
-from lightning_pipeline.model.rehearsal.made_up_runs import (
-    LARGEST,
-    AsOne,
-    MadeUpRuns,
-    Outputs,
-    bytes_of,
-    made_up_values,
-)
+from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp
+from lightning_pipeline.model.rules import LARGEST, MadeUp, Outputs, bytes_of, made_up_values
 from lightning_pipeline.model.tensors import (
     TensorSpec,
     is_placeholder,

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.model.cut import Microbatch
-from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns, Outputs
+from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp, made_up
+from lightning_pipeline.model.rules import MadeUp, Outputs, made_up
 from lightning_pipeline.model.state import BufferStarts
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.model.trace import Trace

@@ -6,6 +6,7 @@ values of one micro-batch are that number times the gradients of this micro-batc
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,9 +19,16 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, Route
 from lightning_pipeline.model.random import MicrobatchSeeds, seed_torch
-from lightning_pipeline.model.rehearsal.made_up_runs import LARGEST, Outputs, bytes_of
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import MadeUp, dimension_of, joined_values, made_up
+from lightning_pipeline.model.rules import (
+    LARGEST,
+    MadeUp,
+    Outputs,
+    bytes_of,
+    dimension_of,
+    joined_values,
+    made_up,
+)
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in
 from lightning_pipeline.model.trace import Trace, UnitPatches
 
@@ -66,13 +74,14 @@ class _Bends(TorchFunctionMode):
 
     Args:
         values: The made-up ones.
-        sizes: Of the dimensions that hold samples.
+        rows: Those of them that have samples, with the dimension that holds them.
     """
 
-    def __init__(self, values: Sequence[Tensor], sizes: set[int]) -> None:
+    def __init__(self, values: Sequence[Tensor], rows: Sequence[tuple[Tensor, int]]) -> None:
         super().__init__()
         self._made = {storage_key(tensor): tensor for tensor in values}  # held: no identity comes twice
-        self._sizes = sizes
+        self._rows = rows
+        self._sizes = {tensor.shape[dim] for tensor, dim in rows}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +95,22 @@ class _Bends(TorchFunctionMode):
         return result
 
     def _is_of_several(self, tensor: Tensor) -> bool:
-        return not any(size % samples == 0 for size in tensor.shape for samples in self._sizes)
+        by_rows = any(size % samples == 0 for size in tensor.shape for samples in self._sizes)
+        return not by_rows and not self._is_of_one(tensor)
+
+    def _is_of_one(self, tensor: Tensor) -> bool:
+        """Whether all of it is made of one sample, as in a loop over samples."""
+        values = [value for value, _ in self._rows]
+        if not tensor.requires_grad or not all(value.requires_grad for value in values):
+            return False
+        asked = torch.autograd.grad(
+            tensor, values, torch.ones_like(tensor), retain_graph=True, allow_unused=True
+        )
+        reached = set[int]()
+        for gradient, (_, dim) in zip(asked, self._rows, strict=True):
+            if gradient is not None:
+                reached.update(gradient.movedim(dim, 0).flatten(1).any(1).nonzero().flatten().tolist())
+        return len(reached) <= 1
 
 
 class Worth:
@@ -133,33 +157,36 @@ class Worth:
         outputs = [self._outputs(route, batch, seeds) for batch in batches]
         if bytes_of(outputs[-1]) > LARGEST:
             raise _NotASumError("the batch's values are too large")
-        tried = []
+        tries = list[_Try]()
         for seed, scale in enumerate(_SCALES):
             values, dimensions = _values(outputs, sizes, seed, scale)
             floats = [t for tensors, _ in values[-1].values() for t in tensors if t.is_floating_point()]
             pairs = zip(floats, dimensions, strict=True)
-            samples = {one.shape[dim] for one, dim in pairs if dim is not None}
-            run = partial(self._run, step, route.trace, whole, samples)
+            rows = [(one, dim) for one, dim in pairs if dim is not None]
+            run = partial(self._run, step, route.trace, whole, rows)
             found = [run(batch, given) for batch, given in zip(batches, values, strict=True)]
             if bool(found[-1].loss.isfinite()):
-                tried.append(_weights(found[:-1], found[-1], dimensions, sizes))
-        precise = _tolerance(found[-1].loss)
-        all_tried = torch.tensor(tried, dtype=torch.float64)
-        if len(tried) < _FEWEST or not torch.allclose(all_tried, all_tried[0], rtol=precise, atol=precise):
-            raise _NotASumError("what they are worth depends on what units return")
-        if not any(tried[0]):
+                tries.append(_Try(found[:-1], found[-1], dimensions, sizes))
+        if len(tries) < _FEWEST:
+            raise _NotASumError("the loss is inf or nan")
+        columns = zip(*(one.ratios() for one in tries), strict=True)
+        ratios = [_of_all(column, _tolerance(found[-1].loss)) for column in columns]
+        worth = _with_constants(ratios, found[:-1], sizes)
+        if not any(worth):
             raise _NotASumError("nothing counts, which values may have decided")
-        return tried[0]
+        for one in tries:
+            one.check(worth)
+        return worth
 
     def _run(
-        self, step: Step, trace: Trace, whole: Microbatch, samples: set[int], batch: Microbatch,
-        values: Mapping[Any, Any],
+        self, step: Step, trace: Trace, whole: Microbatch, rows: Sequence[tuple[Tensor, int]],
+        batch: Microbatch, values: Mapping[Any, Any],
     ) -> _Found:  # fmt: skip
         made = MadeUp(values, trace, frozenset(), self._patches.originals)
         args, kwargs = map_tensors(lambda t: t.detach().clone().requires_grad_(t.requires_grad), batch)
         seed_torch(0)
         made_up_ones = [tensor for tensors, _ in values.values() for tensor in tensors]
-        sees = _Bends(made_up_ones, samples) if batch is whole else nullcontext()
+        sees = _Bends(made_up_ones, rows) if batch is whole else nullcontext()
         with self._patches.run_by(made), step.context(), torch.enable_grad(), sees:
             result = step.function(*args, **kwargs)
         loss = result["loss"] if isinstance(result, dict) else result
@@ -215,42 +242,80 @@ def _scaled(values: Tensor, generator: torch.Generator, middle: float, apart: fl
     return values * (10**powers).to(values)
 
 
-def _weights(
-    parts: Sequence[_Found], whole: _Found, dimensions: Sequence[int | None], sizes: Sequence[float]
+@dataclass(frozen=True)
+class _Try:
+    """The runs on one choice of made-up values.
+
+    Attributes:
+        parts: For each micro-batch.
+        whole: For the batch.
+        dimensions: That hold the samples of values.
+        sizes: Samples of each micro-batch.
+    """
+
+    parts: Sequence[_Found]
+    whole: _Found
+    dimensions: Sequence[int | None]
+    sizes: Sequence[float]
+
+    def ratios(self) -> list[float | None]:
+        """What the parts' gradients are multiplied with; None where no gradient says it."""
+        found, starts = [], [0] * len(self.dimensions)
+        for part, size in zip(self.parts, self.sizes, strict=True):
+            theirs = []
+            for place, (own, dimension) in enumerate(zip(part.values, self.dimensions, strict=True)):
+                of_whole = self.whole.values[place]
+                if dimension is None:
+                    theirs.append((of_whole * (size / sum(self.sizes))).flatten())
+                else:
+                    length = own.shape[dimension]
+                    theirs.append(of_whole.narrow(dimension, starts[place], length).flatten())
+                    starts[place] += length
+            rows = [own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1) for own in part.values]
+            pairs = [t.reshape(o.shape) for t, o in zip(theirs, rows, strict=True)]
+            found.append(_ratio(rows, pairs, _tolerance(self.whole.loss)))
+        return found
+
+    def check(self, worth: Sequence[float]) -> None:
+        """Refuse what does not add up to the loss of the batch, and its gradients."""
+        precise = _tolerance(self.whole.loss)
+        kept = [(weight, part) for weight, part in zip(worth, self.parts, strict=True) if weight]
+        total = sum((part.loss * weight for weight, part in kept), torch.zeros_like(self.whole.loss))
+        _check_alike(total.reshape(1, 1), self.whole.loss.reshape(1, 1), precise)
+        for place, of_batch in enumerate(self.whole.weights):
+            each = [(weight, part.weights[place]) for weight, part in kept]
+            some = [gradient * weight for weight, gradient in each if gradient is not None]
+            if of_batch is not None or some:
+                like = some[0] if of_batch is None else of_batch
+                added = sum(some, torch.zeros_like(like))
+                wanted = torch.zeros_like(like) if of_batch is None else of_batch
+                _check_alike(added.reshape(1, -1), wanted.reshape(1, -1), precise)
+
+
+def _of_all(ratios: Sequence[float | None], precise: float) -> float | None:
+    """What all tries say that say anything; None where a micro-batch never has a gradient."""
+    known = [one for one in ratios if one is not None]
+    if any(not math.isclose(one, known[0], rel_tol=precise, abs_tol=precise) for one in known):
+        raise _NotASumError("what they are worth depends on what units return")
+    return known[0] if known else None
+
+
+def _with_constants(
+    ratios: Sequence[float | None], parts: Sequence[_Found], sizes: Sequence[float]
 ) -> list[float]:
-    """What the parts' losses are multiplied with to add up to that of the batch."""
-    precise = _tolerance(whole.loss)
-    found, starts = [], [0] * len(dimensions)
-    for part, size in zip(parts, sizes, strict=True):
-        theirs = []
-        for place, (own, dimension) in enumerate(zip(part.values, dimensions, strict=True)):
-            of_whole = whole.values[place]
-            if dimension is None:
-                theirs.append((of_whole * (size / sum(sizes))).flatten())
-            else:
-                length = own.shape[dimension]
-                theirs.append(of_whole.narrow(dimension, starts[place], length).flatten())
-                starts[place] += length
-        own_rows = [own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1) for own in part.values]
-        found.append(
-            _ratio(own_rows, [t.reshape(o.shape) for t, o in zip(theirs, own_rows, strict=True)], precise)
-        )
-    kept = [(weight, part) for weight, part in zip(found, parts, strict=True) if weight]
-    total = sum((part.loss * weight for weight, part in kept), torch.zeros_like(whole.loss))
-    _check_alike(total.reshape(1, 1), whole.loss.reshape(1, 1), precise)
-    for place, of_batch in enumerate(whole.weights):
-        each = [(weight, part.weights[place]) for weight, part in kept]
-        some = [gradient * weight for weight, gradient in each if gradient is not None]
-        if of_batch is not None or some:
-            like = some[0] if of_batch is None else of_batch
-            added = sum(some, torch.zeros_like(like))
-            wanted = torch.zeros_like(like) if of_batch is None else of_batch
-            _check_alike(added.reshape(1, -1), wanted.reshape(1, -1), precise)
-    return found
+    """Losses that no value of units changes count by samples, as the others do if they do."""
+    by_sample = {one / size for one, size in zip(ratios, sizes, strict=True) if one is not None}
+    usual = (
+        max(by_sample) if by_sample and math.isclose(max(by_sample), min(by_sample), rel_tol=1e-9) else 0.0
+    )
+    constants = [usual * size if bool(part.loss) else 0.0 for part, size in zip(parts, sizes, strict=True)]
+    return [constant if one is None else one for one, constant in zip(ratios, constants, strict=True)]
 
 
-def _ratio(own: Sequence[Tensor], of_whole: Sequence[Tensor], precise: float) -> float:
-    """The number that makes gradients of a micro-batch's loss those of the batch's; 0 where it has none."""
+def _ratio(own: Sequence[Tensor], of_whole: Sequence[Tensor], precise: float) -> float | None:
+    """The number that makes gradients of a micro-batch's loss those of the batch's; None where both are 0."""
+    if not any(bool(one.any()) for one in (*own, *of_whole)):
+        return None
     if not any(bool(one.any()) for one in of_whole):
         return 0.0
     largest = max(own, key=lambda one: float(one.abs().max()) if one.numel() else 0.0)

@@ -1,7 +1,16 @@
 """How what micro-batches leave behind becomes what the batch leaves, and how that is found out."""
 
-from lightning_pipeline.model.rules.gathered import Gathered, Outputs, at_end, values_at_end
-from lightning_pipeline.model.rules.made_up import MadeUp, dimension_of, joined_values, made_up
+from lightning_pipeline.model.rules.gathered import Gathered, at_end, values_at_end
+from lightning_pipeline.model.rules.made_up import (
+    LARGEST,
+    MadeUp,
+    Outputs,
+    bytes_of,
+    dimension_of,
+    joined_values,
+    made_up,
+    made_up_values,
+)
 from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_by_shape
 from lightning_pipeline.model.rules.rules import same, summed, unmerged, usual
@@ -11,6 +20,7 @@ from lightning_pipeline.model.rules.values import equal, own_containers
 
 __all__ = [
     "CHAINED",
+    "LARGEST",
     "Gathered",
     "MadeUp",
     "Merge",
@@ -23,10 +33,12 @@ __all__ = [
     "Runs",
     "StartRows",
     "at_end",
+    "bytes_of",
     "dimension_of",
     "equal",
     "joined_values",
     "made_up",
+    "made_up_values",
     "own_containers",
     "rows_by_shape",
     "rules_of",

@@ -8,15 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.rules.made_up import MadeUp, joined_values, made_up
+from lightning_pipeline.model.rules.made_up import MadeUp, Outputs, joined_values, made_up
 from lightning_pipeline.model.rules.trial import Merge, NoFit
-from lightning_pipeline.model.tensors import Structure, TensorSpec
 from lightning_pipeline.model.trace import Trace
 
 ValueKey = tuple[int, int, int]
 """Unit, which call of it, which output tensor."""
-Outputs = Mapping[tuple[int, int], tuple[Structure, Sequence[TensorSpec]]]
-"""What each call of a unit returns, by unit and number of the call."""
 
 
 def at_end(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.tensors import (
     Given,
+    Structure,
     TensorSpec,
     alias,
     is_placeholder,
@@ -19,6 +20,10 @@ from lightning_pipeline.model.trace import Trace, Watch
 
 Observed = list[tuple[int | None, list[Tensor]]]
 """What each unit was given, by its number, and last what the step returned."""
+Outputs = Mapping[tuple[int, int], tuple[Structure, Sequence[TensorSpec]]]
+"""What each call of a unit returns, by unit and number of the call."""
+LARGEST = 1 << 28
+"""Bytes of made-up values for a batch."""
 
 
 class MadeUp:
@@ -109,6 +114,20 @@ def made_up(spec: TensorSpec, generator: torch.Generator) -> Tensor:
             torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(spec.dtype).to(spec.device)
         )
     return torch.randint(0, 2, spec.shape, generator=generator).to(spec.dtype).to(spec.device)
+
+
+def bytes_of(outputs: Outputs) -> int:
+    """Of all that units return."""
+    return sum(spec.num_bytes for _, specs in outputs.values() for spec in specs)
+
+
+def made_up_values(outputs: Outputs) -> dict[tuple[int, int], tuple[list[Tensor], Structure]]:
+    """Tensors of these forms, the same each time, with the structure that a call of a unit puts them into."""
+    generator = torch.Generator().manual_seed(0)
+    return {
+        call: ([made_up(spec, generator) for spec in specs], structure)
+        for call, (structure, specs) in outputs.items()
+    }
 
 
 def joined_values(

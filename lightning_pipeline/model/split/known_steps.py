@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +26,38 @@ from lightning_pipeline.model.trace import (
 )
 
 _RECENT = 4  # traces of a batch that are kept beside those of the known steps
+
+
+@dataclass(frozen=True)
+class Doubts:
+    """What may not be one device's in a batch of a step, as this rank has it.
+
+    Attributes:
+        states: That the step works out from their last value once for each micro-batch: no rule is known.
+        untried: What it leaves behind where no run on made-up values could tell how, and why not.
+        decided_by: Sums over samples by which it decides when it has added those of a micro-batch.
+        decides_apart: Whether micro-batches have decided differently by what is in them.
+        mixed: Lines at which it mixes the samples of a micro-batch, and by which operation.
+        at_end: Whether all of them come after the last unit.
+        in_part: The same lines, where micro-batches get their samples of some of what it mixes.
+        values: Lines at which it mixes samples of what units gave, on the last stage, and by which function.
+        units: Units of this rank whose own forward mixes samples, by their names and classes.
+    """
+
+    states: Sequence[str]
+    untried: str | None
+    decided_by: Sequence[str]
+    decides_apart: bool
+    mixed: Mapping[str, str]
+    at_end: bool
+    in_part: Mapping[str, str]
+    values: Mapping[str, str]
+    units: Sequence[str]
+
+    @property
+    def mixes(self) -> bool:
+        """Whether the step mixes samples of the batch, or decides by all of them."""
+        return bool(self.mixed) or self.decides_apart
 
 
 class KnownSteps:

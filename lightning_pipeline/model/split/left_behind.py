@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Partition, StepRoutes
+from lightning_pipeline.model.cut import Partition, StepRoutes, TracedOutput
 from lightning_pipeline.model.places import (
     MISSING,
     ClassOwner,
@@ -29,7 +29,6 @@ from lightning_pipeline.model.rules import (
     CHAINED,
     Gathered,
     Merge,
-    Outputs,
     Question,
     Rows,
     Rule,
@@ -52,6 +51,7 @@ from lightning_pipeline.model.trace import Expression, Trace, UnitPatches, grown
 _log = logging.getLogger(__name__)
 _MOST_TRIES = 16  # batches in which something is looked for that those before have not shown
 MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
+_AsOne = Callable[[MicrobatchArguments], tuple[Trace, dict[tuple[int, int], TracedOutput]]]
 
 
 class LeftBehind:
@@ -113,7 +113,7 @@ class LeftBehind:
         self, trace: Trace, microbatches: Sequence[MicrobatchArguments], sizes: Sequence[int], merge: Merge,
         ways: StepRoutes | None = None,
         whole: MicrobatchArguments | None = None,
-        as_one: Callable[[MicrobatchArguments], tuple[Trace, Outputs]] | None = None,
+        as_one: _AsOne | None = None,
         left: Mapping[str, Any] | None = None,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.

@@ -20,7 +20,7 @@ from lightning_pipeline.model.random import StepSeeds
 from lightning_pipeline.model.rehearsal import Rehearsals
 from lightning_pipeline.model.replay import Sink, Step, StepResult, Told, WholeBatch
 from lightning_pipeline.model.rules import Merge
-from lightning_pipeline.model.split.known_steps import KnownSteps
+from lightning_pipeline.model.split.known_steps import Doubts, KnownSteps
 from lightning_pipeline.model.split.left_behind import LeftBehind
 from lightning_pipeline.model.split.outside_steps import IdleRunner, OutsideSteps
 from lightning_pipeline.model.split.programs import Programs
@@ -260,45 +260,25 @@ class SplitModel(OutsideSteps):
         last = (self.num_stages - 1,)
         return trace.late_states + [n for n in late if n in trace.state_units and self.stages_of(n) != last]
 
-    def doubtful(self, step: str) -> list[str]:
-        """States that a step works out from their last value once for each micro-batch: no rule is known."""
-        trace = self.known[step]
-        known = self._known_left if self._mends(trace, self._sizes) else {}
-        return [label for label in self._left_behind.doubts(step) if label not in known]
-
-    def decides_apart(self, step: str) -> bool:
-        """Whether micro-batches of one batch have decided differently by what is in them."""
-        return step in self._finder.torn and not self._mends(self.known[step], self._sizes)
-
-    def decided_by(self, step: str) -> list[str]:
-        """Sums over samples by which a step decides when it has added those of a micro-batch."""
-        return self._left_behind.decided_by.get(step, [])
-
-    def not_tried(self, step: str) -> str | None:
-        """What a step leaves behind where no run on made-up values could tell how, and why not."""
-        return self._left_behind.not_tried.get(step)
-
-    def mixed(self, step: str) -> dict[str, str]:
-        """Lines at which a step mixes the samples of a micro-batch, and by which operation."""
-        trace = self.known[step]
-        if self._mends(trace, self._sizes):
-            return {}
+    def doubts(self, step: str) -> Doubts:
+        """After a batch of a step: what may not be one device's."""
+        trace, left, mends = self.known[step], self._left_behind, self._mends(self.known[step], self._sizes)
         by_batch = self.programs.over_batch is not None  # what comes last then runs once for the batch
         end = len(trace.calls) + (not by_batch)
-        return {line: name for line, (name, position) in trace.mixed.items() if position < end}
-
-    def mixed_in_part(self, step: str) -> dict[str, str]:
-        """The lines of `mixed` of a step whose micro-batches get their samples of some of what it mixes."""
-        lines = self.known[step].mixed.items() if step in self._mixing.partly else ()
-        return {line: name for line, (name, _) in lines}
-
-    def mixed_values(self, step: str) -> dict[str, str]:
-        """Lines at which it mixes samples of what units gave, on the last stage, and by which function."""
-        return self._mixed_values.lines.get(step, {})
-
-    def mixing_units(self, step: str) -> list[str]:
-        """Units of this rank whose own forward mixes samples in it, by their names and classes."""
-        return self._mixing_units.found.get(step, [])
+        mixed = {} if mends else {line: one for line, one in trace.mixed.items() if one[1] < end}
+        partly = trace.mixed.items() if step in self._mixing.partly else ()
+        known = self._known_left if mends else {}
+        return Doubts(
+            states=[label for label in left.doubts(step) if label not in known],
+            untried=left.not_tried.get(step),
+            decided_by=left.decided_by.get(step, []),
+            decides_apart=step in self._finder.torn and not mends,
+            mixed={line: name for line, (name, _) in mixed.items()},
+            at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
+            in_part={line: name for line, (name, _) in partly},
+            values=self._mixed_values.lines.get(step, {}),
+            units=self._mixing_units.found.get(step, []),
+        )
 
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:
         """Whether the micro-batches of a step get their samples of what it mixes."""

@@ -1,14 +1,12 @@
 """One batch of a run: it is split, its plan is run, and every rank gets what Lightning expects of a step."""
 
-import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from lightning_pipeline.executor import Executor
@@ -26,15 +24,15 @@ from lightning_pipeline.hooks import (
 from lightning_pipeline.measure import PipelineRun
 from lightning_pipeline.model.loss import Weights, loss_of_batch, weights_of
 from lightning_pipeline.model.replay import StepResult, WholeBatch
-from lightning_pipeline.model.split import SplitModel
+from lightning_pipeline.model.split import Doubts, SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.run.batch.advice import Advice
 from lightning_pipeline.run.batch.as_one import Compared, extras_of, told_otherwise, with_numbers
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.run.batch.returned import (
-    Returned,
     ReturnedNumbers,
     Unmerged,
     as_told,
@@ -43,13 +41,6 @@ from lightning_pipeline.run.batch.returned import (
     with_returned,
 )
 from lightning_pipeline.schedules import Plan
-
-_HOOKS = {
-    "training_step": "on_train_batch_end",
-    "validation_step": "on_validation_batch_end",
-    "test_step": "on_test_batch_end",
-    "predict_step": "on_predict_batch_end",
-}
 
 
 @dataclass
@@ -139,6 +130,7 @@ class Batch:
         seen: The parts that have a loss, outputs and logs: the same, or one for all of the batch.
         weights: What the loss of each of these counts for.
         result: What the stages of this rank have made of it.
+        doubts: What of it may not be one device's.
     """
 
     parts: Parts
@@ -146,6 +138,7 @@ class Batch:
     plan: Plan
     weights: Weights
     result: StepResult
+    doubts: Doubts
 
     def __init__(
         self,
@@ -159,6 +152,12 @@ class Batch:
         self.accumulate = accumulate
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    @property
+    def advice(self) -> Advice:
+        """Says what is to be said of this batch."""
+        steps, others = self._steps, self._steps.from_last.group is not None
+        return Advice(self.step, len(self.parts.args), steps.warned, has_others=others)
 
     @property
     def trains(self) -> bool:
@@ -178,7 +177,8 @@ class Batch:
                 self._steps.executor.run(self.plan, self._steps.split.signatures)
             loss, output = self._finish()
         if loss is None:
-            self._warn_without_loss()
+            if self._steps.module.automatic_optimization:
+                self.advice.without_loss()
             return None
         return {"loss": loss, **output}
 
@@ -213,8 +213,9 @@ class Batch:
         except BaseException:
             steps.split.failed()
             raise
-        self._warn_of_effects()
-        self._warn_of_samples()
+        self.doubts = steps.split.doubts(self.step)
+        self.advice.of_effects(self.doubts)
+        self.advice.of_samples(self.doubts, later=self._is_compared_later)
 
     def _split(self) -> None:
         steps = self._steps
@@ -223,9 +224,9 @@ class Batch:
         total = self.parts.batch_size
         if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
             self.parts = split_arguments(steps.module, self.args, 1)
-            self._warn_whole(total)
-        elif self.trains:
-            self._warn_unsplit()
+            self.advice.whole(total)
+        elif self.trains and total is None and steps.num_microbatches > len(self.parts.args):
+            self.advice.unsplit(self.args[0])
         asked, sizes = self.accumulate or 1, self.parts.sizes
         if steps.loss_over_batch:
             self.weights = Weights([1.0], asked, settled=True)
@@ -257,7 +258,7 @@ class Batch:
         with steps.executor.failure.watch(f"the end of {self.step}"):
             report, output = None, None
             steps.split.settle(steps.merge)
-            self._warn_unforeseen()
+            self.advice.unforeseen(steps.split.unforeseen(self.step), steps.split.divided)
             if steps.split.has_last_stage:
                 report, output = self._told_as_one(self._report(), self._merged())
                 if isinstance(output, Unmerged):
@@ -279,36 +280,52 @@ class Batch:
     def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
         """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""
         split, recorder = self._steps.split, self._steps.recorder
-        if split.mixed(self.step) or split.decides_apart(self.step):
+        mixes = self.doubts.mixes
+        if mixes and not self._is_compared_later:
             recorder.warn_of_guesses()
             self._steps.returned.warn_of_guesses()
             self.result.say_doubt()
             self._write(None)
             return report, output  # which has been said
-        doubtful, left, numbers = split.doubtful(self.step), list[str](), dict[tuple[str, int], float]()
         merged = None if self._steps.merges_itself else output
         found = told_otherwise(report, merged, sum(self.parts.sizes), split.as_one.runs, trains=self.trains)
-        for one in found.told:
-            if one.mine is None:
-                left += [] if one.name is None or one.name in doubtful else [one.name]
-            elif one.name is None:
-                self._warn_of_loss(one.mine, one.theirs, one.lines)
-            elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
-                recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
-            if one.name is not None and one.mine is not None and one.theirs is not None and found.is_sure:
-                numbers[one.name, one.nth] = one.theirs
+        numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
         is_compared = found.has_loss if self.trains else found.is_made
-        self._warn_in_part(is_compared)
+        self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
         if not is_compared:
             self.result.say_doubt()
+        if mixes:
+            self._settle_mixing(is_compared and (self.trains or found.is_sure))
         self._write(found.writes)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
-        if left:
-            self._warn_of_left(left)
         return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
+
+    def _numbers_of(self, found: Compared) -> dict[tuple[str, int], float]:
+        """Logged numbers that are taken from the batch as one; warns of what else differs."""
+        split, numbers = self._steps.split, dict[tuple[str, int], float]()
+        left = list[str]()
+        for one in found.told:
+            if one.mine is None:
+                left += [] if one.name is None or one.name in self.doubts.states else [one.name]
+            elif one.name is None:
+                self.advice.of_loss(one.mine, one.theirs, one.lines)
+            elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
+                self._steps.recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
+            if one.name is not None and one.mine is not None and one.theirs is not None and found.is_sure:
+                numbers[one.name, one.nth] = one.theirs
+        if left:
+            self.advice.of_left(left)
+        return numbers
+
+    def _settle_mixing(self, is_settled: bool) -> None:
+        """Look at each batch of a step that mixes samples at its end; else say that it does."""
+        if is_settled:
+            self._steps.split.as_one.each.add(self.step)
+        else:
+            self.advice.of_mixing(self.doubts)
 
     def _write(self, as_one: Sequence[Write] | None) -> None:
         """Give loggers what the step did, once."""
@@ -318,13 +335,7 @@ class Batch:
         if as_one is not None:
             steps.split.as_one.each.add(self.step)
         if not steps.writes.write(as_one):
-            self._say(
-                ("writes", self.step),
-                f"{self.step} gives a logger by itself (`self.logger.log_metrics`, `self.logger.experiment`) "
-                f"what each of a batch's {len(self.parts.args)} micro-batches has otherwise, and the batch "
-                "could not be looked at as one: numbers are means by samples. Use self.log, or write in "
-                f"{_HOOKS.get(self.step, 'the hook after the batch')}",
-            )
+            self.advice.of_writes()
 
     def _returned_as_one(self, output: Any, found: Compared) -> Any:
         """What the step returns, with what differs for the batch as one from there, where that is sure."""
@@ -334,7 +345,7 @@ class Batch:
         if found.is_sure and (found.returned or found.may_differ or numbers.guesses):
             as_one.each.add(self.step)
         if found.returned and (self.step in as_one.missed or not found.is_sure):
-            self._warn_of_returned(found.returned)
+            self.advice.of_returned(found.returned)
         return with_returned(output, found.returned) if found.is_sure else output
 
     def _merged(self) -> Any:
@@ -379,191 +390,11 @@ class Batch:
         if better is not None:
             steps.plans.use(better)
 
-    # Warnings
+    @property
+    def _is_compared_later(self) -> bool:
+        """Whether what the batch as one tells says if mixing matters, for it comes after the last unit.
 
-    def _say(self, kind: Hashable, text: str) -> None:
-        """Warn, once a run of each kind."""
-        if kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            rank_zero_warn(text)
-
-    def _warn_unsplit(self) -> None:
-        steps, parts = self._steps, self.parts
-        more = steps.num_microbatches > len(parts.args)
-        if more and parts.batch_size is None:
-            self._say(
-                "batch",
-                f"a batch of type {type(self.args[0]).__name__} has no tensor and no list to split, so it is "
-                "one micro-batch, and the stages work one after the other: override `split_batch(batch, "
-                "num_microbatches)` on the LightningModule",
-            )
-
-    def _warn_of_loss(self, mine: float, theirs: float | None, lines: Sequence[str]) -> None:
-        kind = ("loss as one", self.step)
-        if kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            reads = f"; it reads numbers at {', '.join(lines)}" if lines else ""
-            warnings.warn(
-                f"what {self.step} returns for a batch is {theirs:.6g} where the code between units runs "
-                f"once for all of it, as on one device, and {mine:.6g} from its {len(self.parts.args)} "
-                "micro-batches: its loss is made of what each micro-batch has otherwise, so that gradients "
-                f"are not those of one device{reads}. Work it out in on_after_batch_transfer, or use "
-                "PipelineStrategy(loss_over_batch=True, schedule='GPipe')"
-            )
-
-    def _warn_of_returned(self, found: Sequence[Returned]) -> None:
-        kind = ("returned as one", self.step)
-        if kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            parts = ", ".join(
-                f"{f'entry {one.name}' if one.name else 'it'} has {one.theirs} there and {one.mine} here"
-                for one in found
-            )
-            warnings.warn(
-                f"what {self.step} returns for a batch is something else where the code between units runs "
-                f"once for all of it, as on one device, than from its {len(self.parts.args)} micro-batches: "
-                f"{parts}. It mixes what the model gives for several samples (`h - h.mean(0)`, "
-                f"`h.softmax(0)`): return the model's values as they are, and work it out in "
-                f"{_HOOKS.get(self.step, 'the hook after the batch')}, which is given the whole batch's, "
-                "or override merge_outputs(outputs, sizes)"
-            )
-
-    def _warn_of_values(self, mixed: Mapping[str, str]) -> None:
-        kind = ("values", self.step)
-        if mixed and kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            lines = ", ".join(f"{name} at {line}" for line, name in mixed.items())
-            warnings.warn(
-                f"{self.step} mixes what layers gave for several samples of the batch before another layer "
-                f"({lines}), as manifold mixup does, and each of {len(self.parts.args)} micro-batches mixes "
-                "its own samples, so that numbers are not those of one device: use num_microbatches=1, or "
-                "mix samples in on_after_batch_transfer, before the first layer"
-            )
-
-    def _warn_of_units(self, units: Sequence[str]) -> None:
-        new = [unit for unit in units if ("unit", self.step, unit) not in self._steps.warned]
-        if new:
-            self._steps.warned |= {("unit", self.step, unit) for unit in new}
-            warnings.warn(
-                f"in {self.step} the forward of {', '.join(new)} mixes the samples that it is given, as "
-                "`h - h.mean(0)`, a deviation over the batch and experts with a capacity do. It is given "
-                f"each of {len(self.parts.args)} micro-batches by itself, so that numbers are not those of "
-                "one device: use num_microbatches=1, or write the layer so that a sample's output follows "
-                "from this sample. loss_over_batch=True does not change it. If statistics of fewer samples "
-                "are what you want, as each replica has its own under DDP, leave it so"
-            )
-
-    def _warn_of_left(self, names: Sequence[str]) -> None:
-        kind = ("left as one", self.step)
-        if kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            warnings.warn(
-                f"{self.step} leaves another number in {', '.join(map(repr, names))} than one device, where "
-                "the code between units runs once for the whole batch: it is put together from those of "
-                f"{len(self.parts.args)} micro-batches. Work it out in on_train_batch_end from what the step "
-                "returns, or use self.log or a torchmetrics object"
-            )
-
-    def _warn_without_loss(self) -> None:
-        if self._steps.module.automatic_optimization:
-            self._say(
-                "loss",
-                f"{self.step} returned no loss for any of a batch's {len(self.parts.args)} micro-batches, so "
-                "that no stage ran a backward and this batch trains nothing: return the loss, or a "
-                "dictionary with 'loss', unless that was on purpose",
-            )
-
-    def _warn_whole(self, total: int) -> None:
-        self._say(
-            "rows",
-            f"a batch of {total} samples is one micro-batch, for {self.step} has left rows of another "
-            "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
-            "no later batch reads in `on_train_batch_end`",
-        )
-
-    def _warn_unforeseen(self) -> None:
-        step = self.step
-        names = self._steps.split.unforeseen(step)
-        if names and self._steps.from_last.group is not None:
-            self._say(
-                ("unforeseen", step),
-                f"{step} has changed {', '.join(map(repr, names))} on the last stage alone, and for each "
-                "micro-batch by itself, as if something decided so that nobody sees: a value that the model "
-                "computes (`if loss < 0.1`), a list that the number of a step is the index of, the clock. "
-                "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
-            )
-        divided = self._steps.split.divided
-        if divided:
-            self._say(
-                ("divided", step),
-                f"{step} has changed {', '.join(map(repr, divided))} for some micro-batches of a batch and "
-                "not for others, as values that the model computes decide (`if loss < 0.1`), where one "
-                "device decides once for the batch: decide by what it returns, in a hook such as "
-                "on_train_batch_end",
-            )
-
-    def _warn_of_effects(self) -> None:
-        """Of what a step leaves behind, where it may not be what one device leaves."""
-        step, number = self.step, len(self.parts.args)
-        split = self._steps.split
-        untried = split.not_tried(step)
-        if untried is not None:
-            self._say(
-                ("untried", step),
-                f"what {step} leaves behind is made from its micro-batches as returned values are, means by "
-                "samples and rows joined; whether one device would leave the same could not be tried out. "
-                f"This concerns {untried}",
-            )
-        counts = split.decided_by(step)
-        if counts:
-            self._say(
-                ("counts", step),
-                f"{step} adds up {', '.join(map(repr, counts))} over samples and decides by the sum (`if "
-                "self.seen + len(x) <= size`): each micro-batch decides by what it has added itself, one "
-                "device by the whole batch. Decide before adding, or in on_train_batch_end",
-            )
-        names = split.doubtful(step)
-        if names and number > 1:
-            self._say(
-                ("doubtful", step),
-                f"{step} works out {', '.join(map(repr, names))} from the value before, once for each of "
-                f"{number} micro-batches, and no rule puts their results together to what one "
-                "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end",
-            )
-
-    def _mixes(self, lines: Mapping[str, str]) -> str:
-        places = ", ".join(f"{name} at {line}" for line, name in lines.items())
-        return (
-            f"{self.step} mixes samples of the batch with each other, or goes by a number of all of them or "
-            f"by their place ({places}), and each of {len(self.parts.args)} micro-batches has its own. Where "
-            "partners are drawn (mixup by a permutation) that draws them from fewer samples; otherwise the "
-            "numbers are not those of one device, unless the step puts the samples back in order: do "
-            "it in on_after_batch_transfer, which sees the batch"
-        )
-
-    def _warn_in_part(self, is_compared: bool) -> None:
-        """Where micro-batches have their own of some of what is mixed, and no look at the batch compares."""
-        mixed, kind = self._steps.split.mixed_in_part(self.step), ("mixed", self.step)
-        if mixed and kind not in self._steps.warned:
-            self._steps.warned.add(kind)
-            if not is_compared:
-                warnings.warn(self._mixes(mixed))
-
-    def _warn_of_samples(self) -> None:
-        """Of what a step makes of several samples, of which a micro-batch has fewer."""
-        step, number = self.step, len(self.parts.args)
-        split = self._steps.split
-        mixed = split.mixed(step)
-        if number > 1:
-            self._warn_of_units(split.mixing_units(step))
-        if number > 1 and not mixed:
-            self._warn_of_values(split.mixed_values(step))
-        if mixed and number > 1:
-            self._say(("mixed", step), self._mixes(mixed))
-        if split.decides_apart(step):
-            self._say(
-                ("apart", step),
-                f"{step} decides by what is in the batch (`if x.sum() > 0`), and the {number} micro-batches "
-                "of one have decided differently, where one device decides once for all of its samples: "
-                "decide in on_after_batch_transfer, or sample by sample with torch.where",
-            )
+        Micro-batches' losses were found to add up to the batch's, and what else is told is taken from there.
+        """
+        adds_up = self.result.worth is not None if self.trains else not self.doubts.decides_apart
+        return adds_up and self.doubts.at_end

@@ -481,8 +481,6 @@ def rolled_by_values(self, x, y):
         by_pairs,
         by_numpy,
         in_halves,
-        by_how_many,
-        by_numpy_in_the_loss,
     ],
 )
 def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, recwarn):

@@ -195,7 +195,7 @@ def trained(kind: type[Queue], size: int, microbatches: int, steps: int = 4) -> 
 )  # fmt: skip
 def test_a_queue_is_read_and_written_as_by_the_whole_batch(kind: type[Queue], size: int) -> None:
     one, found = trained(kind, size, 4)
-    assert not found.splits[-1].doubtful("training_step")
+    assert not found.splits[-1].doubts("training_step").states
     for name, gradient in one.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
     last = dict(found.splits[-1].root.named_buffers())
@@ -210,7 +210,7 @@ def test_a_queue_is_read_and_written_as_by_the_whole_batch(kind: type[Queue], si
 @pytest.mark.parametrize("kind", [ReadsAfterwards, PushedBefore, ReadsWhereFull, Logs])
 def test_a_queue_that_a_step_reads_after_it_wrote_is_warned_of(kind: type[Queue]) -> None:
     found = piped(seeded(kind), batch_of(6), 2, 2, as_one=True)
-    assert found.splits[-1].doubtful("training_step")
+    assert found.splits[-1].doubts("training_step").states
 
 
 class Bank(Net):
@@ -274,7 +274,7 @@ def test_places_that_two_samples_of_a_batch_have_are_written_as_by_the_whole_bat
     found = piped(
         seeded(kind), first, 2, microbatches, steps=5, each=each, follow=True, as_one=True
     )  # fmt: skip
-    assert not found.splits[-1].doubtful("training_step")
+    assert not found.splits[-1].doubts("training_step").states
     for name, gradient in one.gradients.items():
         torch.testing.assert_close(found.gradients[name], gradient, rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(found.splits[-1].root.bank, one.module.bank, rtol=1e-10, atol=1e-12)
