@@ -31,6 +31,7 @@ ValueKey = tuple[int, int, int]  # unit, which call of it, which output tensor
 _MOST_KEYS, _MOST_DECISIONS, _MOST_HIDDEN = 20, 200, 32
 _BY_INDEX: Expression = (AT, INDEX)
 Microbatch = tuple[tuple[Any, ...], dict[str, Any]]
+_FORMS = 6  # of micro-batches that go one way, after which no other form is taken to go another
 TracedOutput = tuple[Structure, list[TensorSpec]]
 
 
@@ -256,6 +257,7 @@ class StepRoutes:
         self.called: set[int] = set()
         self.unlooked: list[int] = []
         self._hidden = 0  # batches to look at yet, where no comparison shows what their index decides
+        self._forms: set[Hashable] = set()  # of micro-batches whose way was found, until they do not matter
         self._passing: set[Hashable] = set()  # places that only change within a run
         self.start = Node(base)
         self.add(base)
@@ -407,9 +409,19 @@ class StepRoutes:
     def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
         """What the way depends on, beside the numbers that code between units reads from tensors."""
         leaves, numbers = plain_leaves(*microbatch), self._outcomes(microbatch)
-        if self.base.trace.steered:
+        if self.base.trace.steered or self._goes_by_form:
             return leaves, state, numbers, signature_of(*microbatch)
         return leaves, state, numbers
+
+    @property
+    def _goes_by_form(self) -> bool:
+        """Whether a way may follow from sizes, as a loop over the words of a text does."""
+        return len(self._forms) < _FORMS or len(self.known) > 1
+
+    def found(self, microbatch: Microbatch) -> None:
+        """The way of a micro-batch was looked for."""
+        if len(self._forms) < _FORMS:
+            self._forms.add(signature_of(*microbatch))
 
     def _outcomes(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """What is decided for a micro-batch by numbers that change between batches."""

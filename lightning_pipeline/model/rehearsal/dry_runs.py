@@ -230,9 +230,9 @@ class Walk(_DryRun):
                 pass
             except _NewWay:
                 return None
-            except Exception:  # shapes that do not fit; the micro-batch raises what is wrong
-                self._reads.tell_all, self._reads.failed = False, True
-                return self._node.ends or self._node.through
+            except Exception:  # shapes of another way; where no trace is made either, it is the user's error
+                self._reads.tell_all, self._reads.failed = False, self._node.ends or self._node.through
+                return self._reads.failed
         self._reads.tell_all &= self._host_draws() == stood
         return self._node.ends
 

@@ -208,7 +208,7 @@ class RouteFinder:
                 route = self._walk(sealed, seeds, routes, reads)
         except CannotRepeatError:
             return
-        if reads.failed or route is not routes.base or decisions.labels():
+        if reads.failed is not None or route is not routes.base or decisions.labels():
             routes.hide_index()
 
     def _try_counters(
@@ -240,6 +240,7 @@ class RouteFinder:
         route = routes.decided.get(key)
         if route is None:
             route = self._find(routes, microbatch, seeds, Reads())
+            routes.found(microbatch)
             if len(routes.decided) > _MOST_DECIDED:
                 routes.decided.clear()
             routes.decided[self._key(routes, microbatch)] = route
@@ -309,7 +310,13 @@ class RouteFinder:
             if not isinstance(known, list):
                 return known
             reads.tell_all = False  # the run ended where the way is new
-            route = self._learned(routes, self._traced(step, microbatch, seeds(), routes.calls), known)
+            try:
+                trace = self._traced(step, microbatch, seeds(), routes.calls)
+            except SplitError:
+                if reads.failed is None:
+                    raise
+                return reads.failed
+            route = self._learned(routes, trace, known)
             self._look(routes, microbatch, seeds, Reads())  # by which numbers it decides on this way
         return route
 
@@ -346,7 +353,8 @@ class RouteFinder:
             return routes.base
         finally:
             routes.looked(decisions, numbers)
-        return more if route is None or more else route
+        is_new = reads.failed is not None
+        return more if route is None or is_new or more else route
 
     def _refuse_weights(self, step: str, more: Sequence[Hashable]) -> None:
         """Which stages a step that writes weights may be cut into is decided when it is cut."""
@@ -539,7 +547,7 @@ class Reads:
         tell_all: Whether nothing else was read, such as an array or a random number of Python.
         leads_to: The way that the numbers lead to.
         by_form: Whether all of it follows from sizes and numbers that are not followed themselves.
-        failed: Whether the run ended with an error.
+        failed: A way on which it ends with an error; None where it does not.
         called: What tells the functions that were called from others.
     """
 
@@ -549,7 +557,8 @@ class Reads:
         self.changes: Callable[[], bool] = lambda: False
         self.on_call: Callable[[], None] = lambda: None
         self.changed = False
-        self.tell_all, self.by_form, self.failed = True, True, False
+        self.tell_all, self.by_form = True, True
+        self.failed: Route | None = None
         self.leads_to: Route | None = None
         self.called = 0
 
