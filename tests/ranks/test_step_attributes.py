@@ -1,5 +1,6 @@
 """What a step keeps in attributes is after a batch what one device has, whatever the micro-batches."""
 
+import itertools
 from collections import deque, namedtuple
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -157,7 +158,7 @@ class Bent(Regression):
 
 
 class ReadsItAgain(Bent):
-    """What follows from it in the step is each micro-batch's own, so that there is none for the batch."""
+    """What follows from it in the step is each micro-batch's own; the batch as one has another."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -171,9 +172,28 @@ def test_what_bends_the_loss_is_that_of_the_batch(ranks: Ranks) -> None:
         assert found["odd"] == pytest.approx(expected)
 
 
+class Takes(ReadsItAgain):
+    """It takes from an iterator, so that its batch is not looked at as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = itertools.count()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        next(self.numbers)
+        return super().training_step(batch, batch_idx)
+
+
+def test_what_the_step_reads_again_is_that_of_the_batch_as_one(ranks: Ranks) -> None:
+    expected = logs_of(None, ReadsItAgain)
+    for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, ReadsItAgain):
+        assert found["odd"] == pytest.approx(expected["odd"])
+        assert found["again"] == pytest.approx(expected["again"])
+
+
 def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
     with pytest.raises(RankFailure, match="attribute 'odd' of the LightningModule is set by training_step"):
-        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, ReadsItAgain)
+        ranks(2)(logs_of, {"stages": 2, "num_microbatches": 2}, Takes)
 
 
 class Confusion(Regression):

@@ -3,6 +3,7 @@
 Of each way, which values each boundary message carries, and which stages need which parameter.
 """
 
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeline.data import signature_of
+from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.places import MISSING, Owner, Place
 from lightning_pipeline.model.tensors import Structure, TensorSpec, standing_tensors, storage_key
 from lightning_pipeline.model.trace import (
@@ -220,6 +222,35 @@ class Route:
         return any(self.liveness.meets_later_calls[stage] or self.goes_on[stage] for stage in stages)
 
 
+def check_ways(whole: Route, routes: Sequence[Route], sizes: Sequence[int]) -> None:
+    """Refuse a step that goes another way for a micro-batch than for the batch, as its size decides.
+
+    A loop over samples calls a unit as often as there are samples.
+
+    Args:
+        whole: The way of the batch.
+        routes: Those of its micro-batches.
+        sizes: Samples of each.
+
+    Raises:
+        SplitError: Some unit is called neither as often nor once for each sample.
+    """
+    of_batch, total = Counter(whole.trace.path), sum(sizes)
+    for route, size in {
+        (one.number, size): (one, size) for one, size in zip(routes, sizes, strict=True)
+    }.values():
+        own = Counter(route.trace.path)
+        for unit in sorted(of_batch | own):
+            if own[unit] != of_batch[unit] and own[unit] * total != of_batch[unit] * size:
+                raise SplitError(
+                    f"unit {whole.trace.units[unit].name!r} is called {own[unit]} times for a micro-batch of "
+                    f"{size} samples and {of_batch[unit]} times for the batch of {total}, so that "
+                    f"{whole.trace.step} goes another way than on one device: decide by something else than "
+                    "how many samples there are, use num_microbatches=1, or put the choice into the forward "
+                    "of one module and keep that whole with PipelineStrategy(units=['<its name>'])"
+                )
+
+
 @dataclass(slots=True)
 class Node:
     """All ways that begin with the same calls.
@@ -409,12 +440,12 @@ class StepRoutes:
     def key(self, microbatch: Microbatch, state: Hashable) -> Hashable:
         """What the way depends on, beside the numbers that code between units reads from tensors."""
         leaves, numbers = plain_leaves(*microbatch), self._outcomes(microbatch)
-        if self.base.trace.steered or self._goes_by_form:
+        if self.base.trace.steered or self.goes_by_form:
             return leaves, state, numbers, signature_of(*microbatch)
         return leaves, state, numbers
 
     @property
-    def _goes_by_form(self) -> bool:
+    def goes_by_form(self) -> bool:
         """Whether a way may follow from sizes, as a loop over the words of a text does."""
         return len(self._forms) < _FORMS or len(self.known) > 1
 

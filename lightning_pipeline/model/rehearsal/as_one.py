@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +43,7 @@ class Heard(NamedTuple):
         loss: That it returned; None where that is none of a training step's, or has been warned of.
         logged: Numbers, by name and how often that was logged before.
         lines: At which it read numbers.
-        left: Places in which something else stands then.
+        left: What is small of what stands in the places of the step then, by label.
         returned: What it returned.
         writes: What it gave to loggers.
         is_sure: Whether what units gave is put together as they would have given it for the batch as one.
@@ -51,7 +52,7 @@ class Heard(NamedTuple):
     loss: float | None
     logged: dict[tuple[str, int], float]
     lines: list[str]
-    left: frozenset[str] = frozenset()
+    left: Mapping[str, Any] = MappingProxyType({})
     returned: Any = None
     writes: Sequence[Any] = ()
     is_sure: bool = False
@@ -173,7 +174,6 @@ class ToldAsOne:
                 counts[name] += 1
 
         begun = nullcontext() if state is None else state.as_begun()
-        settled = {} if state is None else state.numbers()
         with self._apart(step.name), begun, self._quiet(), stub_sinks(self._root, self._told.names, note):
             args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), whole)
             stood = self._draws()
@@ -182,7 +182,7 @@ class ToldAsOne:
                 result = step.function(*args, **kwargs)
             if self._draws() != stood:
                 return None
-            left = _others(settled, {} if state is None else state.numbers())
+            left = {} if state is None else state.left()
         loss = result.get("loss") if isinstance(result, dict) else result
         told = None
         said = step.follower is not None and step.follower.has_warned
@@ -196,19 +196,6 @@ class ToldAsOne:
         device = self._told.device
         own = torch.cuda.get_rng_state(device).tolist() if device.type == "cuda" else []
         return torch.get_rng_state().tolist(), own, host_draws(Generators(self._root.modules()))
-
-
-def _others(settled: Mapping[str, Tensor], now: Mapping[str, Tensor]) -> frozenset[str]:
-    """Places where another number stands."""
-    return frozenset(
-        label
-        for label, value in settled.items()
-        if label in now
-        and not (
-            now[label].shape == value.shape
-            and torch.allclose(now[label], value, rtol=1e-3, atol=1e-5, equal_nan=True)
-        )
-    )
 
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:

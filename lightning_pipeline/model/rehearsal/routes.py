@@ -290,32 +290,22 @@ class RouteFinder:
         return routes.key(microbatch, routes.state(self._root))
 
     def _find(
-        self,
-        routes: StepRoutes,
-        microbatch: Microbatch,
-        seeds: Callable[[], MicrobatchSeeds],
+        self, routes: StepRoutes, microbatch: Microbatch, seeds: Callable[[], MicrobatchSeeds],
         reads: "Reads",
-    ) -> Route:
-        """The way of one micro-batch.
-
-        Args:
-            routes: Of the step.
-            microbatch: Its arguments.
-            seeds: Sets its random numbers.
-            reads: Takes the numbers that are read.
-        """
+    ) -> Route:  # fmt: skip
+        """The way of one micro-batch, by a walk that takes the numbers that are read, or by a trace."""
         step = routes.base.trace.step
         with self._numbers_kept():
             known = self._look(routes, microbatch, seeds, reads)
             if not isinstance(known, list):
                 return known
-            reads.tell_all = False  # the run ended where the way is new
+            reads.tell_all = False  # the run ended there
             try:
                 trace = self._traced(step, microbatch, seeds(), routes.calls)
             except SplitError:
-                if reads.failed is None:
-                    raise
-                return reads.failed
+                if reads.failed is not None:
+                    return reads.failed
+                raise
             route = self._learned(routes, trace, known)
             self._look(routes, microbatch, seeds, Reads())  # by which numbers it decides on this way
         return route

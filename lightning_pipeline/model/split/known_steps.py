@@ -34,6 +34,7 @@ class Doubts:
 
     Attributes:
         states: That the step works out from their last value once for each micro-batch: no rule is known.
+        has_unknown: Whether it leaves numbers of which nobody knows what they are of the batch's.
         untried: What it leaves behind where no run on made-up values could tell how, and why not.
         decided_by: Sums over samples by which it decides when it has added those of a micro-batch.
         decides_apart: Whether micro-batches have decided differently by what is in them.
@@ -45,6 +46,7 @@ class Doubts:
     """
 
     states: Sequence[str]
+    has_unknown: bool
     untried: str | None
     decided_by: Sequence[str]
     decides_apart: bool

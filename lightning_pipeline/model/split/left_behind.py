@@ -115,6 +115,7 @@ class LeftBehind:
         whole: MicrobatchArguments | None = None,
         as_one: _AsOne | None = None,
         left: Mapping[str, Any] | None = None,
+        part_of: Callable[[Any], Any] = lambda number: None,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
@@ -127,6 +128,7 @@ class LeftBehind:
             whole: Arguments of the batch as one.
             as_one: Its trace, and what units return for it.
             left: What the batch as one leaves, by label, where that is known before it runs.
+            part_of: What a number of the micro-batch that runs is of the batch's, where that is followed.
         """
         step, several = trace.step, len(microbatches) > 1
         at_once, self._as_one = None, whole is not None
@@ -151,6 +153,7 @@ class LeftBehind:
             trace.effects, self._rules.setdefault(step, {}), sizes,
             is_last=self._has_last_stage, step=step, beside=beside, left=left or {},
         )  # fmt: skip
+        state.part_of = part_of
         if state.waits and at_once is not None:
             state.gathered, state.work_out = at_once, partial(self._work_out, trace)
         return state

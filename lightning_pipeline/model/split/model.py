@@ -13,6 +13,7 @@ from lightning_pipeline.model.cut import (
     Microbatch,
     Partition,
     TracedOutput,
+    check_ways,
 )
 from lightning_pipeline.model.loss import Part, check_no_class_weights
 from lightning_pipeline.model.places import Guard, Owner, Place, Replayed
@@ -270,6 +271,7 @@ class SplitModel(OutsideSteps):
         known = self._known_left if mends else {}
         return Doubts(
             states=[label for label in left.doubts(step) if label not in known],
+            has_unknown=self._state is not None and self._state.has_unknown,
             untried=left.not_tried.get(step),
             decided_by=left.decided_by.get(step, []),
             decides_apart=step in self._finder.torn and not mends,
@@ -346,6 +348,7 @@ class SplitModel(OutsideSteps):
             program.begin(self._step)
         sizes = self._sizes = sizes or [1] * len(microbatches)
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
+        self._check_ways(at_once, sizes)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))
         as_one = partial(self._finder.as_one, self._step)
         self._find_row_order(at_once)
@@ -359,6 +362,7 @@ class SplitModel(OutsideSteps):
             at_once,
             as_one,
             self._step.left_by_batch,
+            self.told.part,
         )
         starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self.programs:
@@ -396,6 +400,21 @@ class SplitModel(OutsideSteps):
         outputs = partial(self._finder.outputs, step.routes[0], seeds=seeds)
         with self._left_behind.begun(0, self._sizes):
             self._mixing_units.look(step, whole, self._sizes, outputs, later)
+
+    def _check_ways(self, whole: Microbatch | None, sizes: Sequence[int]) -> None:
+        """The sizes of micro-batches do not decide which units are called."""
+        step = self._step
+        if (
+            step is None
+            or whole is None
+            or step.trace.steered
+            or not step.ways.goes_by_form
+            or len(sizes) == 1
+        ):
+            return
+        with self._left_behind.begun(None, sizes):
+            (route,) = self._finder.routes(step.ways, [whole], lambda _: step.seeds.microbatch(0))
+        check_ways(route, step.routes, sizes)
 
     def _find_row_order(self, whole: Microbatch | None) -> None:
         """Find out how rows stand that have each sample several times."""
@@ -450,6 +469,15 @@ class SplitModel(OutsideSteps):
             if state is not None:
                 state.settle(merge)
         self.in_units.settle(inside)
+
+    def left(self) -> dict[str, Any]:
+        """After `settle`, on the last stage: what is small of what the step has left, by label."""
+        return {} if self._state is None else self._state.left()
+
+    def put_left(self, left: Mapping[str, Any]) -> None:
+        """After `settle`, on the last stage: let this be what it has left, by label."""
+        if self._state is not None:
+            self._state.put(left)
 
     def unforeseen(self, step: str) -> list[str]:
         """After `settle`, on the last stage: attributes that values of units have let the step change.

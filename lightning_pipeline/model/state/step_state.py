@@ -5,9 +5,11 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_pipeline.data import rebuilt
 from lightning_pipeline.model.places import (
     MISSING,
     Effect,
@@ -34,9 +36,11 @@ from lightning_pipeline.model.rules import (
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
+from lightning_pipeline.model.tensors import is_placeholder, items_of, map_tensors, set_values
 
 _SMALL = 4096  # elements of a tensor that is compared
+_FEW = 16  # items of a container in a list
+_NESTED = (list, tuple, dict)
 
 
 class StepState:
@@ -57,6 +61,8 @@ class StepState:
         gathered: What units give to micro-batches, where something is worked out at the end.
         work_out: Makes of that what the batch leaves, by label.
         divided: After `settle`, labels of places that some micro-batches have changed and others have not.
+        part_of: What a number of the micro-batch that runs is of the batch's, where that is followed.
+        has_unknown: Whether it leaves numbers of which that is not found out.
     """
 
     def __init__(
@@ -79,6 +85,9 @@ class StepState:
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
+        self.part_of: Callable[[Any], Any] = lambda number: None
+        self.has_unknown = False
+        self._parts: dict[int, tuple[Any, Any]] = {}  # with what it is of, so that no identity comes twice
         self._all = list(effects)
         self._waiting = [
             e
@@ -140,6 +149,7 @@ class StepState:
         if counts:
             if self._several:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
+                self._note_parts(self._results[-1])
             return
         for effect in self._all:
             if effect.from_units or not _is_for_backward(effect):
@@ -160,14 +170,32 @@ class StepState:
             for place, kept in held:
                 kept.give_back(place)
 
-    def numbers(self) -> dict[str, Tensor]:
-        """By label, numbers and small tensors that stand in the places of the step, in copies."""
-        found = {e.place.label: e.place.get() for e in self._effects}
-        return {
-            label: torch.as_tensor(value).detach().double().clone()
-            for label, value in found.items()
-            if isinstance(value, int | float) or (isinstance(value, Tensor) and _is_compared(value))
-        }
+    def left(self) -> dict[str, Any]:
+        """By label, what is small of what stands in the places; of lists that grew, the new items."""
+        found = {effect.place.label: self._small(effect) for effect in self._effects}
+        return {label: value for label, value in found.items() if value is not None}
+
+    def _small(self, effect: Effect) -> Any:
+        value, before = effect.place.get(), self._list_before(effect)
+        if before is not None and isinstance(value, list | deque) and _is_grown(value, before):
+            new = [value[index] for index in range(len(before), len(value))]
+            return map_tensors(_copied, new) if len(new) <= _SMALL and all(map(_is_compared, new)) else None
+        is_plain = not isinstance(value, _NESTED) and _is_compared(value)
+        return map_tensors(_copied, value) if is_plain or isinstance(value, Unmerged) else None
+
+    def _list_before(self, effect: Effect) -> Any:
+        """What a list or deque held that stood there when the batch began."""
+        start = self._start[effect.place.label]
+        return start.inner[0][1] if start.inner and start.inner[0][0] is start.value else None
+
+    def put(self, left: Mapping[str, Any]) -> None:
+        """After `settle`: let this stand in the places, by label, as `left` gave it."""
+        for effect in self._effects:
+            if effect.place.label in left:
+                value, before = left[effect.place.label], self._list_before(effect)
+                if before is not None and isinstance(value, list):
+                    value = type(before)([*before, *value], *_length(before))
+                self._put(effect, self._start[effect.place.label], value)
 
     @property
     def takes(self) -> bool:
@@ -199,6 +227,34 @@ class StepState:
             return _Grown(own_containers(new), _grown_inside(start))
         return own_containers(value, start.items())
 
+    def _note_parts(self, found: Mapping[str, Any]) -> None:
+        """What numbers that stand somewhere, or were added to a list, are of the batch's."""
+        values = (found[effect.place.label] for effect in self._effects if effect.from_units)
+        for number in _numbers_in([one.items if isinstance(one, _Grown) else one for one in values]):
+            part = self.part_of(number)
+            self.has_unknown |= part is not None and part.value is not None and not part.is_known
+            if part is not None and part.is_known:
+                self._parts[id(number)] = number, part
+
+    def _by_parts(self, merge: Merge) -> Merge:
+        """The same for numbers of which it is known what they are of the batch's."""
+
+        def merged(values: list[Any], sizes: list[int]) -> Any:
+            return self._with_parts(merge(values, sizes), values)
+
+        return merged if any(part.differs for _, part in self._parts.values()) else merge
+
+    def _with_parts(self, whole: Any, values: Sequence[Any]) -> Any:
+        """What micro-batches' values were merged to, with what is known of the numbers in it."""
+        parts = [self._parts[id(value)][1] for value in values if id(value) in self._parts]
+        if len(parts) == len(values) and any(part.differs for part in parts):
+            each = [torch.as_tensor(part.value).detach().double().reshape(()) for part in parts]
+            total = torch.stack(each).sum()
+            return float(total) if isinstance(values[0], float) else total.to(values[0])
+        if not isinstance(whole, _NESTED) or any(_form(value) != _form(whole) for value in values):
+            return whole
+        return rebuilt(whole, lambda item, key: self._with_parts(item, [value[key] for value in values]))
+
     def settle(self, merge: Merge) -> None:
         """Let each place be as one device would have left it.
 
@@ -210,6 +266,7 @@ class StepState:
         for place, kept, _ in self._beside:
             kept.give_back(place)
         if self._several and self._results:
+            merge = self._by_parts(merge)
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
             found = {**self._left, **self._worked_out()}
             for effect in self._effects:
@@ -391,9 +448,35 @@ class AsOne:
         """There is nothing to put together."""
 
 
-def _is_compared(tensor: Tensor) -> bool:
-    plain = tensor.layout is torch.strided and not (is_placeholder(tensor) or tensor.is_complex())
-    return plain and tensor.numel() <= _SMALL and tensor.device.type == "cpu"
+def _is_compared(value: Any) -> bool:
+    """Whether it is a number, a text, or a small tensor or array of numbers on the processor."""
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not (is_placeholder(value) or value.is_complex())
+        return plain and value.numel() <= _SMALL and value.device.type == "cpu"
+    if isinstance(value, np.ndarray):
+        return value.size <= _SMALL and value.dtype.kind in "biuf"
+    if isinstance(value, _NESTED):
+        return len(value) <= _FEW and all(_is_compared(item) for _, item in items_of(value))
+    return type(value) in (bool, int, float, str, type(None))
+
+
+def _numbers_in(value: Any) -> Iterator[Any]:
+    """Floating numbers in lists, tuples and dictionaries."""
+    if type(value) is float or (isinstance(value, Tensor) and not value.dim() and not is_placeholder(value)):
+        yield value
+    elif isinstance(value, _NESTED):
+        for _, item in items_of(value):
+            yield from _numbers_in(item)
+
+
+def _form(value: Any) -> Any:
+    return type(value), list(value) if isinstance(value, dict) else len(value) if isinstance(
+        value, _NESTED
+    ) else 0
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
 
 
 def is_told_as_attribute(effect: Effect) -> bool:

@@ -167,7 +167,7 @@ class Advice:
 
     def of_effects(self, doubts: Doubts) -> None:
         """Of what a step leaves behind, where it may not be what one device leaves."""
-        step, number = self._step, self._number
+        step = self._step
         if doubts.untried is not None:
             self.say(
                 ("untried", step),
@@ -182,10 +182,14 @@ class Advice:
                 "self.seen + len(x) <= size`): each micro-batch decides by what it has added itself, one "
                 "device by the whole batch. Decide before adding, or in on_train_batch_end",
             )
-        if doubts.states and number > 1:
+
+    def of_states(self, states: Sequence[str]) -> None:
+        """Numbers that follow from the ones before."""
+        step, number = self._step, self._number
+        if states and number > 1:
             self.say(
                 ("doubtful", step),
-                f"{step} works out {_listed(doubts.states)} from the value before, once for each of "
+                f"{step} works out {_listed(states)} from the value before, once for each of "
                 f"{number} micro-batches, and no rule puts their results together to what one "
                 "device has: use self.log or a torchmetrics object, or update it in on_train_batch_end",
             )

@@ -18,15 +18,15 @@ class Otherwise(NamedTuple):
     """A number that is another one for the batch as one.
 
     Attributes:
-        name: That it is logged by, or of an attribute; None for the loss.
-        mine: The number, put together; None for an attribute.
+        name: That it is logged by; None for the loss.
+        mine: The number, put together.
         theirs: That of the batch as one; None where it logs none.
         lines: At which the step reads numbers.
         nth: How often it was logged before in the step.
     """
 
     name: str | None
-    mine: float | None
+    mine: float
     theirs: float | None
     lines: list[str]
     nth: int = 0
@@ -38,55 +38,97 @@ class Compared(NamedTuple):
     Attributes:
         told: Numbers.
         returned: Parts of what the step returned.
+        left: Parts of what it left behind, of which the first key is the label.
+        left_as_one: What the batch as one leaves, by label, where that is not the very same.
+        known: Labels of what was compared.
         logged: What the step logs for the batch as one, if that is sure, by name and how often before.
+        writes: What it gives to loggers itself, where that is sure; else None.
         is_made: Whether the batch was run as one.
         is_sure: Whether its numbers are one device's.
-        writes: What it gives to loggers itself, where that is sure; else None.
         has_loss: Whether its loss was compared.
         may_differ: Whether it returns what may agree in this batch by chance.
     """
 
-    told: list[Otherwise]
-    returned: list[Returned]
+    told: Sequence[Otherwise] = ()
+    returned: Sequence[Returned] = ()
+    left: Sequence[Returned] = ()
+    left_as_one: Mapping[str, Any] = MappingProxyType({})
+    known: frozenset[str] = frozenset()
     logged: Mapping[tuple[str, int], float] = MappingProxyType({})
+    writes: Sequence[Write] | None = None
     is_made: bool = False
     is_sure: bool = False
-    writes: Sequence[Write] | None = None
     has_loss: bool = False
     may_differ: bool = False
 
+    @property
+    def differs(self) -> bool:
+        """Whether anything does, or goes to loggers, so that it may go by what metrics gave."""
+        return bool(self.told or self.returned or self.left or self.left_as_one or self.writes)
+
+    def if_again(self, other: "Compared") -> "Compared":
+        """The same, as far as a run with other values of metrics agrees."""
+        return self._replace(
+            told=[one for one in self.told if _is_again(one, other.told)],
+            returned=[one for one in self.returned if one.is_among(other.returned)],
+            left=[one for one in self.left if one.is_among(other.left)],
+            left_as_one={
+                label: value
+                for label, value in self.left_as_one.items()
+                if label in other.left_as_one and not any(returned_otherwise(value, other.left_as_one[label]))
+            },
+            logged=other.logged,
+            writes=self.writes if _are_alike(self.writes, other.writes or ()) else None,
+        )
+
 
 def told_otherwise(
-    report: Report, output: Any, samples: int, runs: Callable[[], Iterator[Heard]], *, trains: bool
+    report: Report,
+    output: Any,
+    left: Mapping[str, Any],
+    samples: int,
+    runs: Callable[[], Iterator[Heard]],
+    *,
+    trains: bool,
 ) -> Compared:
     """What a step does not tell for the batch as one.
 
     Args:
         report: Of the batch.
         output: What the step returned for the micro-batches, merged by our rules; None where by others.
+        left: What it left behind for them, by label.
         samples: Of the batch.
         runs: Runs the step for the batch as one, twice.
         trains: Whether it returns its loss, and hooks are given the rest.
     """
     found: Compared | None = None
     for one in runs():
-        told = list(_differing(report, one))
         returned = extras_of(one.returned) if trains else one.returned
-        parts = [] if output is None else list(returned_otherwise(output, returned))
-        if found is not None:
-            told = [each for each in found.told if _is_again(each, told)]
-            parts = [each for each in found.returned if each.is_among(parts)]
-        writes = (
-            one.writes if one.is_sure and (found is None or _are_alike(found.writes, one.writes)) else None
-        )
-        found = Compared(
-            told, parts, one.logged if one.is_sure else {}, is_made=True, is_sure=one.is_sure,
-            writes=writes, has_loss=one.loss is not None,
-            may_differ=output is not None and may_differ(returned, samples),
-        )  # fmt: skip
-        if not told and not parts and not one.writes:
+        here = _compared(report, output, left, one, returned)
+        here = here._replace(may_differ=output is not None and may_differ(returned, samples))
+        found = here if found is None else found.if_again(here)
+        if not found.differs:
             break
-    return found or Compared([], [])
+    return found or Compared()
+
+
+def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, returned: Any) -> Compared:
+    """What differs in one run of the step for the batch as one."""
+    mine = {label: left[label] for label in left if label in one.left}
+    theirs = {label: one.left[label] for label in mine}
+    others = {each.place[0] for each in returned_otherwise(mine, theirs, exactly=True)}
+    return Compared(
+        list(_differing(report, one)),
+        [] if output is None else list(returned_otherwise(output, returned)),
+        list(returned_otherwise(mine, theirs)),
+        {label: theirs[label] for label in others},
+        frozenset(mine),
+        one.logged if one.is_sure else {},
+        one.writes if one.is_sure else None,
+        is_made=True,
+        is_sure=one.is_sure,
+        has_loss=one.loss is not None,
+    )
 
 
 def _are_alike(one: Sequence[Write] | None, other: Sequence[Write]) -> bool:
@@ -125,7 +167,6 @@ def with_numbers(report: Report, numbers: Mapping[tuple[str, int], float]) -> Re
 
 
 def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
-    yield from (Otherwise(label, None, None, one.lines) for label in sorted(one.left))
     position = int(report.loss_dtype is not None)
     values = [] if report.values is None else report.values.tolist()
     dtype = report.loss_dtype
@@ -152,11 +193,10 @@ def _is_close(mine: float, theirs: float, dtype: torch.dtype) -> bool:
     return math.isclose(mine, theirs, rel_tol=relative, abs_tol=absolute)
 
 
-def _is_again(one: Otherwise, others: list[Otherwise]) -> bool:
+def _is_again(one: Otherwise, others: Sequence[Otherwise]) -> bool:
     """Whether a second run says the same."""
     return any(
         (other.name, other.nth) == (one.name, one.nth)
-        and (other.mine is None) == (one.mine is None)
         and (
             other.theirs is one.theirs
             or (None not in (one.theirs, other.theirs) and str(one.theirs) == str(other.theirs))

@@ -286,9 +286,12 @@ class Batch:
             self._steps.returned.warn_of_guesses()
             self.result.say_doubt()
             self._write(None)
+            self.advice.of_states(self.doubts.states)
             return report, output  # which has been said
         merged = None if self._steps.merges_itself else output
-        found = told_otherwise(report, merged, sum(self.parts.sizes), split.as_one.runs, trains=self.trains)
+        found = told_otherwise(
+            report, merged, split.left(), sum(self.parts.sizes), split.as_one.runs, trains=self.trains
+        )
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
@@ -299,6 +302,7 @@ class Batch:
         if mixes:
             self._settle_mixing(is_compared and (self.trains or found.is_sure))
         self._write(found.writes)
+        self._leave(found)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
         return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
@@ -306,19 +310,27 @@ class Batch:
     def _numbers_of(self, found: Compared) -> dict[tuple[str, int], float]:
         """Logged numbers that are taken from the batch as one; warns of what else differs."""
         split, numbers = self._steps.split, dict[tuple[str, int], float]()
-        left = list[str]()
         for one in found.told:
-            if one.mine is None:
-                left += [] if one.name is None or one.name in self.doubts.states else [one.name]
-            elif one.name is None:
+            if one.name is None:
                 self.advice.of_loss(one.mine, one.theirs, one.lines)
             elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
                 self._steps.recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
-            if one.name is not None and one.mine is not None and one.theirs is not None and found.is_sure:
+            if one.name is not None and one.theirs is not None and found.is_sure:
                 numbers[one.name, one.nth] = one.theirs
-        if left:
-            self.advice.of_left(left)
         return numbers
+
+    def _leave(self, found: Compared) -> None:
+        """Leave behind what the batch as one does, where that is sure."""
+        split, labels = self._steps.split, {one.place[0]: one for one in found.left}
+        unknown = [label for label in self.doubts.states if label not in found.known or not found.is_sure]
+        self.advice.of_states(unknown)
+        if found.is_sure and (labels or self.doubts.has_unknown or len(unknown) < len(self.doubts.states)):
+            split.as_one.each.add(self.step)
+        if found.is_sure:
+            split.put_left(found.left_as_one)
+        said = [label for label in labels if label not in self.doubts.states]
+        if said and (self.step in split.as_one.missed or not found.is_sure):
+            self.advice.of_left(said)
 
     def _settle_mixing(self, is_settled: bool) -> None:
         """Look at each batch of a step that mixes samples at its end; else say that it does."""

@@ -194,19 +194,22 @@ def tolerances(dtype: torch.dtype) -> tuple[float, float]:
     return _PRECISE.get(dtype, _ROUGH)
 
 
-def returned_otherwise(mine: Any, theirs: Any, place: tuple[Any, ...] = ()) -> Iterator[Returned]:
+def returned_otherwise(
+    mine: Any, theirs: Any, place: tuple[Any, ...] = (), *, exactly: bool = False
+) -> Iterator[Returned]:
     """Parts that differ.
 
     Args:
         mine: What was put together; `Unmerged` where no rule did.
         theirs: What the step returned for the batch as one.
         place: The keys that have led here.
+        exactly: Whether what may be rounding counts, too.
     """
-    one, other = _as_tensor(mine), _as_tensor(theirs)
+    one, other = _as_tensor(mine, exactly=exactly), _as_tensor(theirs, exactly=exactly)
     if isinstance(mine, Unmerged):
         yield Returned(place, "what no rule puts together", "something", theirs)
     elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        words = _differing(one, other)
+        words = _differing(one, other, exactly=exactly)
         if words is not None:
             yield Returned(place, *words, theirs)
     elif type(mine) is not type(theirs):
@@ -218,7 +221,7 @@ def returned_otherwise(mine: Any, theirs: Any, place: tuple[Any, ...] = ()) -> I
         yield Returned(place, f"{len(_keys(mine))} items", f"{len(_keys(theirs))} items", theirs)
     else:
         for key, one, other in zip(_keys(mine), items_of(mine), items_of(theirs), strict=True):
-            yield from returned_otherwise(one, other, (*place, key))
+            yield from returned_otherwise(one, other, (*place, key), exactly=exactly)
 
 
 def with_returned(output: Any, found: Sequence[Returned]) -> Any:
@@ -302,29 +305,27 @@ def _keys(value: Any) -> list[Any]:
     return [field.name for field in fields(value)] if items_of(value) else []
 
 
-def _as_tensor(value: Any) -> Any:
-    """The same where it is an array, a number or a list of numbers."""
+def _as_tensor(value: Any, *, exactly: bool) -> Any:
+    """The same where it is an array, a number or a list of numbers.
+
+    Python's numbers may have been read of tensors of any precision: they are compared as torch's usual.
+    """
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         return torch.as_tensor(value)
-    if type(value) in _NUMBERS:
-        return _as_floats(torch.tensor(value))
-    if isinstance(value, list) and value and all(type(one) in _NUMBERS for one in value):
-        return _as_floats(torch.tensor(value))
-    return value
+    several = isinstance(value, list) and value and all(type(one) in _NUMBERS for one in value)
+    if type(value) not in _NUMBERS and not several:
+        return value
+    numbers = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
+    return numbers.float() if numbers.is_floating_point() and not exactly else numbers
 
 
-def _as_floats(numbers: Tensor) -> Tensor:
-    """Python's numbers may have been read of tensors of any precision: they are compared as torch's usual."""
-    return numbers.float() if numbers.is_floating_point() else numbers
-
-
-def _differing(mine: Tensor, theirs: Tensor) -> tuple[str, str] | None:
+def _differing(mine: Tensor, theirs: Tensor, *, exactly: bool) -> tuple[str, str] | None:
     """In words, how two tensors differ; None where they do not."""
     if mine.shape != theirs.shape:
         return f"shape {tuple(mine.shape)}", f"shape {tuple(theirs.shape)}"
     if mine.layout is not torch.strided or theirs.layout is not torch.strided or not mine.numel():
         return None
-    exact = not (mine.is_floating_point() or mine.is_complex())
+    exact = exactly or not (mine.is_floating_point() or mine.is_complex())
     relative, absolute = (0.0, 0.0) if exact else tolerances(mine.dtype)
     kind = torch.complex128 if mine.is_complex() or theirs.is_complex() else torch.float64
     ours, other = mine.to(kind).flatten(), theirs.to(mine.device, kind).flatten()

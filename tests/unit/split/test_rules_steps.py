@@ -276,14 +276,27 @@ class Branches(Net):
         return F.mse_loss(chosen(h), batch["y"])
 
 
-@pytest.mark.parametrize(
-    ("where", "text"),
-    [
-        ("head", r"unit 'heads.1' is called, which is not .*test_rules_steps.py:\d+ in loss \(Branches\)"),
-        ("twice", r"unit 'layers.3' is called 2 times, which .*test_rules_steps.py:\d+ in body \(Branches\)"),
-        ("layer", r"path through the model varies.*units="),
-    ],
-)
-def test_a_path_that_varies_is_refused_with_what_to_do(where, text):
+@pytest.mark.parametrize("where", ["head", "twice", "layer"])
+def test_a_way_that_the_number_of_samples_decides_is_refused_with_what_to_do(where):
+    text = r"is called \d times for a micro-batch of \d samples and \d times for the batch of 3.*units="
     with pytest.raises(SplitError, match=text):
-        piped(seeded(lambda: Branches(where)), batch_of(3), how=["layers.3"])
+        piped(seeded(lambda: Branches(where)), batch_of(3), how=["layers.3"], as_one=True)
+
+
+class SampleBySample(Branches):
+    """A layer is called as often as there are samples."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def body(self, h):
+        for layer in self.layers:
+            h = torch.cat([layer(h[index : index + 1]) for index in range(len(h))])
+        return h
+
+
+def test_a_layer_that_is_called_for_each_sample_is_that_of_one_device():
+    module = seeded(SampleBySample)
+    found = piped(module, batch_of(3), how=["layers.3"], as_one=True)
+    for name, gradient in alone(module, batch_of(3), num_microbatches=1).gradients.items():
+        torch.testing.assert_close(found.gradients[name], gradient)
