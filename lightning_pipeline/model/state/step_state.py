@@ -1,9 +1,10 @@
 """What a step leaves behind: every micro-batch begins as the batch did, and the results are merged."""
 
+import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,7 +40,6 @@ from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill,
 from lightning_pipeline.model.tensors import is_placeholder, items_of, map_tensors, set_values
 
 _SMALL = 4096  # elements of a tensor that is compared
-_FEW = 16  # items of a container in a list
 _NESTED = (list, tuple, dict)
 
 
@@ -177,24 +177,25 @@ class StepState:
 
     def _small(self, effect: Effect) -> Any:
         value, before = effect.place.get(), self._list_before(effect)
+        if isinstance(value, Unmerged):
+            return value
         if before is not None and isinstance(value, list | deque) and _is_grown(value, before):
-            new = [value[index] for index in range(len(before), len(value))]
-            return map_tensors(_copied, new) if len(new) <= _SMALL and all(map(_is_compared, new)) else None
-        is_plain = not isinstance(value, _NESTED) and _is_compared(value)
-        return map_tensors(_copied, value) if is_plain or isinstance(value, Unmerged) else None
+            value = NewItems([value[index] for index in range(len(before), len(value))])
+        return map_tensors(_copied, value) if _leaves_compared(value) <= _SMALL else None
 
     def _list_before(self, effect: Effect) -> Any:
-        """What a list or deque held that stood there when the batch began."""
+        """What a list or deque without others in it held, that stood there when the batch began."""
         start = self._start[effect.place.label]
-        return start.inner[0][1] if start.inner and start.inner[0][0] is start.value else None
+        own = [before for held, before in start.inner if held is start.value]
+        return own[0] if own and len(start.inner) == 1 and isinstance(own[0], list | deque) else None
 
     def put(self, left: Mapping[str, Any]) -> None:
         """After `settle`: let this stand in the places, by label, as `left` gave it."""
         for effect in self._effects:
             if effect.place.label in left:
                 value, before = left[effect.place.label], self._list_before(effect)
-                if before is not None and isinstance(value, list):
-                    value = type(before)([*before, *value], *_length(before))
+                if before is not None and isinstance(value, NewItems):
+                    value = type(before)([*before, *value.items], *_length(before))
                 self._put(effect, self._start[effect.place.label], value)
 
     @property
@@ -448,16 +449,24 @@ class AsOne:
         """There is nothing to put together."""
 
 
-def _is_compared(value: Any) -> bool:
-    """Whether it is a number, a text, or a small tensor or array of numbers on the processor."""
+class NewItems(NamedTuple):
+    """What was added to the end of a list."""
+
+    items: list[Any]
+
+
+def _leaves_compared(value: Any) -> float:
+    """How many numbers, texts and small tensors or arrays on the processor it holds; inf if there is else."""
+    if isinstance(value, list | tuple | dict | deque):
+        few = len(value) <= _SMALL
+        items = value.values() if isinstance(value, dict) else value
+        return sum(map(_leaves_compared, items)) if few else math.inf
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not (is_placeholder(value) or value.is_complex())
-        return plain and value.numel() <= _SMALL and value.device.type == "cpu"
+        return value.numel() if plain and value.device.type == "cpu" else math.inf
     if isinstance(value, np.ndarray):
-        return value.size <= _SMALL and value.dtype.kind in "biuf"
-    if isinstance(value, _NESTED):
-        return len(value) <= _FEW and all(_is_compared(item) for _, item in items_of(value))
-    return type(value) in (bool, int, float, str, type(None))
+        return value.size if value.dtype.kind in "biuf" else math.inf
+    return 1 if type(value) in (bool, int, float, str, type(None)) else math.inf
 
 
 def _numbers_in(value: Any) -> Iterator[Any]:

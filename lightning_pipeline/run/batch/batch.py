@@ -358,7 +358,8 @@ class Batch:
             as_one.each.add(self.step)
         if found.returned and (self.step in as_one.missed or not found.is_sure):
             self.advice.of_returned(found.returned)
-        return with_returned(output, found.returned) if found.is_sure else output
+        takes = found.is_sure or isinstance(output, Unmerged)  # which is warned of
+        return with_returned(output, found.returned) if takes else output
 
     def _merged(self) -> Any:
         outputs = self.result.outputs
