@@ -261,6 +261,7 @@ class MetricCalls:
         self._only_updates: dict[tuple[str, int], bool] = {}
         self._drafts: dict[int, tuple[AnyMetric, Any]] = {}
         self._settling = False
+        self._answers: dict[int, list[Any]] = {}
         self._warned: set[int] = set()
 
     # ---- a batch
@@ -278,6 +279,7 @@ class MetricCalls:
             microbatch: Which of them runs.
         """
         self._step, self._sizes, self._microbatch = step, list(sizes), microbatch
+        self._answers = {}
         self._originals = {id(m): {name: getattr(m, name) for name in METHODS} for m in metrics}
         with ExitStack() as stack:
             for metric in metrics:
@@ -335,6 +337,18 @@ class MetricCalls:
         for line in list(self._lines.values()):
             if line.calls:
                 self._answer(line, len(line.calls) - 1)
+        self._answers = {place: line.answers for place, line in self._lines.items()}
+
+    def answer(self, metric: AnyMetric, nth: int) -> Any:
+        """After `settle`: what a call of the batch gave; None where nobody knows.
+
+        Args:
+            metric: That was called.
+            nth: How many calls of it there were before in the step.
+        """
+        answers = self._answers.get(id(metric), [])
+        found = answers[nth] if nth < len(answers) else None
+        return None if found is None else found["value"]
 
     # ---- a call in a micro-batch
 

@@ -151,7 +151,7 @@ class ToldAsOne:
             values = gathered.values()
             is_sure = self._is_cut and not (gathered.takes_means or step.trace.unordered)
             for number, given in enumerate(_METRICS_GIVE):
-                self._told.made_up = given
+                self._told.made_up, self._told.as_batch = given, True
                 found = self._run(
                     step, state, gathered.whole, values.but(gathered.keys) if number else values
                 )
@@ -163,7 +163,7 @@ class ToldAsOne:
         except Exception as error:  # the user's code, which goes by what is not here
             _log.debug("%s does not run for the batch as one: %s", step.name, error)
         finally:
-            self._told.made_up = 0.0
+            self._told.made_up, self._told.as_batch = 0.0, False
 
     def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
         logged, reads, counts = dict[tuple[str, int], float](), _LinesOfReads(self._root), Counter[str]()

@@ -39,6 +39,7 @@ from lightning_pipeline.model.tensors import (
     map_tensors,
     takes_containers,
     tensors_in,
+    text_of,
     unflatten,
     user_line,
     written_tensors,
@@ -398,6 +399,8 @@ class _GlueFunctions(TorchFunctionMode):
             if run.taint.unguarded:
                 run.guard()
             return None
+        if (text := text_of(func, args)) is not None:
+            return text
         if func is Tensor.register_hook:
             if (target := run.hooked(args[0])) is None:
                 return _NoHandle()

@@ -45,6 +45,7 @@ class Told:
         lines: What the step prints and logs as information or more.
         microbatch: The one that runs on the last stage.
         made_up: What metrics give in runs that measure nothing.
+        as_batch: Whether they give what they gave for the batch, as far as that is known.
         of_whole: Told, with the name of the method and whether no value of units was made up before, what the
             step of the whole batch logs.
         of_whole_begins: Told that it begins.
@@ -62,12 +63,16 @@ class Told:
         self.metrics, self._follower = metrics_of(root), follower
         self.calls = MetricCalls(self._followed, self._know)
         self.lines = ToldOnce()
-        self.microbatch, self.made_up = 0, 0.0
+        self.microbatch, self.made_up, self.as_batch = 0, 0.0, False
         self.of_whole: Callable[[str, bool, Any, Any], None] = lambda how, is_sure, args, kwargs: None
         self.of_whole_begins: Callable[[], None] = lambda: None
         self.returned: Callable[[int, Any], None] = lambda microbatch, result: None
         self.returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
         self.writes: Callable[[], AbstractContextManager[list[Any]]] = lambda: nullcontext([])
+
+    def changed(self) -> None:
+        """Metrics may have come, as a tracker makes one for each epoch."""
+        self.metrics = metrics_of(self._root)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -122,6 +127,12 @@ class Told:
         """Inside, metrics are called once for all micro-batches, by `calls.settle()`."""
         return self.calls.taken(self.metrics, step, sizes, lambda: self.microbatch)
 
+    def _made_up(self) -> Tensor:
+        return torch.full((), self.made_up, device=self.device)
+
+    def _answer(self, metric: Any, nth: int) -> Any:
+        return self.calls.answer(metric, nth) if self.as_batch else None
+
     @contextmanager
     def nothing(self) -> Iterator[None]:
         """Inside, nothing is logged, printed or measured, and no random number is used up."""
@@ -129,9 +140,7 @@ class Told:
             stack.enter_context(random_state_kept(Generators(list(self._root.modules()))))
             stack.enter_context(printed_once(self._root))
             stack.enter_context(stub_sinks(self._root, self.names, _drop))
-            stack.enter_context(
-                stub_metrics(self.metrics, _drop, lambda: torch.full((), self.made_up, device=self.device))
-            )
+            stack.enter_context(stub_metrics(self.metrics, _drop, self._made_up, self._answer))
             yield
 
     @contextmanager

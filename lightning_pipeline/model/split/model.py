@@ -134,8 +134,7 @@ class SplitModel(OutsideSteps):
         self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
         self._mixing_units, self._row_order = rehearsals.mixing_units, rehearsals.row_order
         self.signatures: list[Hashable] = []
-        self.begun = 0
-        self.counts_next = False
+        self.begun, self.counts_next = 0, False
         self.count: SavedCount | None = None
         self.worst = Peaks()
         self._install()
@@ -172,6 +171,7 @@ class SplitModel(OutsideSteps):
         """What hooks have added to the module is on its stages: find out anew what steps do."""
         self.guard_modules()
         self._modules = list(self.root.modules())
+        self.told.changed()
         self.in_units.changed()
         self.programs.changed(self._modules, self._stage_of)
         for trace in self.known.forget():

@@ -26,6 +26,18 @@ def is_placeholder(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
+def text_of(func: Any, args: Any) -> str | None:
+    """What `f"{loss:.3f}"` makes of a tensor without values: it reads its number, where torch's own refuses.
+
+    Args:
+        func: A function of tensors that is called.
+        args: Of it.
+    """
+    if func is not Tensor.__format__ or not is_placeholder(args[0]) or args[0].dim() or not args[1]:
+        return None
+    return format(args[0].detach().item(), args[1])
+
+
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's memory, shared by all of its views."""
     return int(tensor.untyped_storage()._cdata)

@@ -26,6 +26,7 @@ from lightning_pipeline.model.tensors import (
     put_back,
     storage_key,
     tensors_in,
+    text_of,
     user_line,
     version_of,
     weights_needed,
@@ -347,6 +348,8 @@ class GlueFunctions(TorchFunctionMode):
         observed = self._observed
         if data_set_without_values(func, args, writes=observed.inside is None):
             return None
+        if (text := text_of(func, args)) is not None:
+            return text
         observed.tensors_used(operands_of(args, kwargs or {}))
         if observed.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):

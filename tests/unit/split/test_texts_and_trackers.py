@@ -1,0 +1,105 @@
+"""A number that is written into a text, and metrics that come during a run, as a tracker makes them."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import mse_loss
+from torchmetrics import Metric, MetricTracker
+
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+from tests.unit.split.test_logged_as_one import WAYS
+
+pytestmark = pytest.mark.usefixtures("no_group_is_left")
+
+
+class Teaches(Regression):
+    """What comes after a text is seen, too: a teacher's weights move once a batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher, self.said = copy.deepcopy(self.net).requires_grad_(False), []
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = mse_loss(out, batch[1]) + mse_loss(out, self.teacher(batch[0]))
+        self.said.append(f"{loss:.4f} of {out.detach().abs().max():.3f}")
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        return loss
+
+
+class RootOfMean(Metric):
+    """Of each update, so that it matters how often there is one."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("number", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, found, expected):
+        self.total += (found - expected).square().mean().sqrt()
+        self.number += 1
+
+    def compute(self):
+        return self.total / self.number
+
+
+class Tracks(Teaches):
+    """Holds another metric in each epoch."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracked = MetricTracker(RootOfMean(), maximize=False)
+
+    def on_validation_epoch_start(self):
+        self.tracked.increment()
+
+    def validation_step(self, batch, batch_idx):
+        self.tracked.update(self.net(batch[0]), batch[1])
+
+    def on_validation_epoch_end(self):
+        self.log("best", self.tracked.best_metric())
+        self.log("now", self.tracked.compute())
+
+
+def fitted(pipeline, kind):
+    module, run = kind(), trainer(pipeline, max_epochs=2)
+    run.fit(module, loader(samples=30), loader(samples=20, seed=4))
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logged), module.said
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", [Teaches, Tracks])
+def test_texts_and_trackers_are_one_devices(kind, way):
+    (found, said), (expected, theirs) = fitted(WAYS[way], kind), fitted(None, kind)
+    assert_same(found, expected)
+    assert said == theirs
+
+
+class Holder:
+    def __init__(self):
+        self.own, self.several = RootOfMean(), [RootOfMean()]
+
+
+class HeldByAnObject(Tracks):
+    def __init__(self):
+        super().__init__()
+        self.holder = Holder()
+
+    def validation_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        self.tracked.update(out, batch[1])
+        self.holder.own.update(out, batch[1])
+        self.holder.several[0].update(out, 2 * batch[1])
+
+    def on_validation_epoch_end(self):
+        self.log("own", self.holder.own.compute())
+        self.log("several", self.holder.several[0].compute())
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_metrics_that_an_object_holds_are_one_devices(way):
+    assert_same(fitted(WAYS[way], HeldByAnObject)[0], fitted(None, HeldByAnObject)[0])
