@@ -1,5 +1,6 @@
 """What a step gives to loggers by itself is written once a batch, as on one device."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -132,3 +133,23 @@ def test_the_last_stage_writes_for_all_ranks(ranks: Ranks) -> None:
     found, others = ranks(2)(fitted, {"stages": 2, "num_microbatches": 2})
     assert found == approx(expected)
     assert not others
+
+
+class MovesATeacher(LogsItself):
+    """It writes weights, too, so that what it leaves is tried out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        away = (self.teacher(batch[0]) - out).detach().abs()
+        self.logger.log_metrics({"median": away.median().item()}, self.global_step)
+        self.teacher.load_state_dict(self.net.state_dict())
+        return mse_loss(out, batch[1])
+
+
+def test_a_step_that_writes_weights_writes_once_a_batch() -> None:
+    pipeline = {"stages": 1, "num_microbatches": 4}
+    assert fitted(pipeline, MovesATeacher) == approx(fitted(None, MovesATeacher))

@@ -453,7 +453,7 @@ class SplitModel(OutsideSteps):
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """For runs of a step on made-up values."""
-        with self.told.nothing(), self.forward_context():
+        with self.set_aside(), self.told.nothing(), self.forward_context():
             yield
 
     # ---- what a batch leaves behind
