@@ -40,7 +40,6 @@ class Compared(NamedTuple):
         returned: Parts of what the step returned.
         left: Parts of what it left behind, of which the first key is the label.
         left_as_one: What the batch as one leaves, by label, where that is not the very same.
-        known: Labels of what was compared.
         logged: What the step logs for the batch as one, if that is sure, by name and how often before.
         writes: What it gives to loggers itself, where that is sure; else None.
         is_made: Whether the batch was run as one.
@@ -53,7 +52,6 @@ class Compared(NamedTuple):
     returned: Sequence[Returned] = ()
     left: Sequence[Returned] = ()
     left_as_one: Mapping[str, Any] = MappingProxyType({})
-    known: frozenset[str] = frozenset()
     logged: Mapping[tuple[str, int], float] = MappingProxyType({})
     writes: Sequence[Write] | None = None
     is_made: bool = False
@@ -122,7 +120,6 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
         [] if output is None else list(returned_otherwise(output, returned)),
         list(returned_otherwise(mine, theirs)),
         {label: theirs[label] for label in others},
-        frozenset(mine),
         one.logged if one.is_sure else {},
         one.writes if one.is_sure else None,
         is_made=True,

@@ -322,9 +322,8 @@ class Batch:
     def _leave(self, found: Compared) -> None:
         """Leave behind what the batch as one does, where that is sure."""
         split, labels = self._steps.split, {one.place[0]: one for one in found.left}
-        unknown = [label for label in self.doubts.states if label not in found.known or not found.is_sure]
-        self.advice.of_states(unknown)
-        if found.is_sure and (labels or self.doubts.has_unknown or len(unknown) < len(self.doubts.states)):
+        self.advice.of_states(self.doubts.states)  # which units may have read, so that theirs are others
+        if found.is_sure and (labels or self.doubts.has_unknown or self.doubts.states):
             split.as_one.each.add(self.step)
         if found.is_sure:
             split.put_left(found.left_as_one)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.functional import mse_loss
@@ -77,6 +78,29 @@ def test_texts_and_trackers_are_one_devices(kind, way):
     (found, said), (expected, theirs) = fitted(WAYS[way], kind), fitted(None, kind)
     assert_same(found, expected)
     assert said == theirs
+
+
+class Remembers(Teaches):
+    """Rows of an array at given places, beside weights that follow others: no rule is found when both are tried."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = np.ones(30)
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        away = (self.teacher(batch[0]) - out).detach().abs().mean(1)
+        self.rows[batch_idx * 8 : batch_idx * 8 + len(away)] = away.numpy()
+        self.log("largest", away.max(), on_step=True, on_epoch=True)
+        self.teacher.load_state_dict(self.net.state_dict())
+        return mse_loss(out, batch[1] + self.teacher(batch[0]))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_states_that_follow_by_no_rule_are_one_devices_or_warned_of(way, recwarn):
+    (found, _), (expected, _) = fitted(WAYS[way], Remembers), fitted(None, Remembers)
+    if not [one for one in recwarn if "from the value before" in str(one.message)]:
+        assert_same(found, expected)
 
 
 class Holder:
