@@ -38,6 +38,7 @@ class Doubts:
         untried: What it leaves behind where no run on made-up values could tell how, and why not.
         decided_by: Sums over samples by which it decides when it has added those of a micro-batch.
         decides_apart: Whether micro-batches have decided differently by what is in them.
+        ended_early: Whether what comes at its end was not seen, for it needs values.
         mixed: Lines at which it mixes the samples of a micro-batch, and by which operation.
         at_end: Whether all of them come after the last unit.
         in_part: The same lines, where micro-batches get their samples of some of what it mixes.
@@ -50,6 +51,7 @@ class Doubts:
     untried: str | None
     decided_by: Sequence[str]
     decides_apart: bool
+    ended_early: bool
     mixed: Mapping[str, str]
     at_end: bool
     in_part: Mapping[str, str]

@@ -45,7 +45,7 @@ from lightning_pipeline.model.rules import (
     values_at_end,
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
-from lightning_pipeline.model.tensors import ModuleState
+from lightning_pipeline.model.tensors import ModuleState, Versions
 from lightning_pipeline.model.trace import Expression, Trace, UnitPatches, grown_in, metrics_of, step_function
 
 _log = logging.getLogger(__name__)
@@ -230,28 +230,32 @@ class LeftBehind:
 
     # ---- what no run without values shows
 
-    def watch(self) -> None:
+    def watch(self, trace: Trace) -> None:
         """A batch begins, of which something may be left behind that no run without values has shown."""
-        self._around = None
+        self._around, self._versions = None, Versions([])
         if self._has_last_stage:
             self._glue_modules = self._glue_modules or self._find_glue_modules()
-            classes = [owner for owner in self._others() if isinstance(owner, ClassOwner)]
-            self._around = Surroundings.of_attributes(self._glue_modules, beside=classes)
+            others = [one for one in self._others() if trace.ended_early or isinstance(one, ClassOwner)]
+            self._around = Surroundings.of_attributes(self._glue_modules, beside=others)
+        if self._has_last_stage and trace.ended_early:
+            self._versions = Versions(self._root.named_parameters())
 
     def _find_glue_modules(self) -> list[tuple[str, nn.Module]]:
         apart = [*(unit.module for unit in self._patches.units), *metrics_of(self._root)]
         inside = {id(part) for module in apart for part in module.modules()}
         return [(name, module) for name, module in self._root.named_modules() if id(module) not in inside]
 
-    def unforeseen(self, known: Collection[Hashable]) -> list[str]:
-        """Attributes that the batch has changed and that no run of the step without values does.
+    def unforeseen(self, known: Collection[Hashable], labels: Collection[str]) -> list[str]:
+        """What the batch has changed and no run of the step without values does: attributes, weights.
 
         Args:
             known: Identities of places that are known to change.
+            labels: Of these places.
         """
         around, self._around = self._around, None
         found = around.look() if around is not None else []
-        return [place.label for place in found if place.identity not in known]
+        written = [name for name in self._versions.written() if name not in labels]
+        return [*(place.label for place in found if place.identity not in known), *written]
 
     # ---- rows of samples, from batch to batch
 

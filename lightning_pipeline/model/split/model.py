@@ -275,6 +275,7 @@ class SplitModel(OutsideSteps):
             untried=left.not_tried.get(step),
             decided_by=left.decided_by.get(step, []),
             decides_apart=step in self._finder.torn and not mends,
+            ended_early=trace.ended_early,
             mixed={line: name for line, (name, _) in mixed.items()},
             at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
             in_part={line: name for line, (name, _) in partly},
@@ -321,7 +322,7 @@ class SplitModel(OutsideSteps):
         self.begun += 1
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
-        self._left_behind.watch()
+        self._left_behind.watch(trace)
         self.in_units.begin(trace)
         ways = self._finder.of_step(trace, liveness)
         seeds = StepSeeds(self._modules, (self.seed, sum(step.encode()), *key, replica))
@@ -480,15 +481,11 @@ class SplitModel(OutsideSteps):
             self._state.put(left)
 
     def unforeseen(self, step: str) -> list[str]:
-        """After `settle`, on the last stage: attributes that values of units have let the step change.
-
-        Args:
-            step: That has run.
-        """
-        trace = self.known[step]
-        known = {effect.place.identity for effect in trace.effects} | self._carried
-        known |= {place.identity for _, place in trace.unit_attributes}
-        return self._left_behind.unforeseen(known)
+        """After `settle`, on the last stage: what values of units have let the step change."""
+        places = [effect.place for effect in self.known[step].effects]
+        places += [place for _, place in self.known[step].unit_attributes]
+        known = {place.identity for place in places} | self._carried
+        return self._left_behind.unforeseen(known, {place.label for place in places})
 
     @property
     def divided(self) -> list[str]:

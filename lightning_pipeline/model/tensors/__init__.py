@@ -39,6 +39,7 @@ from lightning_pipeline.model.tensors.placeholder import PlaceholderMode, alias
 from lightning_pipeline.model.tensors.restore import (
     ModuleState,
     ObjectState,
+    Versions,
     forget_placeholders,
     holds_tensor,
     tensors_held,
@@ -102,6 +103,7 @@ __all__ = [
     "TagStore",
     "Taint",
     "TensorSpec",
+    "Versions",
     "Work",
     "WritesSeen",
     "WritesUndone",

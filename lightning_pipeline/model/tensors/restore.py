@@ -297,3 +297,18 @@ def tensors_held(value: Any, depth: int = 3, most: int | None = None) -> Iterato
     if most is None or len(held) <= most:
         for _, item in items_of(held):
             yield from tensors_held(item, depth - 1, most)
+
+
+class Versions:
+    """Tells which of some tensors are written from now on.
+
+    Args:
+        named: Tensors with their names.
+    """
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self._seen = [(name, one, version_of(one)) for name, one in named if not is_placeholder(one)]
+
+    def written(self) -> list[str]:
+        """Names of those that were."""
+        return [name for name, one, version in self._seen if version_of(one) != version]

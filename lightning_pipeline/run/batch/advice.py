@@ -145,10 +145,18 @@ class Advice:
             "no later batch reads in `on_train_batch_end`",
         )
 
-    def unforeseen(self, names: Sequence[str], divided: Sequence[str]) -> None:
-        """The step has changed what no trace shows, or for some micro-batches alone."""
+    def unforeseen(self, names: Sequence[str], doubts: Doubts) -> None:
+        """The step has changed what no trace shows."""
         step = self._step
-        if names and self._has_others:
+        if names and doubts.ended_early and (self._number > 1 or self._has_others):
+            self.say(
+                ("unforeseen", step),
+                f"{step} has changed {_listed(names)} after a line that needs values where the step is run "
+                "without any (torch.bincount, torch.allclose, a file of what layers gave), so that it was "
+                f"not seen: it is done once for each of {self._number} micro-batches, on the last stage. Do "
+                "it before such a line, or in on_train_batch_end or another hook, which every rank runs",
+            )
+        elif names and self._has_others:
             self.say(
                 ("unforeseen", step),
                 f"{step} has changed {_listed(names)} on the last stage alone, and for each "
@@ -156,6 +164,10 @@ class Advice:
                 "computes (`if loss < 0.1`), a list that the number of a step is the index of, the clock. "
                 "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
             )
+
+    def divided(self, divided: Sequence[str]) -> None:
+        """The step has changed something for some micro-batches alone."""
+        step = self._step
         if divided:
             self.say(
                 ("divided", step),

@@ -258,7 +258,8 @@ class Batch:
         with steps.executor.failure.watch(f"the end of {self.step}"):
             report, output = None, None
             steps.split.settle(steps.merge)
-            self.advice.unforeseen(steps.split.unforeseen(self.step), steps.split.divided)
+            self.advice.unforeseen(steps.split.unforeseen(self.step), self.doubts)
+            self.advice.divided(steps.split.divided)
             if steps.split.has_last_stage:
                 report, output = self._told_as_one(self._report(), self._merged())
                 if isinstance(output, Unmerged):

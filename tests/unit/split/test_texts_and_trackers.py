@@ -103,6 +103,27 @@ def test_states_that_follow_by_no_rule_are_one_devices_or_warned_of(way, recwarn
         assert_same(found, expected)
 
 
+class EndsEarly(Teaches):
+    """A line that needs values of layers, and what the step does after it."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        loss = mse_loss(out, batch[1]) + mse_loss(out, self.teacher(batch[0]))
+        torch.bincount(out.detach().abs().long().flatten())
+        self.optimizers().param_groups[0]["lr"] *= 0.9
+        with torch.no_grad():
+            for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
+                mine.mul_(0.9).add_(theirs, alpha=0.1)
+        return loss
+
+
+def test_what_comes_after_a_line_that_needs_values_is_warned_of():
+    with pytest.warns(
+        UserWarning, match=r"has changed 'optimizer 0, group 0: lr'.*teacher.0.weight.*micro-b"
+    ):
+        fitted(WAYS["four"], EndsEarly)
+
+
 class Holder:
     def __init__(self):
         self.own, self.several = RootOfMean(), [RootOfMean()]
