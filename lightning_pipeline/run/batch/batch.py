@@ -359,6 +359,8 @@ class Batch:
         if found.returned and (self.step in as_one.missed or not found.is_sure):
             self.advice.of_returned(found.returned)
         takes = found.is_sure or isinstance(output, Unmerged)  # which is warned of
+        if takes and found.is_made and isinstance(output, Unmerged):
+            as_one.each.add(self.step)
         return with_returned(output, found.returned) if takes else output
 
     def _merged(self) -> Any:
