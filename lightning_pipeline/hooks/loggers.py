@@ -11,9 +11,9 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
-from lightning_pipeline._torch import tree_leaves
 from lightning_pipeline.data import merge_outputs
 from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.model.rules import equal
 from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.patching import Undo, all_undone, patch
 
@@ -132,21 +132,13 @@ class StepWrites:
             except ConfigurationError:
                 merged, is_same = [*merged, *calls], False
                 continue
-            is_same = is_same and not any(_differ(given[0], one) for one in given[1:])
+            is_same = is_same and all(equal(given[0], one) for one in given[1:])
             merged.append(calls[0]._replace(args=args, kwargs=kwargs))
         return merged, is_same
 
 
 def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
-
-
-def _differ(one: Any, other: Any) -> bool:
-    same = [
-        a is b or (a.shape == b.shape and bool((a == b).all())) if isinstance(a, Tensor) else a == b
-        for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True)
-    ]
-    return not all(map(bool, same))
 
 
 def complete_in_loggers(loggers: Iterable[Logger], complete: Complete, writes: StepWrites) -> Undo:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from lightning.pytorch.loggers.logger import rank_zero_experiment
 from lightning.pytorch.utilities import rank_zero_only
@@ -37,6 +38,9 @@ class Keeps(Writes):
 class Tensorboard(Writer):
     def add(self, name: str, *values: Any) -> None:
         self.seen.setdefault(name, []).append(tuple(round(float(value), 9) for value in values))
+
+    def add_array(self, name: str, values: Any) -> None:
+        self.add(name, *values)
 
     def add_scalar(self, name: str, value: Any, step: int) -> None:
         self.add(name, value, step)
@@ -85,6 +89,8 @@ class Draws(LogsItself):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = mse_loss(dropout(self.net(batch[0]), 0.1), batch[1])
         self.logger.log_metrics({"own": loss.detach(), "rate": 0.1}, self.global_step)
+        self.logger.experiment.add("targets", *batch[1].numpy().sum(0))
+        self.logger.experiment.add_array("classes", np.arange(3))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
@@ -123,9 +129,10 @@ def test_what_it_writes_to_may_be_an_attribute() -> None:
 
 def test_a_step_that_cannot_be_looked_at_as_one_writes_means_with_a_warning() -> None:
     with pytest.warns(UserWarning, match="training_step gives a logger by itself"):
-        found = fitted({"stages": 1, "num_microbatches": 4}, Draws)["metrics"]
-    expected = fitted(None, Draws)["metrics"]
-    assert [(one[0], one[2]) for one in found] == [(one[0], one[2]) for one in expected]
+        found = fitted({"stages": 1, "num_microbatches": 4}, Draws)
+    expected = fitted(None, Draws)
+    assert [(one[0], one[2]) for one in found["metrics"]] == [(one[0], one[2]) for one in expected["metrics"]]
+    assert found["classes"] == expected["classes"]
 
 
 def test_the_last_stage_writes_for_all_ranks(ranks: Ranks) -> None:

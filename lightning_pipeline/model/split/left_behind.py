@@ -67,6 +67,7 @@ class LeftBehind:
         guards: What stands for attributes of other stages.
         others: What a step may change beside the module.
         quiet: Inside, nothing is logged or measured and no random number is used up.
+        part_of: What a number of the micro-batch that runs is of the batch's, where that is followed.
         stage_of: The stage of each unit, of those too that come later.
         device: Of the run.
 
@@ -84,13 +85,14 @@ class LeftBehind:
         guards: AttributeGuards,
         others: Callable[[], Sequence[Owner]],
         quiet: Callable[[], AbstractContextManager[None]],
+        part_of: Callable[[Any], Any],
         stage_of: Sequence[int],
         device: torch.device,
     ) -> None:  # fmt: skip
         self._root, self._cut, self._patches, self._stages = root, cut, patches, stages
         self._has_last_stage = cut.num_stages - 1 in stages
         self._traced, self._traced_like = traced, traced_like
-        self._guards, self._others, self._quiet = guards, others, quiet
+        self._guards, self._others, self._quiet, self._part_of = guards, others, quiet, part_of
         self._rules: dict[str, dict[str, Rule | None]] = {}
         self.in_units = InUnits(root, patches.units, stage_of, stages, guards, device)
         patches.around_alone = self.in_units.around
@@ -115,7 +117,6 @@ class LeftBehind:
         whole: MicrobatchArguments | None = None,
         as_one: _AsOne | None = None,
         left: Mapping[str, Any] | None = None,
-        part_of: Callable[[Any], Any] = lambda number: None,
     ) -> StepState | None:  # fmt: skip
         """For one batch; None where the step leaves nothing behind.
 
@@ -128,7 +129,6 @@ class LeftBehind:
             whole: Arguments of the batch as one.
             as_one: Its trace, and what units return for it.
             left: What the batch as one leaves, by label, where that is known before it runs.
-            part_of: What a number of the micro-batch that runs is of the batch's, where that is followed.
         """
         step, several = trace.step, len(microbatches) > 1
         at_once, self._as_one = None, whole is not None
@@ -151,9 +151,8 @@ class LeftBehind:
             return None
         state = StepState(
             trace.effects, self._rules.setdefault(step, {}), sizes,
-            is_last=self._has_last_stage, step=step, beside=beside, left=left or {},
+            is_last=self._has_last_stage, step=step, beside=beside, left=left or {}, part_of=self._part_of,
         )  # fmt: skip
-        state.part_of = part_of
         if state.waits and at_once is not None:
             state.gathered, state.work_out = at_once, partial(self._work_out, trace)
         return state

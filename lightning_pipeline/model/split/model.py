@@ -117,7 +117,7 @@ class SplitModel(OutsideSteps):
         self._left_behind = LeftBehind(
             root, cut, self._patches, stages, stage_of=self._stage_of, device=self._device,
             traced=self.known.traced, traced_like=self.known.traced_like, guards=self._guards, others=others,
-            quiet=self._quiet,
+            quiet=self._quiet, part_of=self.told.part,
         )  # fmt: skip
         self.in_units = self._left_behind.in_units
         self._sizes: Sequence[int] = ()  # samples of the micro-batches of the last batch
@@ -271,7 +271,7 @@ class SplitModel(OutsideSteps):
         known = self._known_left if mends else {}
         return Doubts(
             states=[label for label in left.doubts(step) if label not in known],
-            has_unknown=self._state is not None and self._state.has_unknown,
+            has_unknown=self._state is not None and self._state.parts.has_unknown,
             untried=left.not_tried.get(step),
             decided_by=left.decided_by.get(step, []),
             decides_apart=step in self._finder.torn and not mends,
@@ -363,7 +363,6 @@ class SplitModel(OutsideSteps):
             at_once,
             as_one,
             self._step.left_by_batch,
-            self.told.part,
         )
         starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self.programs:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_pipeline.data import rebuilt
+from lightning_pipeline.model.loss import Part
 from lightning_pipeline.model.places import (
     MISSING,
     Effect,
@@ -35,12 +35,12 @@ from lightning_pipeline.model.rules import (
     usual,
 )
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
+from lightning_pipeline.model.state.number_parts import NumberParts
 from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
-from lightning_pipeline.model.tensors import is_placeholder, items_of, map_tensors, set_values
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
 _SMALL = 4096  # elements of a tensor that is compared
-_NESTED = (list, tuple, dict)
 
 
 class StepState:
@@ -55,20 +55,21 @@ class StepState:
         beside: What another step has left by rows, which this one may read.
         in_unit: Whether a unit leaves it, whose next forward reads it.
         left: What the batch leaves, by label, where a run for it as one has shown that.
+        part_of: What a number of the micro-batch that runs is of the batch's.
 
     Attributes:
         unfit: After `settle`, labels of what a unit leaves and no rule puts together.
         gathered: What units give to micro-batches, where something is worked out at the end.
         work_out: Makes of that what the batch leaves, by label.
         divided: After `settle`, labels of places that some micro-batches have changed and others have not.
-        part_of: What a number of the micro-batch that runs is of the batch's, where that is followed.
-        has_unknown: Whether it leaves numbers of which that is not found out.
+        parts: What numbers that it leaves are of the batch's.
     """
 
     def __init__(
         self, effects: Sequence[Effect], rules: dict[str, Rule | None], sizes: Sequence[int],
         *, is_last: bool, step: str, beside: Sequence[tuple[Place, Rows]] = (),
         in_unit: bool = False, left: Mapping[str, Any] | None = None,
+        part_of: Callable[[Any], Part] = lambda number: Part(),
     ) -> None:  # fmt: skip
         self._step = step
         self._effects = [e for e in effects if (is_last or not e.from_units) and not is_absent(e)]
@@ -85,9 +86,7 @@ class StepState:
         self._retaining = [effect for effect in effects if effect.retains]
         self._retained, self._microbatch = Retained(len(sizes)), 0
         self._aside: list[tuple[Place, Kept]] = []
-        self.part_of: Callable[[Any], Any] = lambda number: None
-        self.has_unknown = False
-        self._parts: dict[int, tuple[Any, Any]] = {}  # with what it is of, so that no identity comes twice
+        self.parts = NumberParts(part_of)
         self._all = list(effects)
         self._waiting = [
             e
@@ -149,7 +148,8 @@ class StepState:
         if counts:
             if self._several:
                 self._results.append({e.place.label: self._found(e) for e in self._effects})
-                self._note_parts(self._results[-1])
+                left = (self._results[-1][e.place.label] for e in self._effects if e.from_units)
+                self.parts.note(one.items if isinstance(one, _Grown) else one for one in left)
             return
         for effect in self._all:
             if effect.from_units or not _is_for_backward(effect):
@@ -228,34 +228,6 @@ class StepState:
             return _Grown(own_containers(new), _grown_inside(start))
         return own_containers(value, start.items())
 
-    def _note_parts(self, found: Mapping[str, Any]) -> None:
-        """What numbers that stand somewhere, or were added to a list, are of the batch's."""
-        values = (found[effect.place.label] for effect in self._effects if effect.from_units)
-        for number in _numbers_in([one.items if isinstance(one, _Grown) else one for one in values]):
-            part = self.part_of(number)
-            self.has_unknown |= part is not None and part.value is not None and not part.is_known
-            if part is not None and part.is_known:
-                self._parts[id(number)] = number, part
-
-    def _by_parts(self, merge: Merge) -> Merge:
-        """The same for numbers of which it is known what they are of the batch's."""
-
-        def merged(values: list[Any], sizes: list[int]) -> Any:
-            return self._with_parts(merge(values, sizes), values)
-
-        return merged if any(part.differs for _, part in self._parts.values()) else merge
-
-    def _with_parts(self, whole: Any, values: Sequence[Any]) -> Any:
-        """What micro-batches' values were merged to, with what is known of the numbers in it."""
-        parts = [self._parts[id(value)][1] for value in values if id(value) in self._parts]
-        if len(parts) == len(values) and any(part.differs for part in parts):
-            each = [torch.as_tensor(part.value).detach().double().reshape(()) for part in parts]
-            total = torch.stack(each).sum()
-            return float(total) if isinstance(values[0], float) else total.to(values[0])
-        if not isinstance(whole, _NESTED) or any(_form(value) != _form(whole) for value in values):
-            return whole
-        return rebuilt(whole, lambda item, key: self._with_parts(item, [value[key] for value in values]))
-
     def settle(self, merge: Merge) -> None:
         """Let each place be as one device would have left it.
 
@@ -267,7 +239,7 @@ class StepState:
         for place, kept, _ in self._beside:
             kept.give_back(place)
         if self._several and self._results:
-            merge = self._by_parts(merge)
+            merge = self.parts.merging(merge)
             sizes = self._sizes[: len(self._results)]  # a micro-batch without a loss may have left nothing
             found = {**self._left, **self._worked_out()}
             for effect in self._effects:
@@ -467,21 +439,6 @@ def _leaves_compared(value: Any) -> float:
     if isinstance(value, np.ndarray):
         return value.size if value.dtype.kind in "biuf" else math.inf
     return 1 if type(value) in (bool, int, float, str, type(None)) else math.inf
-
-
-def _numbers_in(value: Any) -> Iterator[Any]:
-    """Floating numbers in lists, tuples and dictionaries."""
-    if type(value) is float or (isinstance(value, Tensor) and not value.dim() and not is_placeholder(value)):
-        yield value
-    elif isinstance(value, _NESTED):
-        for _, item in items_of(value):
-            yield from _numbers_in(item)
-
-
-def _form(value: Any) -> Any:
-    return type(value), list(value) if isinstance(value, dict) else len(value) if isinstance(
-        value, _NESTED
-    ) else 0
 
 
 def _copied(tensor: Tensor) -> Tensor:

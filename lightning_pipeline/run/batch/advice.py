@@ -7,7 +7,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline.model.split import Doubts
-from lightning_pipeline.run.batch.returned import Returned
+from lightning_pipeline.run.batch.differences import Difference
 
 _HOOKS = {
     "training_step": "on_train_batch_end",
@@ -70,7 +70,7 @@ class Advice:
             f"{_HOOKS.get(self._step, 'the hook after the batch')}",
         )
 
-    def of_returned(self, found: Sequence[Returned]) -> None:
+    def of_returned(self, found: Sequence[Difference]) -> None:
         """What the step returns is."""
         kind = ("returned as one", self._step)
         if kind not in self._warned:

@@ -11,7 +11,14 @@ import torch
 
 from lightning_pipeline.hooks import Report, Write
 from lightning_pipeline.model.rehearsal import Heard
-from lightning_pipeline.run.batch.returned import Returned, may_differ, returned_otherwise, tolerances
+from lightning_pipeline.run.batch.differences import (
+    Difference,
+    MergeFailure,
+    differences,
+    tolerances,
+    with_parts,
+)
+from lightning_pipeline.run.batch.returned import may_differ
 
 
 class Otherwise(NamedTuple):
@@ -49,8 +56,8 @@ class Compared(NamedTuple):
     """
 
     told: Sequence[Otherwise] = ()
-    returned: Sequence[Returned] = ()
-    left: Sequence[Returned] = ()
+    returned: Sequence[Difference] = ()
+    left: Sequence[Difference] = ()
     left_as_one: Mapping[str, Any] = MappingProxyType({})
     logged: Mapping[tuple[str, int], float] = MappingProxyType({})
     writes: Sequence[Write] | None = None
@@ -64,6 +71,14 @@ class Compared(NamedTuple):
         """Whether anything does, or goes to loggers, so that it may go by what metrics gave."""
         return bool(self.told or self.returned or self.left or self.left_as_one or self.writes)
 
+    def replaces(self, output: Any) -> bool:
+        """Whether what the batch as one returns stands for what no rule puts together; that is warned of."""
+        return self.is_made and isinstance(output, MergeFailure)
+
+    def into(self, output: Any) -> Any:
+        """What the step returned, with what the batch as one has otherwise, where that is sure."""
+        return with_parts(output, self.returned) if self.is_sure or self.replaces(output) else output
+
     def if_again(self, other: "Compared") -> "Compared":
         """The same, as far as a run with other values of metrics agrees."""
         return self._replace(
@@ -73,7 +88,7 @@ class Compared(NamedTuple):
             left_as_one={
                 label: value
                 for label, value in self.left_as_one.items()
-                if label in other.left_as_one and not any(returned_otherwise(value, other.left_as_one[label]))
+                if label in other.left_as_one and not any(differences(value, other.left_as_one[label]))
             },
             logged=other.logged,
             writes=self.writes if _are_alike(self.writes, other.writes or ()) else None,
@@ -114,11 +129,11 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
     """What differs in one run of the step for the batch as one."""
     mine = {label: left[label] for label in left if label in one.left}
     theirs = {label: one.left[label] for label in mine}
-    others = {each.place[0] for each in returned_otherwise(mine, theirs, exactly=True)}
+    others = {each.place[0] for each in differences(mine, theirs, exactly=True)}
     return Compared(
         list(_differing(report, one)),
-        [] if output is None else list(returned_otherwise(output, returned)),
-        list(returned_otherwise(mine, theirs)),
+        [] if output is None else list(differences(output, returned)),
+        list(differences(mine, theirs)),
         {label: theirs[label] for label in others},
         one.logged if one.is_sure else {},
         one.writes if one.is_sure else None,
@@ -134,7 +149,7 @@ def _are_alike(one: Sequence[Write] | None, other: Sequence[Write]) -> bool:
         one is not None
         and [call.name for call in one] == [call.name for call in other]
         and not any(
-            any(returned_otherwise((mine.args, mine.kwargs), (theirs.args, theirs.kwargs)))
+            any(differences((mine.args, mine.kwargs), (theirs.args, theirs.kwargs)))
             for mine, theirs in zip(one, other, strict=True)
         )
     )

@@ -32,14 +32,7 @@ from lightning_pipeline.run.batch.as_one import Compared, extras_of, told_otherw
 from lightning_pipeline.run.batch.parts import Parts, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
-from lightning_pipeline.run.batch.returned import (
-    ReturnedNumbers,
-    Unmerged,
-    as_told,
-    merge_of,
-    told_of,
-    with_returned,
-)
+from lightning_pipeline.run.batch.returned import ReturnedNumbers, as_told, checked, merge_of, told_of
 from lightning_pipeline.schedules import Plan
 
 
@@ -262,8 +255,7 @@ class Batch:
             self.advice.divided(steps.split.divided)
             if steps.split.has_last_stage:
                 report, output = self._told_as_one(self._report(), self._merged())
-                if isinstance(output, Unmerged):
-                    raise output.error
+                output = checked(output)
             report = steps.reports.share(self.step, report)
             self._share_what_is_left()
             steps.split.settled(self.step)
@@ -280,19 +272,12 @@ class Batch:
 
     def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
         """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""
-        split, recorder = self._steps.split, self._steps.recorder
-        mixes = self.doubts.mixes
-        if mixes and not self._is_compared_later:
-            recorder.warn_of_guesses()
-            self._steps.returned.warn_of_guesses()
-            self.result.say_doubt()
-            self._write(None)
-            self.advice.of_states(self.doubts.states)
-            return report, output  # which has been said
-        merged = None if self._steps.merges_itself else output
-        found = told_otherwise(
-            report, merged, split.left(), sum(self.parts.sizes), split.as_one.runs, trains=self.trains
-        )
+        split, recorder, mixes = self._steps.split, self._steps.recorder, self.doubts.mixes
+        found = Compared()
+        if not mixes or self._is_compared_later:
+            merged = None if self._steps.merges_itself else output
+            left, samples = split.left(), sum(self.parts.sizes)
+            found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
@@ -354,14 +339,12 @@ class Batch:
         as_one, numbers = self._steps.split.as_one, self._steps.returned
         if not found.is_made:
             numbers.warn_of_guesses()
-        if found.is_sure and (found.returned or found.may_differ or numbers.guesses):
+        matters = found.is_sure and (found.returned or found.may_differ or numbers.guesses)
+        if matters or found.replaces(output):
             as_one.each.add(self.step)
         if found.returned and (self.step in as_one.missed or not found.is_sure):
             self.advice.of_returned(found.returned)
-        takes = found.is_sure or isinstance(output, Unmerged)  # which is warned of
-        if takes and found.is_made and isinstance(output, Unmerged):
-            as_one.each.add(self.step)
-        return with_returned(output, found.returned) if takes else output
+        return found.into(output)
 
     def _merged(self) -> Any:
         outputs = self.result.outputs

@@ -1,8 +1,7 @@
-"""What a step returned, put together from its micro-batches', beside what it returns for the batch as one."""
+"""What a step returned, put together from its micro-batches', and told to all ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,61 +10,20 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pipeline._torch import tree_leaves
-from lightning_pipeline.data import items_of, merge_outputs, rebuilt
+from lightning_pipeline.data import items_of, merge_outputs
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
 from lightning_pipeline.model.state import Elsewhere
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
+from lightning_pipeline.run.batch.differences import Difference, MergeFailure, keys_of, with_parts, written
 
-_PRECISE = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-5)}  # relative and absolute
-_ROUGH = (5e-2, 5e-2)
 _RETURNED = (
     "{} of a batch",
     "return the tensors that it is made of, log it, or override merge_outputs(outputs, sizes)",
 )
-_TEXTS = (str, bytes, type(None))
 _TOLD = bool | int | float | complex | str | bytes | None
 _SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
-_NUMBERS = (bool, int, float, complex)
-
-
-class Unmerged(NamedTuple):
-    """Stands for what no rule puts together.
-
-    Attributes:
-        error: What the rules said.
-    """
-
-    error: ConfigurationError
-
-
-class Returned(NamedTuple):
-    """A part of what a step returned that is another one for the batch as one.
-
-    Attributes:
-        place: The keys that lead to it.
-        mine: What was put together, in words.
-        theirs: What the batch as one has, in words.
-        value: What the batch as one has.
-    """
-
-    place: tuple[Any, ...]
-    mine: str
-    theirs: str
-    value: Any
-
-    @property
-    def name(self) -> str:
-        """Where it stands, as one writes it."""
-        return _written(self.place)
-
-    def is_among(self, others: Sequence["Returned"]) -> bool:
-        """Whether another run of the step says the same."""
-        return any(
-            other.place == self.place and not any(returned_otherwise(self.value, other.value))
-            for other in others
-        )
 
 
 class ReturnedNumbers:
@@ -126,14 +84,14 @@ class ReturnedNumbers:
             sizes: Samples of each.
 
         Returns:
-            That, or `Unmerged` where our rules say nothing of it.
+            That, or `MergeFailure` where our rules say nothing of it.
         """
         if hasattr(self._module, "merge_outputs"):
             return merge_of(self._module)(outputs, sizes)
         try:
             return self._with_known(merge_outputs(outputs, sizes))
         except ConfigurationError as error:
-            return Unmerged(error)
+            return MergeFailure(error)
 
     def _with_known(self, output: Any) -> Any:
         """What was put together by rules for values, with the numbers that are known for the batch."""
@@ -143,11 +101,11 @@ class ReturnedNumbers:
         if not known:
             return output
         parts = [
-            Returned(place, "", "", _like(number, known[self._name(place)]))
+            Difference(place, "", "", _like(number, known[self._name(place)]))
             for place, number in _numbers_in(output, ())
             if self._name(place) in known
         ]
-        return with_returned(output, parts)
+        return with_parts(output, parts)
 
     def _found(self, result: Any, size: int) -> Iterator[tuple[tuple[Any, ...], Any]]:
         trains = self._step == "training_step"  # of which the loss is told apart
@@ -157,7 +115,7 @@ class ReturnedNumbers:
                     yield place, number
 
     def _name(self, place: tuple[Any, ...]) -> str:
-        return f"{self._step}{_written(place)}"
+        return f"{self._step}{written(place)}"
 
 
 def _numbers_in(value: Any, place: tuple[Any, ...], size: int = -1) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -168,7 +126,7 @@ def _numbers_in(value: Any, place: tuple[Any, ...], size: int = -1) -> Iterator[
     elif type(value) in (int, float):
         yield place, value
     elif not (isinstance(value, list | tuple) and len(value) == size):
-        for key, item in zip(_keys(value), items_of(value), strict=True):
+        for key, item in zip(keys_of(value), items_of(value), strict=True):
             yield from _numbers_in(item, (*place, key), size)
 
 
@@ -180,61 +138,20 @@ def _like(number: Any, value: Tensor) -> Any:
     return float(value) if isinstance(number, float) else round(float(value))
 
 
-def _written(place: tuple[Any, ...]) -> str:
-    return "".join(f"[{key!r}]" for key in place)
-
-
 def merge_of(module: LightningModule) -> Callable[[list[Any], list[int]], Any]:
     """The user's `merge_outputs`, or ours."""
     return getattr(module, "merge_outputs", merge_outputs)
 
 
-def tolerances(dtype: torch.dtype) -> tuple[float, float]:
-    """Relative and absolute difference of numbers of this type that may be rounding."""
-    return _PRECISE.get(dtype, _ROUGH)
+def checked(output: Any) -> Any:
+    """What a step returned for a batch.
 
-
-def returned_otherwise(
-    mine: Any, theirs: Any, place: tuple[Any, ...] = (), *, exactly: bool = False
-) -> Iterator[Returned]:
-    """Parts that differ.
-
-    Args:
-        mine: What was put together; `Unmerged` where no rule did.
-        theirs: What the step returned for the batch as one.
-        place: The keys that have led here.
-        exactly: Whether what may be rounding counts, too.
+    Raises:
+        ConfigurationError: Our rules do not put it together, and nothing else stands for it.
     """
-    one, other = _as_tensor(mine, exactly=exactly), _as_tensor(theirs, exactly=exactly)
-    if isinstance(mine, Unmerged):
-        yield Returned(place, "what no rule puts together", "something", theirs)
-    elif isinstance(one, Tensor) and isinstance(other, Tensor):
-        words = _differing(one, other, exactly=exactly)
-        if words is not None:
-            yield Returned(place, *words, theirs)
-    elif type(mine) is not type(theirs):
-        yield Returned(place, f"a {type(mine).__name__}", f"a {type(theirs).__name__}", theirs)
-    elif isinstance(mine, _TEXTS):
-        if mine != theirs:
-            yield Returned(place, repr(mine), repr(theirs), theirs)
-    elif _keys(mine) != _keys(theirs):
-        yield Returned(place, f"{len(_keys(mine))} items", f"{len(_keys(theirs))} items", theirs)
-    else:
-        for key, one, other in zip(_keys(mine), items_of(mine), items_of(theirs), strict=True):
-            yield from returned_otherwise(one, other, (*place, key), exactly=exactly)
-
-
-def with_returned(output: Any, found: Sequence[Returned]) -> Any:
-    """What was put together with the parts of the batch as one in it."""
-    if not found:
-        return output
-    own = next((one.value for one in found if not one.place), None)
-    if own is not None:
-        return own
-    below: dict[Any, list[Returned]] = {}
-    for one in found:
-        below.setdefault(one.place[0], []).append(one._replace(place=one.place[1:]))
-    return rebuilt(output, lambda item, key: with_returned(item, below.get(key, [])))
+    if isinstance(output, MergeFailure):
+        raise output.error
+    return output
 
 
 class _Large(NamedTuple):
@@ -295,49 +212,3 @@ def may_differ(value: Any, samples: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == samples:
         return False
     return any(may_differ(item, samples) for item in items_of(value))
-
-
-def _keys(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value)
-    if isinstance(value, list | tuple):
-        return list(range(len(value)))
-    return [field.name for field in fields(value)] if items_of(value) else []
-
-
-def _as_tensor(value: Any, *, exactly: bool) -> Any:
-    """The same where it is an array, a number or a list of numbers.
-
-    Python's numbers may have been read of tensors of any precision: they are compared as torch's usual.
-    """
-    if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
-        return torch.as_tensor(value)
-    several = isinstance(value, list) and value and all(type(one) in _NUMBERS for one in value)
-    if type(value) not in _NUMBERS and not several:
-        return value
-    numbers = torch.tensor(value, dtype=torch.float64 if type(value) is float else None)
-    return numbers.float() if numbers.is_floating_point() and not exactly else numbers
-
-
-def _differing(mine: Tensor, theirs: Tensor, *, exactly: bool) -> tuple[str, str] | None:
-    """In words, how two tensors differ; None where they do not."""
-    if mine.shape != theirs.shape:
-        return f"shape {tuple(mine.shape)}", f"shape {tuple(theirs.shape)}"
-    if mine.layout is not torch.strided or theirs.layout is not torch.strided or not mine.numel():
-        return None
-    exact = exactly or not (mine.is_floating_point() or mine.is_complex())
-    relative, absolute = (0.0, 0.0) if exact else tolerances(mine.dtype)
-    kind = torch.complex128 if mine.is_complex() or theirs.is_complex() else torch.float64
-    ours, other = mine.to(kind).flatten(), theirs.to(mine.device, kind).flatten()
-    sizes = other[other.isfinite()].abs()
-    bound = absolute + relative * (float(sizes.max()) if sizes.numel() else 0.0)
-    away = (ours - other).abs()
-    away = torch.where((ours == other) | (ours.isnan() & other.isnan()), 0.0, away.nan_to_num(nan=math.inf))
-    worst = int(away.argmax())
-    if float(away[worst]) <= bound:
-        return None
-    return _word(ours[worst].item()), _word(other[worst].item())
-
-
-def _word(number: Any) -> str:
-    return f"{number:.6g}"
