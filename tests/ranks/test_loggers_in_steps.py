@@ -88,9 +88,9 @@ class Draws(LogsItself):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = mse_loss(dropout(self.net(batch[0]), 0.1), batch[1])
+        self.logger.experiment.add_array("classes", np.arange(3))
         self.logger.log_metrics({"own": loss.detach(), "rate": 0.1}, self.global_step)
         self.logger.experiment.add("targets", *batch[1].numpy().sum(0))
-        self.logger.experiment.add_array("classes", np.arange(3))
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
