@@ -1,4 +1,4 @@
-"""The kinds of steps that have been traced; one that was not seen yet is traced when it comes."""
+"""The kinds of steps that have been traced, and what is in doubt of them; others are traced when they come."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -77,6 +77,7 @@ class KnownSteps:
         sinks: Gives the methods that take values away, such as `log`.
         others: Gives what a step may change beside the module.
         lifted: Makes a context in which attributes of other stages may be read.
+        aside: Makes one in which a run of a step gives loggers nothing.
         device: Where the steps run.
     """
 
