@@ -1,4 +1,4 @@
-"""The kinds of steps that have been traced, and what is in doubt of them; others are traced when they come."""
+"""The kinds of steps that have been traced, and what is in doubt of them. Others are traced later."""
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
