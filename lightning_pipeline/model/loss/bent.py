@@ -172,6 +172,9 @@ class _Notes:
             )
         if isinstance(value, Tensor | float):
             share, bent = self._known.of(value), self._known.bent(value)
+            if bent is not None and (given := self._given(value, theirs)) is not None:
+                self.found.append(False)
+                return given
             if bent is not None:
                 self.found.append(True)
                 self.other |= not bent.by_unit
@@ -195,6 +198,15 @@ class _Notes:
             self._numbers += 1
             return self._known.number(value, theirs, (*self._known.place, self._numbers))
         return value
+
+    def _given(self, value: Tensor | float, theirs: Any) -> Tensor | None:
+        """The batch's number, where no unit takes part in it: a count of targets that is 1 at least."""
+        if self._known.remembered or self._known.whole.unclear or not isinstance(theirs, Form):
+            return None
+        if not isinstance(value, Tensor) or theirs.shape != tuple(value.shape) or theirs.guessed:
+            return None
+        self.differs = self.differs or theirs.value is not None
+        return theirs.value
 
     def _tensor(self, value: Tensor, theirs: Any) -> Any:
         if isinstance(theirs, Form) and theirs.computed and theirs.shape == tuple(value.shape) == ():

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_pipeline.model.tensors import is_placeholder
@@ -100,7 +101,10 @@ def _marked(mine: Seen, theirs: Seen) -> Seen:
 
 def _told_apart(mine: Any, theirs: Any) -> Any:
     if isinstance(mine, Form):
-        return mine._replace(guessed=not isinstance(theirs, Form) or theirs.shape != mine.shape)
+        if not isinstance(theirs, Form) or theirs.shape != mine.shape:
+            return mine._replace(guessed=True)
+        known = mine.value is not None and theirs.value is not None and torch.equal(mine.value, theirs.value)
+        return mine._replace(value=mine.value if known else None)
     if isinstance(mine, list | tuple):
         paired = isinstance(theirs, list | tuple) and len(theirs) == len(mine)
         others = theirs if paired else [None] * len(mine)

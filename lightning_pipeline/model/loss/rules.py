@@ -331,7 +331,7 @@ def _contraction(step: Step) -> Share | None:
 
 def _choice(step: Step) -> Share | None:
     """`torch.where` with one condition."""
-    condition = step.mine.operands[0].value
+    condition = step.whole.operands[0].value
     if condition is None or len(step.args) != 3 or step.has_samples(0):
         return step.lost()
     chosen = step.args[1 if condition else 2]

@@ -138,7 +138,7 @@ class ByKey:
             elif any(value is MISSING for value in values):
                 raise NoFit
             else:
-                found[key] = rule(before.get(key, MISSING), values, sizes, merge)
+                found[key] = rule(_begun(before.get(key, MISSING), values), values, sizes, merge)
         return found
 
 
@@ -271,11 +271,22 @@ def _rule_by_key(start: Any, trials: Sequence[Trial], merge: Merge) -> Rule | No
         if isinstance(held, list | deque | set) and all(equal(r, held) for t in inner for r in t[:4]):
             continue  # nothing is known of it, such as of the list of another loader
         missing = any(value is MISSING for trial in inner for value in trial[:4])
-        rule = None if missing else rule_for(start.get(key, MISSING), inner, merge)
+        held = _begun(start.get(key, MISSING), [value for trial in inner for value in trial[:4]])
+        rule = None if missing else rule_for(held, inner, merge)
         if rule is None:
             return None
         rules[key] = rule
     return ByKey(rules)
+
+
+def _begun(start: Any, results: Sequence[Any]) -> Any:
+    """What a list, deque or set was before anything was added to it, where there was none: `setdefault`."""
+    kinds = {type(result) for result in results}
+    if start is not MISSING or len(kinds) != 1 or not kinds <= {list, deque, set}:
+        return start
+    empty = results[0].copy()
+    empty.clear()
+    return empty
 
 
 def _are_tensors(start: Any, results: list[Any]) -> bool:

@@ -273,8 +273,8 @@ class Batch:
     def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
         """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""
         split, recorder, mixes = self._steps.split, self._steps.recorder, self.doubts.mixes
-        found = Compared()
-        if not mixes or self._is_compared_later:
+        found, looks = Compared(), not mixes or self._is_compared_later  # else of mixing it has been said
+        if looks:
             merged = None if self._steps.merges_itself else output
             left, samples = split.left(), sum(self.parts.sizes)
             found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
@@ -282,10 +282,11 @@ class Batch:
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
         is_compared = found.has_loss if self.trains else found.is_made
-        self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
+        if looks:
+            self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
         if not is_compared:
             self.result.say_doubt()
-        if mixes:
+        if mixes and looks:
             self._settle_mixing(is_compared and (self.trains or found.is_sure))
         self._write(found.writes)
         self._leave(found)
