@@ -16,7 +16,7 @@ from lightning_pipeline.model.places import MISSING
 from lightning_pipeline.model.rules.rows import rows_in
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, is_number
-from lightning_pipeline.model.tensors import joined_in_blocks
+from lightning_pipeline.model.tensors import dict_like, joined_in_blocks
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -131,7 +131,7 @@ class ByKey:
         _of_type(results, dict)
         found: dict[Any, Any] = {}
         for key in dict.fromkeys(key for result in results for key in result):
-            values = [result.get(key, MISSING) for result in results]
+            values = _with_none_added([result.get(key, MISSING) for result in results])
             rule = self._rules.get(key, usual)
             if all(value is before.get(key, MISSING) for value in values):
                 found[key] = values[0]
@@ -139,7 +139,7 @@ class ByKey:
                 raise NoFit
             else:
                 found[key] = rule(_begun(before.get(key, MISSING), values), values, sizes, merge)
-        return found
+        return dict_like(results[0], found)
 
 
 def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -154,6 +154,8 @@ def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any
         return results[-1]
     if isinstance(start, list | deque):
         return one_by_one(start, results, sizes, merge)
+    if isinstance(start, set):
+        return joined(start, results, sizes, merge)
     if all(isinstance(value, int) and not isinstance(value, bool) for value in (start, *results)):
         steps = [result - start for result in results]
         counts_samples = steps == list(sizes) or len(set(steps)) > 1
@@ -284,7 +286,18 @@ def _begun(start: Any, results: Sequence[Any]) -> Any:
     kinds = {type(result) for result in results}
     if start is not MISSING or len(kinds) != 1 or not kinds <= {list, deque, set}:
         return start
-    empty = results[0].copy()
+    return _emptied(results[0])
+
+
+def _with_none_added(values: list[Any]) -> list[Any]:
+    """The same with empty lists or sets where a micro-batch had nothing to add under a key."""
+    there = [value for value in values if value is not MISSING]
+    empty = _begun(MISSING, there) if there else MISSING
+    return [empty if value is MISSING else value for value in values]
+
+
+def _emptied(container: Any) -> Any:
+    empty = container.copy()
     empty.clear()
     return empty
 

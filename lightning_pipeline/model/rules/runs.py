@@ -23,7 +23,7 @@ from lightning_pipeline.model.rules.made_up import (
 )
 from lightning_pipeline.model.rules.rows import Pieces
 from lightning_pipeline.model.rules.values import own_containers
-from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, set_values
+from lightning_pipeline.model.tensors import TensorSpec, dict_like, is_placeholder, map_tensors, set_values
 from lightning_pipeline.model.trace import Trace, UnitPatches, stub_sinks
 
 _log = logging.getLogger(__name__)
@@ -180,18 +180,18 @@ class Runs:
 
 def _is_refilled(value: Any, start: Kept) -> bool:
     """Whether each item of a list or dictionary is another one than stood there, if any did."""
-    if not start.inner or start.inner[0][0] is not value or type(value) not in (list, dict) or not value:
+    if not start.inner or start.inner[0][0] is not value or not isinstance(value, list | dict) or not value:
         return False
     before = start.inner[0][1]
-    if type(value) is list:
+    if isinstance(value, list):
         return len(value) == len(before) and all(map(operator.is_not, value, before))
-    return type(value) is dict and all(item is not before.get(key) for key, item in value.items())
+    return all(item is not before.get(key) for key, item in value.items())
 
 
 def _renewed(value: Any) -> Any:
     """The same with containers of its own; items of lists stay what they are, to be known again."""
-    if type(value) is dict:
-        return {key: _renewed(item) for key, item in value.items()}
+    if isinstance(value, dict):
+        return dict_like(value, {key: _renewed(item) for key, item in value.items()})
     return value.copy() if isinstance(value, list | deque | set | dict) else value
 
 

@@ -9,6 +9,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.tensors import dict_like
+
 
 def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 4) -> Any:
     """The same with lists, deques, dictionaries and sets of its own; tensors without their graph.
@@ -25,7 +27,7 @@ def own_containers(value: Any, known: Set[int] = frozenset(), depth: int = 4) ->
     if type(value) in (list, tuple):
         return type(value)(own_containers(item, known, depth - 1) for item in value)
     if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
-        return {key: own_containers(item, known, depth - 1) for key, item in value.items()}
+        return dict_like(value, {k: own_containers(item, known, depth - 1) for k, item in value.items()})
     if isinstance(value, deque):
         return deque((own_containers(item, known, depth - 1) for item in value), value.maxlen)
     return value.copy() if type(value) is set else value

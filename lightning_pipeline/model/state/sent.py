@@ -1,6 +1,6 @@
 """What the last stage tells the others after a batch: values that the next step reads there."""
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensor
 _MOST = 1 << 16  # bytes of a tensor that every rank is told whether it reads it or not
 _FEW = 16
 _SMALL = (type(None), bool, int, float, complex, str)
+_DICTS = (dict, OrderedDict, Counter, defaultdict)
 Gradients = dict[str, dict[int, Tensor]]
 """Of what a step leaves: by label of the place, and by number of the tensor in what stands there; on CPU."""
 
@@ -60,18 +61,31 @@ class _Deque(NamedTuple):
     longest: int | None
 
 
+class _Dict(NamedTuple):
+    """A dictionary of the standard library on its way, without what makes its entries; see `let_make`."""
+
+    kind: type[dict[Any, Any]]
+    items: dict[Any, Any]
+
+
 def _packed(value: Any) -> Any:
-    """The same with `_Deque` in the place of deques, in which tensors are found."""
+    """The same with tuples in the place of deques and dictionaries, in which tensors are found."""
     if isinstance(value, deque):
         return _Deque([_packed(item) for item in value], value.maxlen)
     if type(value) in (list, tuple):
         return type(value)(map(_packed, value))
-    return {key: _packed(item) for key, item in value.items()} if type(value) is dict else value
+    if type(value) not in _DICTS:
+        return value
+    items = {key: _packed(item) for key, item in value.items()}
+    return items if type(value) is dict else _Dict(type(value), items)
 
 
 def _unpacked(value: Any) -> Any:
     if type(value) is _Deque:
         return deque(map(_unpacked, value.items), value.longest)
+    if type(value) is _Dict:
+        items = _unpacked(value.items)
+        return defaultdict(None, items) if value.kind is defaultdict else value.kind(items)
     if type(value) in (list, tuple):
         return type(value)(map(_unpacked, value))
     return {key: _unpacked(item) for key, item in value.items()} if type(value) is dict else value
@@ -97,8 +111,8 @@ def is_small(value: Any) -> bool:
         return value.numel() * value.element_size() <= _MOST
     if type(value) is tuple:
         return len(value) < _FEW and all(map(is_small, value))
-    if type(value) is dict:
-        return len(value) < _FEW and all(type(item) in _SMALL for pair in value.items() for item in pair)
+    if type(value) in _DICTS:
+        return len(value) < _FEW and all(_is_key(key) and type(i) in _SMALL for key, i in value.items())
     return type(value) in _SMALL or value is MISSING
 
 
@@ -112,9 +126,13 @@ def travels(value: Any) -> bool:
         return all(map(travels, value))
     if type(value) is set:
         return all(type(item) in _SMALL for item in value)
-    if type(value) in (dict, OrderedDict):
-        return all(type(key) in _SMALL and travels(item) for key, item in value.items())
+    if type(value) in _DICTS:
+        return all(_is_key(key) and travels(item) for key, item in value.items())
     return type(value) in _SMALL
+
+
+def _is_key(key: Any) -> bool:
+    return type(key) in _SMALL or (type(key) is tuple and all(map(_is_key, key)))
 
 
 def size_of(value: Any) -> int:
@@ -160,10 +178,27 @@ def put_in(places: Iterable[Place], left: Mapping[str, Sent], device: torch.devi
         if place.label not in left:
             continue
         value, own = left[place.label].received(device), place.get()
+        let_make(value, own)
         if type(own) is type(value) and isinstance(own, list | dict | set | deque):
             fill(own, value)
         else:
             place.put(value)
+
+
+def let_make(value: Any, own: Any) -> None:
+    """Let a `defaultdict` that was sent, and those in it, make entries as the one that stands here.
+
+    Args:
+        value: From the last stage.
+        own: What stood in its place.
+    """
+    if not isinstance(value, defaultdict) or not isinstance(own, defaultdict):
+        return
+    value.default_factory = own.default_factory
+    inner = [item for item in value.values() if isinstance(item, defaultdict)]
+    made = own.default_factory() if inner and own.default_factory is not None else None
+    for item in inner:
+        let_make(item, made)
 
 
 def fill(container: Any, whole: Any) -> None:

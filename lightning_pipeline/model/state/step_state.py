@@ -37,7 +37,7 @@ from lightning_pipeline.model.rules import (
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.number_parts import NumberParts
 from lightning_pipeline.model.state.retained import Retained, give_gradients
-from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, travels
+from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, let_make, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
 _SMALL = 4096  # elements of a tensor that is compared
@@ -429,7 +429,7 @@ class NewItems(NamedTuple):
 
 def _leaves_compared(value: Any) -> float:
     """How many numbers, texts and small tensors or arrays on the processor it holds; inf if there is else."""
-    if isinstance(value, list | tuple | dict | deque):
+    if isinstance(value, list | tuple | dict | deque | set):
         few = len(value) <= _SMALL
         items = value.values() if isinstance(value, dict) else value
         return sum(map(_leaves_compared, items)) if few else math.inf
@@ -500,10 +500,14 @@ def _put_inside(start: Kept, found: list[dict[int, list[Any]]], sizes: list[int]
 
 def _filled(old: Any, whole: Any) -> Any:
     """A container with other contents; those in a dictionary stay the ones that others know, too."""
-    if type(old) is dict and type(whole) is dict:
+    if isinstance(old, dict) and isinstance(whole, dict):
         for key, item in whole.items():
             known = old.get(key)
-            if known is not item and type(known) is type(item) and isinstance(known, list | dict):
+            if (
+                known is not item
+                and type(known) is type(item)
+                and isinstance(known, list | dict | set | deque)
+            ):
                 whole = {**whole, key: _filled(known, item)}
     fill(old, whole)
     return old
@@ -549,7 +553,8 @@ def _merged(rule: Rule, before: Any, results: list[Any], sizes: list[int], merge
 def _take(place: Place, value: Any) -> None:
     """Let a value stand there; a dictionary that does stays the one that others know."""
     old = place.get()
-    if type(old) is dict and type(value) is dict:
+    let_make(value, old)
+    if isinstance(old, dict) and type(old) is type(value):
         fill(old, value)
     else:
         place.put(value)

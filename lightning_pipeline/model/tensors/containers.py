@@ -3,7 +3,7 @@
 import argparse
 import sys
 import types
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -111,6 +111,13 @@ def filled_by(value: Any) -> Container | tuple[Any, ...] | None:
 def items_of(container: Container | tuple[Any, ...]) -> Iterable[tuple[Any, Any]]:
     """Keys, or positions, and what is there."""
     return dict.items(container) if isinstance(container, dict) else enumerate(container)
+
+
+def dict_like(value: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary with these items, of the same kind as one of the standard library's."""
+    if isinstance(value, defaultdict):
+        return defaultdict(value.default_factory, items)
+    return type(value)(items) if type(value) in (OrderedDict, Counter) else items
 
 
 def contents_of(container: Container) -> Any:

@@ -14,7 +14,7 @@ from lightning_pipeline.errors import ConfigurationError
 
 _PRECISE = {torch.float64: (1e-7, 1e-9), torch.float32: (1e-3, 1e-5)}  # relative and absolute
 _ROUGH = (5e-2, 5e-2)
-_TEXTS = (str, bytes, type(None))
+_WHOLE = (str, bytes, type(None), set)
 _NUMBERS = (bool, int, float, complex)
 
 
@@ -80,7 +80,7 @@ def differences(
             yield Difference(place, *words, theirs)
     elif type(mine) is not type(theirs):
         yield Difference(place, f"a {type(mine).__name__}", f"a {type(theirs).__name__}", theirs)
-    elif isinstance(mine, _TEXTS):
+    elif isinstance(mine, _WHOLE):
         if mine != theirs:
             yield Difference(place, repr(mine), repr(theirs), theirs)
     elif keys_of(mine) != keys_of(theirs):
