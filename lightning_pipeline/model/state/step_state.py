@@ -40,6 +40,7 @@ from lightning_pipeline.model.state.retained import Retained, give_gradients
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, let_make, travels
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
+_FILLED = (list, dict, set, deque)
 _SMALL = 4096  # elements of a tensor that is compared
 
 
