@@ -188,6 +188,7 @@ class Stages(StagesHeld):
         """
         trainer = self._trainer
         self.take_in()
+        self.steps.split.as_one.epoch = trainer.current_epoch
         if not self._module.automatic_optimization:
             self._uncut_begins()
             return self.lockstep.batch("training_step", args)
@@ -214,6 +215,7 @@ class Stages(StagesHeld):
         """
         trainer = self._trainer
         self.take_in()
+        self.steps.split.as_one.epoch = trainer.current_epoch
         first = self._first_part(args)
         uncut = self.lockstep.takes(step, first)
         aside = nullcontext if uncut else self.meeting.aside

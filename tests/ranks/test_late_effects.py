@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -278,8 +279,87 @@ def test_what_later_batches_write_in_place_is_written_once(ranks: Ranks, num_mic
                 assert found[where][1][name] == pytest.approx(value, abs=1e-12), (where, name)
 
 
+class Follows(Regression):
+    """A network follows another in some batches, of which the first is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.target = deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = F.mse_loss(self.net(batch[0]), batch[1] + 0.1 * self.target(batch[0]))
+        if self.follows(batch_idx):
+            self.follow()
+        return loss
+
+    def follows(self, batch_idx: int) -> bool:
+        return batch_idx % 2 == 1
+
+    def follow(self) -> None:
+        with torch.no_grad():
+            for mine, theirs in zip(self.target.parameters(), self.net.parameters(), strict=True):
+                mine.lerp_(theirs, 0.2)
+
+
+class FollowsByCount(Follows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def follows(self, batch_idx: int) -> bool:
+        self.seen += 1
+        return self.seen % 3 == 0
+
+
+class FollowsBySteps(Follows):
+    def follows(self, batch_idx: int) -> bool:
+        return self.global_step >= 1
+
+
+class FollowsByTime(Follows):
+    """Nobody sees how it decides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times = iter([False, False, True])
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.now = next(self.times)
+
+    def follows(self, batch_idx: int) -> bool:
+        return self.now
+
+
+def followed(pipeline: dict[str, Any] | None, kind: type[Follows] = Follows) -> dict[str, Tensor]:
+    module = kind()
+    trainer(pipeline, max_epochs=1, limit_val_batches=0).fit(module, loader(24))
+    return weights(module)
+
+
+@pytest.mark.parametrize("stages_per_rank", [1, 3])
+def test_a_network_that_follows_another_in_some_batches_is_that_of_one_device(stages_per_rank: int) -> None:
+    schedule = "1F1B" if stages_per_rank == 1 else "Interleaved1F1B"
+    several = {"stages_per_rank": stages_per_rank, "schedule": schedule, "num_microbatches": 4}
+    assert_same((followed({"stages": 1, **several}), {}), (followed(None), {}))
+
+
+FOLLOWERS = (Follows, FollowsByCount, FollowsBySteps)
+
+
+def followed_over_ranks(pipeline: dict[str, Any] | None) -> list[dict[str, Tensor]]:
+    return [followed(pipeline, kind) for kind in FOLLOWERS]
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_stages_hold_what_weights_are_made_of_in_batches_to_come(ranks: Ranks, num_microbatches: int) -> None:
+    expected = followed_over_ranks(None)
+    for found in ranks(2)(followed_over_ranks, {"stages": 2, "num_microbatches": num_microbatches}):
+        for one, other in zip(found, expected, strict=True):
+            assert_same((one, {}), (other, {}))
+
+
 def refused_late() -> str:
-    module = WritesLate("weights")
+    module = FollowsByTime()
     try:
         trainer({"stages": 2}, max_epochs=1, limit_val_batches=0).fit(module, loader(24))
     except Exception as error:
@@ -287,9 +367,10 @@ def refused_late() -> str:
     return ""
 
 
-def test_weights_that_a_later_batch_writes_first_are_refused(ranks: Ranks) -> None:
+def test_weights_that_a_later_batch_first_makes_of_those_of_another_stage_are_refused(ranks: Ranks) -> None:
     for found in ranks(2)(refused_late):
-        assert "changes 'net." in found
+        assert "changes 'target." in found
+        assert "is used on a stage that does not hold it" in found
         assert "on_train_batch_end" in found
 
 

@@ -16,6 +16,7 @@ from lightning_pipeline.model.loss.rules import FOLLOWED
 from lightning_pipeline.model.loss.shares import Shares
 
 _MOST_PATHS, _MOST_SHAPES = 256, 16
+_MOST_CHANCES = 16  # batches in which a way that one has gone is waited for
 _WAYS_OUT = (
     "override `microbatch_weight(batch)` on the LightningModule with what it divides by (what the "
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
@@ -102,6 +103,8 @@ class Follower:
         self._path: Path | None = None  # of a micro-batch that is not looked at
         self._plain_paths: set[tuple[Any, ...]] = set()
         self._paths: list[Shares] = []
+        self._owed: set[tuple[Any, ...]] = set()  # ways of micro-batches of which nobody knows what they are
+        self._chances = 0
         self._plain = True
         self._bends = False  # something is logged that is no mean, so that each batch is followed
         self._by_shapes: dict[tuple[Any, ...], Sequence[Whole]] = {}  # where shapes alone say all else
@@ -198,6 +201,8 @@ class Follower:
         if path is None or self._given_up or tuple(path.taken) in self._plain_paths:
             return
         self._targets = None
+        self._owed.add(tuple(path.taken))
+        self._chances = _MOST_CHANCES
         self.doubt = (
             f"{self._step} calls other functions between its units than in the batches before, whose losses "
             "were plain means over samples: this batch is weighted by samples, and the next ones are looked "
@@ -344,14 +349,18 @@ class Follower:
         wholes, self._wholes, self._shares = self._wholes, (), None
         if not wholes or not self._plain or any(None in whole.targets for whole in wholes):
             return
+        if len(self._plain_paths) < _MOST_PATHS:
+            self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
+        self._owed -= self._plain_paths
+        self._chances -= 1
+        if self._owed and self._chances > 0:
+            return
         self._targets = [target for whole in wholes for target in whole.targets if target is not None]
         differs = any(shares.differs for shares in self._paths)
         if self._bends and not differs and len(self._by_shapes) < _MOST_SHAPES:
             self._by_shapes[self._key] = [
                 replace(whole, remembered=True, calls=whole.calls.without_values()) for whole in wholes
             ]
-        if len(self._plain_paths) < _MOST_PATHS:
-            self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
 
     def _note(self, shares: Shares, share: Share | None) -> None:
         """Whether shapes alone say that a number is a plain mean, or all targets of its loss count."""

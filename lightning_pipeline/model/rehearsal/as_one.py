@@ -82,9 +82,10 @@ class ToldAsOne:
 
     The last stage keeps what the end of the step reads of units. When the batch is done the code between
     units runs once more, with that in the units' place. This is done for the first batch of a step, the
-    second, the fourth, the eighth and so on, and for each with other numbers of samples; where a device
-    beside the processor computes only for these and the first, for numbers are read of it. Of a step that
-    logs numbers which its micro-batches do not tell, each batch is looked at, and has them from here.
+    second, the fourth, the eighth and so on, for each with other numbers of samples, and for the first of an
+    epoch, in which a step may do what it has not done before; where a device beside the processor computes
+    only for these and the first of all, for numbers are read of it. Of a step that logs numbers which its
+    micro-batches do not tell, each batch is looked at, and has them from here.
 
     Args:
         root: The LightningModule.
@@ -96,6 +97,7 @@ class ToldAsOne:
     Attributes:
         each: Steps of which each batch is looked at.
         missed: Steps of which some batch was not.
+        epoch: The epoch that runs.
     """
 
     def __init__(
@@ -105,7 +107,9 @@ class ToldAsOne:
     ) -> None:  # fmt: skip
         self._root, self._told, self._patches, self._apart, self._quiet = root, told, patches, apart, quiet
         self.each, self.missed = set[str](), set[str]()
+        self.epoch = 0
         self._batches: Counter[str] = Counter()
+        self._epochs: dict[str, int] = {}  # of which a batch was looked at
         self._sizes: dict[str, set[tuple[int, ...]]] = {}
         self._kept: tuple[Step, StepState | None, Gathered] | None = None
         self._is_cut = False
@@ -128,11 +132,13 @@ class ToldAsOne:
         number, known = self._batches[step.name], self._sizes.setdefault(step.name, set())
         is_new = tuple(sizes) not in known and len(known) < _MOST_SIZES
         is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
-        is_looked_at = is_turn or is_new or step.name in self.each
+        is_first = self._epochs.get(step.name) != self.epoch
+        is_looked_at = is_turn or is_new or is_first or step.name in self.each
         if not is_looked_at or (state is not None and state.takes):
             self.missed.add(step.name)
             return
         known.add(tuple(sizes))
+        self._epochs[step.name] = self.epoch
         self._is_cut = is_cut_by_rows(whole, step.microbatches, sizes)
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
             gathered = Gathered(whole, *as_one(whole), sizes, copied=True)

@@ -306,6 +306,7 @@ class RouteFinder:
                 if reads.failed is not None:
                     return reads.failed
                 raise
+            self._check_weights(trace, known)
             route = self._learned(routes, trace, known)
             self._look(routes, microbatch, seeds, Reads())  # by which numbers it decides on this way
         return route
@@ -337,7 +338,6 @@ class RouteFinder:
                 changed.look()
                 self._called = reads.called
                 more = routes.unknown(changed.places, writes.written)
-                self._refuse_weights(step, more)
         except CannotRepeatError:
             reads.tell_all = False
             return routes.base
@@ -346,14 +346,16 @@ class RouteFinder:
         is_new = reads.failed is not None
         return more if route is None or is_new or more else route
 
-    def _refuse_weights(self, step: str, more: Sequence[Hashable]) -> None:
-        """Which stages a step that writes weights may be cut into is decided when it is cut."""
+    def _check_weights(self, trace: Trace, more: Sequence[Hashable]) -> None:
+        """Weights that are first written now need stages that hold what they are made of: those are cut."""
         weights = [(("written", storage_key(p)), name) for name, p in self._root.named_parameters()]
         found = [name for place, name in weights if place in more]
-        if found:
+        reason = self._reason_against(trace) if found else ""
+        if reason:
             raise SplitError(
-                f"{step} changes {found[0]!r} in place in this batch, and did not in the batches before: "
-                "do so in a hook such as on_train_batch_end, or in every batch, the first one too"
+                f"{trace.step} changes {found[0]!r} in place in this batch, and did not in the batches before, "
+                f"by which the model was cut: {reason}. Do so in a hook such as "
+                "on_train_batch_end, or in every batch, the first one too"
             )
 
     def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
@@ -463,9 +465,9 @@ class RouteFinder:
         """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
         return random_state_kept(Generators(self._all_modules))
 
-    def _check(self, trace: Trace) -> None:
-        """Refuse a way that the stages, as they are, cannot go."""
-        stage_of, units = self._cut.stage_of, trace.units
+    def _reason_against(self, trace: Trace) -> str:
+        """Why the stages, as they are, cannot run a step; empty where they can."""
+        stage_of = self._cut.stage_of
         reason = torn(trace, stage_of)
         wrong = backward_edges(trace, stage_of)
         if wrong:
@@ -473,6 +475,11 @@ class RouteFinder:
         for name, stages in states_by_stage(trace, stage_of, self._cut.num_stages, self._needed).items():
             if not stages <= set(self._needed.get(name, stages)):
                 reason = f"{name!r} is used on a stage that does not hold it"
+        return reason
+
+    def _check(self, trace: Trace) -> None:
+        """Refuse a way that the stages, as they are, cannot go."""
+        reason, units = self._reason_against(trace), trace.units
         if reason:
             called = {call.unit for call in self._cut.trace.calls}
             new = [units[unit].name for unit in dict.fromkeys(trace.path) if unit not in called]

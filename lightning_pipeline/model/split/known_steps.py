@@ -37,6 +37,7 @@ class Doubts:
         has_unknown: Whether it leaves numbers of which nobody knows what they are of the batch's.
         untried: What it leaves behind where no run on made-up values could tell how, and why not.
         decided_by: Sums over samples by which it decides when it has added those of a micro-batch.
+        sums_read: Sums over samples of which it makes a plain number (`float(self.seen)`) after adding.
         decides_apart: Whether micro-batches have decided differently by what is in them.
         ended_early: Whether what comes at its end was not seen, for it needs values.
         mixed: Lines at which it mixes the samples of a micro-batch, and by which operation.
@@ -50,6 +51,7 @@ class Doubts:
     has_unknown: bool
     untried: str | None
     decided_by: Sequence[str]
+    sums_read: Sequence[str]
     decides_apart: bool
     ended_early: bool
     mixed: Mapping[str, str]

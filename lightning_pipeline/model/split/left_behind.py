@@ -46,7 +46,15 @@ from lightning_pipeline.model.rules import (
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState, Versions
-from lightning_pipeline.model.trace import Expression, Trace, UnitPatches, grown_in, metrics_of, step_function
+from lightning_pipeline.model.trace import (
+    MADE_PLAIN,
+    Expression,
+    Trace,
+    UnitPatches,
+    grown_in,
+    metrics_of,
+    step_function,
+)
 
 _log = logging.getLogger(__name__)
 _MOST_TRIES = 16  # batches in which something is looked for that those before have not shown
@@ -76,6 +84,7 @@ class LeftBehind:
         not_tried: By step, what it leaves behind where no run on made-up values could tell how, and why not.
         doubtful: By step, states that it works out from their last value once for each micro-batch.
         decided_by: By step, sums over samples by which it decides when it has added those of a micro-batch.
+        sums_read: By step, those of which it makes plain numbers then, to be logged as a rule.
     """
 
     def __init__(
@@ -109,6 +118,7 @@ class LeftBehind:
         self._tries: Counter[str] = Counter()
         self._as_one = False  # whether the batch is known as one
         self.decided_by: dict[str, list[str]] = {}
+        self.sums_read: dict[str, list[str]] = {}
         self.not_tried: dict[str, str] = {}
 
     def new_state(
@@ -223,9 +233,11 @@ class LeftBehind:
         found = {label for one in decided for label in grown_in(one)} & (
             counts | self._rings.get(step, set())
         )
-        whole = {label for one in decided if one[0] != "mod" for label in grown_in(one)}
-        known = self.decided_by.setdefault(step, [])
-        known += sorted((found & whole) - set(known))
+        compared = [one for one in decided if one[0] not in ("mod", *MADE_PLAIN)]
+        read = [one for one in decided if one[0] in MADE_PLAIN]
+        for known, made in ((self.decided_by, compared), (self.sums_read, read)):
+            labels = known.setdefault(step, [])
+            labels += sorted((found & {label for one in made for label in grown_in(one)}) - set(labels))
 
     # ---- what no run without values shows
 

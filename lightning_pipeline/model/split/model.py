@@ -274,6 +274,7 @@ class SplitModel(OutsideSteps):
             has_unknown=self._state is not None and self._state.parts.has_unknown,
             untried=left.not_tried.get(step),
             decided_by=left.decided_by.get(step, []),
+            sums_read=left.sums_read.get(step, []),
             decides_apart=step in self._finder.torn and not mends,
             ended_early=trace.ended_early,
             mixed={line: name for line, (name, _) in mixed.items()},

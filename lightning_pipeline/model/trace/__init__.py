@@ -4,6 +4,7 @@ from lightning_pipeline.model.trace.checkpointing import reentrant_checkpoint_re
 from lightning_pipeline.model.trace.choices import (
     AT,
     INDEX,
+    MADE_PLAIN,
     SCALAR_READS,
     Decisions,
     Expression,
@@ -57,6 +58,7 @@ from lightning_pipeline.model.trace.units import Unit, find_new_units, find_unit
 __all__ = [
     "AT",
     "INDEX",
+    "MADE_PLAIN",
     "SCALAR_READS",
     "BackwardHooks",
     "Call",

@@ -46,6 +46,8 @@ _GIVEN: dict[str, Callable[..., Any]] = {
     "bool": bool, "int": int, "float": float, "index": operator.index, "trunc": math.trunc,
     "floor": math.floor, "ceil": math.ceil, "round": round, "hash": operator.pos,
 }  # fmt: skip
+MADE_PLAIN = ("float", "hash")
+"""What gives a number or a text of which nobody sees what it is compared with; most are logged."""
 _FUNCTIONS = {name: getattr(operator, name) for name in (*_BINARY, *_COMPARED, *_UNARY)} | _GIVEN
 
 

@@ -253,6 +253,16 @@ class Trace:
         """Numbers of the units in the order of their calls."""
         return tuple(call.unit for call in self.calls)
 
+    def foresee(self, other: "Trace") -> None:
+        """Take what a run of the step in another batch, which called the same units, needs of the stages."""
+        for call, again in zip(self.calls, other.calls, strict=True):
+            call.reads |= {tag for tag in again.reads if tag.kind == "state"}
+        self.tail |= {tag for tag in other.tail if tag.kind == "state"}
+        self.everywhere |= other.everywhere
+        for name, names in other.made_of.items():
+            self.made_of.setdefault(name, set()).update(names)
+        self.together += [group for group in other.together if group not in self.together]
+
     def join(self, other: "Trace") -> None:
         """Take what another run of the step showed, which called the same units: either may come true."""
         for call, again in zip(self.calls, other.calls, strict=True):

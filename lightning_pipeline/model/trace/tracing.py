@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,13 @@ from lightning_pipeline.model.tensors import (
     forget_placeholders,
     map_tensors,
 )
+from lightning_pipeline.model.trace.ahead import Ahead, distances
 from lightning_pipeline.model.trace.choices import (
     Decisions,
     circumstances,
     index_of,
     numbers_beside,
+    numbers_changed,
     plain_leaves,
     updates_of_metrics,
     with_noted_index,
@@ -42,6 +44,7 @@ from lightning_pipeline.model.trace.tracer import OtherWayError, Tracer, Undecid
 from lightning_pipeline.model.trace.units import Unit
 
 _log = logging.getLogger(__name__)
+_NOW = Ahead()
 
 
 def trace_step(
@@ -62,6 +65,7 @@ def trace_step(
     like: Trace | None = None,
     costs: bool = True,
     opposite: bool = True,
+    ahead: bool = False,
 ) -> Trace:
     """Call a step once with one micro-batch, every unit in fake-tensor mode, everything else for real.
 
@@ -87,6 +91,7 @@ def trace_step(
             one where no more is read of what units change.
         costs: Whether to note what the calls cost, and what autograd keeps of them.
         opposite: Whether what the step does where values have code go the other way is wanted too.
+        ahead: Whether a batch to come may need other stages to hold weights, which is to be known.
 
     Raises:
         SplitError: The step does something that no cut allows. The message names module and line.
@@ -96,11 +101,11 @@ def trace_step(
     batch = tuple(args), dict(kwargs or {})
     look = Look(sinks, others, seen, device or torch.device("cpu"), seeds, costs=costs)
 
-    def once(porting: Porting | None = None, look: Look = look) -> Trace:
+    def once(porting: Porting | None = None, look: Look = look, ahead: Ahead = _NOW) -> Trace:
         if patches is None:
             patched.install()
         try:
-            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting)
+            return _traced(root, step, batch, patched, placeholders, look, forward_context, porting, ahead)
         finally:
             if patches is None:
                 patched.remove()
@@ -115,17 +120,20 @@ def trace_step(
     if found.asked and opposite:
         again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
         _join_opposite(found, partial(once, look=again))
+    if ahead:
+        _foresee(found, partial(once, look=look._replace(constants=found.constants, holds=found.holds)))
     return found
 
 
 def _traced(
     root: nn.Module, step: str, batch: Any, patches: UnitPatches, mode: PlaceholderMode,
-    look: Look, forward_context: ContextFactory, porting: Porting | None,
+    look: Look, forward_context: ContextFactory, porting: Porting | None, ahead: Ahead,
 ) -> Trace:  # fmt: skip
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
     decisions = Decisions()
-    clone = with_noted_index(clone[0], decisions), clone[1]
-    numbers = {one.label: one for one in (*numbers_beside(look.others), *updates_of_metrics(root))}
+    clone = with_noted_index(ahead.arguments(clone[0], index_of(batch[0])), decisions), clone[1]
+    beside = [*numbers_beside(look.others), *ahead.counted]
+    numbers = {one.label: one for one in (*beside, *updates_of_metrics(root))}
     saved, outside, begin = ModuleState(root), Standing(look.others), circumstances(root, look.others)
     grad_mode = torch.is_grad_enabled()
     tracer = None
@@ -137,6 +145,7 @@ def _traced(
         with (
             random_state_kept(Generators(root.modules())),
             torch.compiler.set_stance("force_eager"),
+            ahead.standing(beside),
             decisions.noting(numbers.values()),
             printed_once(root),
         ):
@@ -178,6 +187,27 @@ def _join_opposite(trace: Trace, once: Callable[..., Trace]) -> None:
     alike = other.path == trace.path and other.ports.keys() == trace.ports.keys()
     if alike and other.ended_early <= trace.ended_early:
         trace.join(other)
+
+
+def _foresee(trace: Trace, once: Callable[..., Trace]) -> None:
+    """What batches to come need of the stages, as far as they call the same units.
+
+    What they leave behind is found when they come.
+    """
+    counted = tuple(place for place in numbers_changed(trace.effects) if type(place.get()) is int)
+    shows = trace
+    with silence():
+        if counted:
+            with suppress(Exception):  # the user's, of a run that may never come to pass
+                shows = once(trace.porting, ahead=Ahead(0, counted))
+        for distance in distances(shows, counted):
+            try:
+                other = once(trace.porting, ahead=Ahead(distance, counted))
+            except (Exception, SystemExit) as error:  # likewise
+                _log.debug("%s does not run as in a batch to come: %s", trace.step, error)
+                continue
+            if other.path == trace.path and other.ports.keys() == trace.ports.keys():
+                trace.foresee(other)
 
 
 def _otherwise(error: SplitError, ways: Sequence[Callable[..., Trace]], like: Trace | None) -> Trace:

@@ -187,10 +187,15 @@ class Advice:
                 "samples and rows joined; whether one device would leave the same could not be tried out. "
                 f"This concerns {doubts.untried}",
             )
-        if doubts.decided_by:
+        self.of_counts(doubts.decided_by)
+
+    def of_counts(self, sums: Sequence[str]) -> None:
+        """What the step does goes by a sum to which it has added."""
+        step = self._step
+        if sums:
             self.say(
                 ("counts", step),
-                f"{step} adds up {_listed(doubts.decided_by)} over samples and decides by the sum (`if "
+                f"{step} adds up {_listed(sums)} over samples and decides by the sum (`if "
                 "self.seen + len(x) <= size`): each micro-batch decides by what it has added itself, one "
                 "device by the whole batch. Decide before adding, or in on_train_batch_end",
             )

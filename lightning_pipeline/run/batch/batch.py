@@ -310,7 +310,9 @@ class Batch:
         """Leave behind what the batch as one does, where that is sure."""
         split, labels = self._steps.split, {one.place[0]: one for one in found.left}
         self.advice.of_states(self.doubts.states)  # which units may have read, so that theirs are others
-        if found.is_sure and (labels or self.doubts.has_unknown or self.doubts.states):
+        if not found.is_sure:
+            self.advice.of_counts(self.doubts.sums_read)
+        elif labels or self.doubts.has_unknown or self.doubts.states or self.doubts.sums_read:
             split.as_one.each.add(self.step)
         if found.is_sure:
             split.put_left(found.left_as_one)
