@@ -3,9 +3,8 @@
 from lightning_pipeline.model.cut.activations import StageActivations, peak_activations, stage_activations
 from lightning_pipeline.model.cut.advice import too_large
 from lightning_pipeline.model.cut.circles import opened
-from lightning_pipeline.model.cut.graph import torn
 from lightning_pipeline.model.cut.growth import ModuleTree
-from lightning_pipeline.model.cut.partitioning import Partition, partition, unit_costs, value_sizes
+from lightning_pipeline.model.cut.partitioning import Partition, misfit, partition, unit_costs, value_sizes
 from lightning_pipeline.model.cut.table import (
     StageRow,
     StageTable,
@@ -52,6 +51,7 @@ __all__ = [
     "common_prefix",
     "goes_on",
     "liveness_of",
+    "misfit",
     "opened",
     "partition",
     "peak_activations",
@@ -61,7 +61,6 @@ __all__ = [
     "states_by_stage",
     "text_table",
     "too_large",
-    "torn",
     "unit_costs",
     "units_text",
     "value_sizes",

@@ -1,14 +1,20 @@
 """Choose where the model is cut."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
 from lightning_pipeline.errors import PartitionError
-from lightning_pipeline.model.cut.graph import Atom, atoms_of
+from lightning_pipeline.model.cut.graph import Atom, atoms_of, torn
 from lightning_pipeline.model.cut.table import StageRow, StageTable
-from lightning_pipeline.model.cut.ways import Liveness, liveness_of, stages_of_states
+from lightning_pipeline.model.cut.ways import (
+    Liveness,
+    backward_edges,
+    liveness_of,
+    stages_of_states,
+    states_by_stage,
+)
 from lightning_pipeline.model.trace import Trace, Unit, finer_names
 
 SLACK = 0.02  # how much slower the slowest stage may be for a smaller message
@@ -139,6 +145,24 @@ class Move(NamedTuple):
     atom: int
     source: int
     to: int
+
+
+def misfit(trace: Trace, cut: Partition, needed: Mapping[str, Sequence[int]]) -> str:
+    """Why stages, as they are cut, cannot run a step; empty where they can.
+
+    Args:
+        trace: Of the step.
+        cut: What was cut by another trace.
+        needed: The stages that have each parameter and buffer, by name.
+    """
+    stage_of = cut.stage_of
+    for name, stages in states_by_stage(trace, stage_of, cut.num_stages, needed).items():
+        if not stages <= set(needed.get(name, stages)):
+            return f"{name!r} is used on a stage that does not hold it"
+    wrong = backward_edges(trace, stage_of)
+    if wrong:
+        return f"the output of {wrong[0][0]!r} flows into {wrong[0][1]!r}, on an earlier stage"
+    return torn(trace, stage_of)
 
 
 def partition(

@@ -24,10 +24,8 @@ from lightning_pipeline.model.cut import (
     StepRoutes,
     TracedOutput,
     TracedOutputs,
-    backward_edges,
     goes_on,
-    states_by_stage,
-    torn,
+    misfit,
 )
 from lightning_pipeline.model.places import Effect, Owner, Place, Replayed, Surroundings
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
@@ -350,12 +348,11 @@ class RouteFinder:
         """Weights that are first written now need stages that hold what they are made of: those are cut."""
         weights = [(("written", storage_key(p)), name) for name, p in self._root.named_parameters()]
         found = [name for place, name in weights if place in more]
-        reason = self._reason_against(trace) if found else ""
+        reason = misfit(trace, self._cut, self._needed) if found else ""
         if reason:
             raise SplitError(
-                f"{trace.step} changes {found[0]!r} in place in this batch, and did not in the batches before, "
-                f"by which the model was cut: {reason}. Do so in a hook such as "
-                "on_train_batch_end, or in every batch, the first one too"
+                f"{trace.step} changes {found[0]!r} in place in this batch, and in none before, by which the "
+                f"model was cut: {reason}. Do so in a hook such as on_train_batch_end, or in every batch"
             )
 
     def _learned(self, routes: StepRoutes, trace: Trace, more: Sequence[Hashable]) -> Route:
@@ -465,21 +462,9 @@ class RouteFinder:
         """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
         return random_state_kept(Generators(self._all_modules))
 
-    def _reason_against(self, trace: Trace) -> str:
-        """Why the stages, as they are, cannot run a step; empty where they can."""
-        stage_of = self._cut.stage_of
-        reason = torn(trace, stage_of)
-        wrong = backward_edges(trace, stage_of)
-        if wrong:
-            reason = f"the output of {wrong[0][0]!r} flows into {wrong[0][1]!r}, on an earlier stage"
-        for name, stages in states_by_stage(trace, stage_of, self._cut.num_stages, self._needed).items():
-            if not stages <= set(self._needed.get(name, stages)):
-                reason = f"{name!r} is used on a stage that does not hold it"
-        return reason
-
     def _check(self, trace: Trace) -> None:
         """Refuse a way that the stages, as they are, cannot go."""
-        reason, units = self._reason_against(trace), trace.units
+        reason, units = misfit(trace, self._cut, self._needed), trace.units
         if reason:
             called = {call.unit for call in self._cut.trace.calls}
             new = [units[unit].name for unit in dict.fromkeys(trace.path) if unit not in called]

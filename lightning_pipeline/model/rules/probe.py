@@ -19,7 +19,15 @@ from lightning_pipeline.model.places import MISSING, Effect, GradMode
 from lightning_pipeline.model.rules.gathered import at_end
 from lightning_pipeline.model.rules.made_up import Observed
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_of_each
-from lightning_pipeline.model.rules.rules import goes_on, rule_for, same, unmerged, usual
+from lightning_pipeline.model.rules.rules import (
+    by_place,
+    fits_by_place,
+    goes_on,
+    rule_for,
+    same,
+    unmerged,
+    usual,
+)
 from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_whole, values_for
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
@@ -99,16 +107,10 @@ def rules_of(
     idle = {one for one in labels if found[one] is same and _is_idle(run.start_of(one), trials, one)}
     first = {one: (run.start_of(one), _trial(trials[0], one)) for one in labels}
     later = [*_later(run, question, found, first).items(), *_twice(run, question, found, first).items()]
-    for label, (begin, trial) in later:
-        rule = found[label]
-        if rule is not None and not goes_on(rule, begin, trial, merge):
-            found[label] = (
-                unmerged  # it fits by chance, as that of a mean of all batches in the first of them
-            )
-            without.add(label)
+    without |= _given_up(run, found, later, trials, merge)
     in_order = {
         label
-        for label in found
+        for label in found.keys() - idle
         if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
     } - {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
     readers: dict[str, set[int]] = {}
@@ -130,6 +132,24 @@ def rules_of(
     early = _readers(run, question, trials[0][0][0], other, chained) if chained else {}
     doubted = {*early, *(without if wait.is_read else ())}
     return Rules(found, {}, frozenset(doubted)).with_idle(idle)
+
+
+def _given_up(
+    run: Runs, found: dict[str, Rule | None], later: Sequence[tuple[str, tuple[Any, Trial]]],
+    trials: list[Any], merge: Merge,
+) -> set[str]:  # fmt: skip
+    """Where a rule fitted by chance, as that of a mean of all batches does in the first of them."""
+    wrong = set()
+    for label, (begin, trial) in later:
+        rule = found[label]
+        if rule is None or goes_on(rule, begin, trial, merge):
+            continue
+        own = [_trial(one, label) for one in trials]
+        is_written = goes_on(by_place, begin, trial, merge) and fits_by_place(run.start_of(label), own, merge)
+        found[label] = by_place if is_written else unmerged
+        if not is_written:
+            wrong.add(label)
+    return wrong
 
 
 def _is_idle(start: Any, trials: list[Any], label: str) -> bool:

@@ -116,6 +116,16 @@ class InBlocks:
         return one_by_one(start, results, sizes, lambda values, sizes: self(None, values, sizes, merge))
 
 
+def by_place(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """Entries that each has written, as of its samples in a table; of those of several what the last has."""
+    if not _are_tensors(start, results) or not start.dim():
+        raise NoFit
+    whole = start
+    for result in results:
+        whole = torch.where(result != start, result, whole)
+    return whole
+
+
 class ByKey:
     """Each entry of a dictionary by a rule of its own.
 
@@ -213,6 +223,11 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
         if all(_fits(rule, start, trial, merge) for trial in trials):
             return rule
     return None
+
+
+def fits_by_place(start: Any, trials: Sequence[Trial], merge: Merge) -> bool:
+    """Whether entries are written, which may have fitted a sum while no two micro-batches wrote the same."""
+    return all(_fits(by_place, start, trial, merge) for trial in trials)
 
 
 def goes_on(rule: Rule, start: Any, trial: Trial, merge: Merge) -> bool:

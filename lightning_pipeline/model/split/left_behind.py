@@ -2,11 +2,12 @@
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -62,6 +63,14 @@ MicrobatchArguments = tuple[tuple[Any, ...], dict[str, Any]]
 _AsOne = Callable[[MicrobatchArguments], tuple[Trace, dict[tuple[int, int], TracedOutput]]]
 
 
+class _Earlier(NamedTuple):
+    """What was known of a step before it was seen to leave more behind."""
+
+    rules: Mapping[str, Rule | None] = MappingProxyType({})
+    doubtful: Sequence[str] = ()
+    idle: Set[str] = frozenset()
+
+
 class LeftBehind:
     """Makes for each batch the state that its step carries, with the rules of the step.
 
@@ -110,7 +119,7 @@ class LeftBehind:
         self._reads: dict[str, dict[str, bool]] = {}
         self._around: Surroundings | None = None
         self._glue_modules: list[tuple[str, nn.Module]] = []
-        self._earlier: dict[str, tuple[dict[str, Rule | None], list[str]]] = {}
+        self._earlier: dict[str, _Earlier] = {}
         self._rings: dict[str, set[str]] = {}
         self.doubtful: dict[str, list[str]] = {}
         self._doubted: dict[str, frozenset[str]] = {}
@@ -177,8 +186,12 @@ class LeftBehind:
             self._know_idle(trace, microbatches, sizes, merge, mended=mended)
             return
         rules = self._find_rules(trace, microbatches, sizes, merge, mended=mended)
-        before, doubted = self._earlier.pop(step, ({}, []))  # found in a batch that leaves them behind
-        known = {label: rule for label, rule in before.items() if rule not in (usual, unmerged, same)}
+        before = self._earlier.pop(step, _Earlier())  # found in a batch that leaves them behind
+        idle = self._idle.get(step, set())
+        for label in before.rules.keys() & (idle - before.idle):  # this batch shows nothing of them
+            rules[label] = before.rules[label]
+            idle.discard(label)
+        known = {label: rule for label, rule in before.rules.items() if rule not in (usual, unmerged, same)}
         for label, rule in known.items():
             found = rules.get(label)
             if found is not at_end and not (rule is at_end and found is CHAINED and label in rules):
@@ -186,7 +199,7 @@ class LeftBehind:
         states = {effect.place.label for effect in trace.effects if effect.deep}
         wrong = [label for label, rule in rules.items() if rule is unmerged and label in states]
         self._rules[step] = {**rules, **dict.fromkeys(wrong, CHAINED)}
-        doubts = {*wrong, *doubted, *self._doubted.pop(step, ())}
+        doubts = {*wrong, *before.doubtful, *self._doubted.pop(step, ())}
         self.doubtful[step] = sorted(label for label in doubts if self._rules[step].get(label) is not at_end)
 
     def _leaves_at_end(self, trace: Trace) -> bool:
@@ -215,9 +228,9 @@ class LeftBehind:
             place.put(value)
         return found
 
-    def doubts(self, step: str) -> list[str]:
+    def doubts(self, step: str) -> Sequence[str]:
         """States of which no rule is known, in a batch too in which the step did more."""
-        return self.doubtful.get(step) or self._earlier.get(step, ({}, []))[1]
+        return self.doubtful.get(step) or self._earlier.get(step, _Earlier()).doubtful
 
     def _look_at_counts(self, step: str, decided: Collection[Expression]) -> None:
         """Sums over samples by which the step decides once it has added its own: each micro-batch its part.
@@ -377,11 +390,10 @@ class LeftBehind:
             keeps: Whether those that are known hold on: the batch that shows more may not leave these behind.
         """
         self._glue_modules = []
-        self._idle.pop(step, None)
         self.in_units.forget(step)
-        rules, doubtful = self._rules.pop(step, {}), self.doubtful.pop(step, [])
-        if keeps and rules:
-            self._earlier[step] = rules, doubtful
+        known = _Earlier(self._rules.pop(step, {}), self.doubtful.pop(step, []), self._idle.pop(step, set()))
+        if keeps and known.rules:
+            self._earlier[step] = known
 
     def _refuse_chains(self, trace: Trace, known: Collection[str]) -> None:
         """Each stage of a rank would need what the micro-batch before left on that stage."""
