@@ -19,17 +19,26 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 from torchmetrics.aggregation import BaseAggregator
+from torchmetrics.classification import (
+    MulticlassConfusionMatrix,
+    MulticlassExactMatch,
+    MulticlassStatScores,
+)
 from torchmetrics.wrappers import BootStrapper, Running
 
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
 from lightning_pipeline.model.loss.events import type_of
 from lightning_pipeline.model.loss.follower import Part
+from lightning_pipeline.model.tensors import tensors_in
 from lightning_pipeline.patching import patched
 
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
 AnyMetric = Metric | MetricCollection
 METHODS = ("forward", "update", "compute", "reset")
 _BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
+_BY_ROWS = (MulticlassStatScores, MulticlassConfusionMatrix, MulticlassExactMatch)
+"""Of scores they take the largest of a row. Others of their kind make probabilities of logits where one of the
+call is none, and those of images may take a range of values."""
 
 
 class Kept(NamedTuple):
@@ -380,7 +389,7 @@ class MetricCalls:
         """Whether the order and number of updates is nothing to a metric, and it is given samples alone."""
         if not self._only_updates.get((self._step, id(metric)), False):
             return False
-        if not _sums_samples(metric):
+        if not _sums_samples(metric) or _goes_by_call(metric, arguments):
             return False
         key = self._step, id(metric), nth
         whole = self._of_whole.get(id(metric), [])
@@ -503,7 +512,7 @@ class MetricCalls:
                 raise DifferentWaysError
             arguments = self._joined(metric, [call.arguments for call in calls], nth, sizes)
         except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
-            if not _sums_samples(metric):
+            if not _sums_samples(metric) or any(_goes_by_call(metric, given(c.arguments)) for c in calls):
                 self._doubt(metric)
             for call in calls:
                 self._run(metric, call.method, given(call.arguments))
@@ -550,6 +559,21 @@ def _sums_samples(metric: AnyMetric) -> bool:
     parts = [part for part in metric.modules() if isinstance(part, Metric)]
     return not any(
         isinstance(part, _BY_CALLS) or not type(part).__module__.startswith("torchmetrics.") for part in parts
+    )
+
+
+def _goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
+    """Whether what it makes of a sample may follow from the others in the call."""
+    kinds = [type(part) for part in metric.modules() if isinstance(part, Metric)]
+    scores = any(tensor.is_floating_point() for tensor in tensors_in(arguments))
+    return any(
+        kind.__module__.startswith("torchmetrics.image.")
+        or (
+            scores
+            and kind.__module__.startswith("torchmetrics.classification.")
+            and not issubclass(kind, _BY_ROWS)
+        )
+        for kind in kinds
     )
 
 
