@@ -37,8 +37,8 @@ AnyMetric = Metric | MetricCollection
 METHODS = ("forward", "update", "compute", "reset")
 _BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
 _BY_ROWS = (MulticlassStatScores, MulticlassConfusionMatrix, MulticlassExactMatch)
-"""Of scores they take the largest of a row. Others of their kind make probabilities of logits where one of the
-call is none, and those of images may take a range of values."""
+"""Of scores they take the largest of a row. Others of their kind make probabilities of logits where any of
+the call is none, and those of images may take a range of values."""
 
 
 class Kept(NamedTuple):
