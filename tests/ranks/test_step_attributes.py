@@ -197,7 +197,7 @@ def test_what_cannot_be_merged_is_refused_when_it_is_read(ranks: Ranks) -> None:
 
 
 class Confusion(Regression):
-    """Buffers that the end of a step fills, of which one is set anew, and the trace stops at `bincount`."""
+    """Buffers that the end of a step fills, of which one is set anew, and counts of what layers gave."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -89,7 +89,8 @@ def _forms(value: Any) -> Any:
         shape, computed = tuple(value.shape), is_placeholder(value)
         if computed or value.numel() > _KEPT:
             return Form(shape, computed=computed)
-        return Form(shape, value.detach().clone())
+        copy = value.detach().clone()  # without values where something without was written into it
+        return Form(shape, computed=True) if is_placeholder(copy) else Form(shape, copy)
     return type_of(value)(map(_forms, value)) if isinstance(value, list | tuple) else value
 
 

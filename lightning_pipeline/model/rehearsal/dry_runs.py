@@ -179,15 +179,8 @@ class Rehearsal(_DryRun):
         return found + self._observer.guess.more if is_count else found
 
     def _of_size(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = of_most(func, args, kwargs, self._of_some_size)
-        if result is None and func._schema.name == "aten::bincount":
-            return self._counts_of(*args, **kwargs)
-        return result
-
-    def _counts_of(self, value: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
-        dtype = torch.int64 if weights is None else weights.dtype
-        shape = (max(value.numel(), minlength),)
-        return self._of_some_size(TensorSpec(shape, None, dtype, value.device.type, False))
+        asked = func._schema.name == "aten::bincount" and (kwargs.get("minlength") or len(args) > 2)
+        return of_most(func, args, kwargs, self._view.mode.make if asked else self._of_some_size)
 
     def _of_some_size(self, spec: TensorSpec) -> Tensor:
         """What has as many rows as values say."""

@@ -37,9 +37,9 @@ from lightning_pipeline.model.tensors import (
     flatten,
     is_placeholder,
     map_tensors,
+    read_of,
     takes_containers,
     tensors_in,
-    text_of,
     unflatten,
     user_line,
     written_tensors,
@@ -399,8 +399,8 @@ class _GlueFunctions(TorchFunctionMode):
             if run.taint.unguarded:
                 run.guard()
             return None
-        if (text := text_of(func, args)) is not None:
-            return text
+        if (read := read_of(func, args, kwargs)) is not None:
+            return read
         if func is Tensor.register_hook:
             if (target := run.hooked(args[0])) is None:
                 return _NoHandle()

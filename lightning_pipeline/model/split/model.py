@@ -250,7 +250,7 @@ class SplitModel(OutsideSteps):
 
     def returns_more(self, step: str) -> bool:
         """Whether a step returns other entries than `loss`, which the last stage has."""
-        return any(key != "loss" for key in self.known[step].returned)
+        return self.known[step].ended_early or any(key != "loss" for key in self.known[step].returned)
 
     def late_states(self, step: str) -> list[str]:
         """Names of tensors that the end of a step writes on the last stage, and other stages have too."""

@@ -14,6 +14,7 @@ from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
 Operation = Any
 _aten = torch.ops.aten
 _READ = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+_ALIKE = (torch.allclose, Tensor.allclose)
 _READING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 _WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
 _NOT_BY_FORM = (torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape)
@@ -26,16 +27,22 @@ def is_placeholder(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def text_of(func: Any, args: Any) -> str | None:
-    """What `f"{loss:.3f}"` makes of a tensor without values: it reads its number, where torch's own refuses.
+def read_of(func: Any, args: Any, kwargs: Any) -> str | bool | None:
+    """What a function reads of tensors without values where torch's own refuses, and its parts do not.
 
     Args:
-        func: A function of tensors that is called.
+        func: A function of tensors that is called: `f"{loss:.3f}"`, `torch.allclose`.
         args: Of it.
+        kwargs: Likewise.
+
+    Returns:
+        None for any other.
     """
-    if func is not Tensor.__format__ or not is_placeholder(args[0]) or args[0].dim() or not args[1]:
-        return None
-    return format(args[0].detach().item(), args[1])
+    if func is Tensor.__format__ and is_placeholder(args[0]) and not args[0].dim() and args[1]:
+        return format(args[0].detach().item(), args[1])
+    if func in _ALIKE and any(map(is_placeholder, operands_of(args, kwargs or {}))):
+        return bool(torch.isclose(*args, **(kwargs or {})).all())
+    return None
 
 
 def storage_key(tensor: Tensor) -> int:

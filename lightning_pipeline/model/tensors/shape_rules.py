@@ -241,6 +241,33 @@ def _all_different(
     )
 
 
+def _all_apart(
+    self: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:
+    return _all_along(self, dim, return_inverse=return_inverse, return_counts=return_counts)
+
+
+def _all_along(
+    self: Tensor, dim: int | None, sorted: bool = True, return_inverse: bool = False,
+    return_counts: bool = False,
+) -> tuple[TensorSpec, TensorSpec, TensorSpec]:  # fmt: skip
+    number = self.numel() if dim is None else self.shape[dim]
+    places = tuple(self.shape) if dim is None else (number,)
+    return (
+        _described(self, (number,) if dim is None else tuple(self.shape)),
+        _described(self, places if return_inverse else (0,), torch.int64),
+        _described(self, (number,) if return_counts else (0,), torch.int64),
+    )
+
+
+def _counted(self: Tensor, weights: Tensor | None = None, minlength: int = 0) -> tuple[TensorSpec]:
+    """As many numbers as were asked for at least, which are those of classes as a rule."""
+    single = weights is not None and weights.dtype is torch.float32
+    floating = torch.float32 if single else torch.float64
+    dtype = torch.int64 if weights is None else floating
+    return (_described(self, (minlength or self.numel(),), dtype),)
+
+
 def _each_once(repeats: Tensor, *, output_size: int | None = None) -> tuple[TensorSpec]:
     return (_described(repeats, (repeats.numel() if output_size is None else output_size,), torch.int64),)
 
@@ -253,6 +280,9 @@ _LONGEST: dict[Any, Callable[..., tuple[TensorSpec, ...]]] = {
     _aten.nonzero.default: _all_places,
     _aten.masked_select.default: _all_selected,
     _aten._unique2.default: _all_different,
+    _aten.bincount.default: _counted,
+    _aten.unique_consecutive.default: _all_apart,
+    _aten.unique_dim.default: _all_along,
     _aten.repeat_interleave.Tensor: _each_once,
 }
 _LONGEST_ELSEWHERE: dict[str, Callable[..., tuple[TensorSpec, ...]]] = {"torchvision::nms": _all_boxes}

@@ -24,9 +24,9 @@ from lightning_pipeline.model.tensors import (
     of_most,
     operands_of,
     put_back,
+    read_of,
     storage_key,
     tensors_in,
-    text_of,
     user_line,
     version_of,
     weights_needed,
@@ -348,8 +348,8 @@ class GlueFunctions(TorchFunctionMode):
         observed = self._observed
         if data_set_without_values(func, args, writes=observed.inside is None):
             return None
-        if (text := text_of(func, args)) is not None:
-            return text
+        if (read := read_of(func, args, kwargs)) is not None:
+            return read
         observed.tensors_used(operands_of(args, kwargs or {}))
         if observed.inside is None:
             if func in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):

@@ -152,7 +152,7 @@ class Advice:
             self.say(
                 ("unforeseen", step),
                 f"{step} has changed {_listed(names)} after a line that needs values where the step is run "
-                "without any (torch.bincount, torch.allclose, a file of what layers gave), so that it was "
+                "without any (a sparse tensor of what layers gave, a file of it), so that it was "
                 f"not seen: it is done once for each of {self._number} micro-batches, on the last stage. Do "
                 "it before such a line, or in on_train_batch_end or another hook, which every rank runs",
             )

@@ -109,7 +109,7 @@ class EndsEarly(Teaches):
     def training_step(self, batch, batch_idx):
         out = self.net(batch[0])
         loss = mse_loss(out, batch[1]) + mse_loss(out, self.teacher(batch[0]))
-        torch.bincount(out.detach().abs().long().flatten())
+        out.detach().to_sparse()
         self.optimizers().param_groups[0]["lr"] *= 0.9
         with torch.no_grad():
             for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):
