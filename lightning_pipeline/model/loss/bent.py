@@ -59,7 +59,8 @@ class Bent:
         args: Its arguments, a `Leaf` or `Bent` for each number that is followed.
         kwargs: Likewise.
         always: Whether a share of the result would be wrong: it is made of one that is bent.
-        by_unit: Whether nothing is wrong with the share but a number that a unit computed.
+        by_unit: Whether nothing is wrong with the share but a number that a unit computed, or one of which
+            the batch's is known.
     """
 
     func: Any
@@ -104,7 +105,7 @@ def bend(known: _Known, func: Any, args: Any, kwargs: Any, seen: Seen | None) ->
         known.differs = True
     if func is Tensor.__setitem__:
         return Bent(_with_item, *made, always=True)
-    return Bent(func, *made, always=always, by_unit=func in ARITHMETIC and always and not notes.other)
+    return Bent(func, *made, always=always, by_unit=func in _FOLLOWING and always and not notes.other)
 
 
 def _is_weighted_otherwise(known: _Known, args: Any, kwargs: Any, seen: Seen | None) -> bool:
@@ -173,7 +174,8 @@ class _Notes:
         if isinstance(value, Tensor | float):
             share, bent = self._known.of(value), self._known.bent(value)
             if bent is not None and (given := self._given(value, theirs)) is not None:
-                self.found.append(False)
+                self.found.append(True)
+                self.other |= given.numel() != 1
                 return given
             if bent is not None:
                 self.found.append(True)
@@ -459,6 +461,8 @@ def _all(parts: Tensor) -> Tensor:
     return (parts != 0).all(0)
 
 
+_FOLLOWING = ARITHMETIC.union(both("where"))
+"""Of what the batch's number is known their shares are right."""
 _REDUCING: dict[Any, Callable[[Tensor], Tensor] | None] = {
     **dict.fromkeys(both("max amax"), _largest),
     **dict.fromkeys(both("min amin"), _smallest),
