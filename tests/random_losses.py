@@ -143,6 +143,20 @@ _WEIGHTED = (
 )  # fmt: skip
 """What a loss makes of such a number; drawn for seeds from `WEIGHTED_FROM` on."""
 WEIGHTED_FROM = 100_000
+_DIVIDED = (
+    "(R * m).sum() / m.sum().clamp(min=1)", "R[m].sum() / torch.clamp(m.sum(), min=1.0)", "R.mean() / (y.var() + 0.1)",
+    "torch.where(m.sum() > 0, (R * m).sum() / m.sum().clamp(min=1), R.sum() * 0)", "(R * w).sum() / w.sum().sqrt()",
+    "(R * m).sum() / torch.maximum(m.sum(), torch.tensor(1))", "R.sum() / torch.sqrt(m.sum() + 1)", "R.mean() + y.var()",
+    "((o - y).pow(2).sum(0) / (((y - y.mean(0)) ** 2).sum(0) + 0.1)).mean()", "R.mean() * y.std().clamp(min=0.5) + y.var()",
+    "R.sum() / (m.sum() + v.bincount(minlength=3).max())", "torch.where(w.mean() > 0.6, R.mean(), 2 * R.mean())",
+    "(torch.zeros(3).index_add_(0, v, R) / v.bincount(minlength=3).clamp(min=1)).mean()", "R.mean() * B / (y.std() + 1)",
+    "(R.sum() - w.sum().clamp(min=2)) / len(x)", "(R * m).sum() / (m.sum().clamp(min=1) * (1 + B))", "R.mean() * m.sum().sqrt()",
+    "torch.stack([R.sum() / m.sum().clamp(min=1), R.mean()]).sum()", "R.mean() / torch.stack([m.sum(), v.sum()]).clamp(min=1).max()",
+    "(R * m).sum() / max(m.sum(), 1)", "(R * m).sum() / (m.sum() or 1)", "R.sum() / (m.sum().clamp(min=1) + w.sum().clamp(max=2))",
+    "R.mean() * (w.sum() / m.sum().clamp(min=1)).clamp(max=2)", "(R.mean() + 0.1 * N) / y.abs().max().clamp(min=0.1)",
+)  # fmt: skip
+"""Sums over samples divided by what is made of counts; drawn for seeds from `DIVIDED_FROM` on."""
+DIVIDED_FROM = 200_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -202,6 +216,7 @@ class _Drawer:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.weighted = seed >= WEIGHTED_FROM
+        self.of_batch = _WEIGHTED if seed < DIVIDED_FROM else _DIVIDED
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
         """A pattern with its rows `R`, numbers `N`, Python numbers `P` and thresholds `T` drawn."""
@@ -239,7 +254,7 @@ class _Drawer:
             kinds = (*(_NUMBERS, _LINEAR) * 10, _BENT, _PICKED, _MIXING)
         kind = self.draw.choice(kinds)
         if self.weighted and self.draw.random() < 0.5:
-            kind = _WEIGHTED
+            kind = self.of_batch
         return "(" + self.filled(self.draw.choice(kind), depth + 1, measured) + ")"
 
     def plain(self, depth: int) -> str:

@@ -79,9 +79,19 @@ def test_a_metric_that_is_logged_in_a_step_has_the_step_s_value() -> None:
     ).startswith("warned")
 
 
+def test_a_metric_that_is_called_once_and_for_each_sample_is_warned_of() -> None:
+    calls = ("s.mean.update(F.mse_loss(o, y))", "[s.mean.update(p) for p in o.exp().sum(1)]")
+    told = tuple(Call("object", (call, "mean"), (("on_step", False), ("on_epoch", True))) for call in calls)
+    batches = LossProgram("F.mse_loss(o, y)", told, (8, 8), (("num_microbatches", 3),), 0, False)
+    assert loss_outcome_of(batches).startswith("warned: mean_0")
+
+
 LOSSES = (
     "F.mse_loss(o, y, weight=w[:, None].expand_as(o))", "(o[:, 0][m] / w[m]).sum() / m.sum()", "(o - y)[m].pow(2).mean()",
     "torch.sub(F.mse_loss(o, y), F.cross_entropy(o, c), alpha=0.3) + 0.1 * s.body[2].aux", "o[m].exp().mean()",
+    "o.sum() / torch.sqrt(m.sum() + 1)", "torch.where(w.mean() > 0.6, o.mean(), 2 * o.mean())",
+    "((o - y).pow(2).sum(0) / (((y - y.mean(0)) ** 2).sum(0) + 0.1)).mean()",
+    "F.mse_loss(o, y) * y.std().clamp(min=0.5) + y.var()",
 )  # fmt: skip
 
 

@@ -267,6 +267,7 @@ class MetricCalls:
         self._of_whole: dict[int, list[tuple[str, Any]]] = {}
         self._ways: dict[tuple[str, int, int], Way] = {}
         self._one_by_one: dict[tuple[str, int], bool] = {}
+        self._more_often: dict[tuple[str, int], bool] = {}
         self._only_updates: dict[tuple[str, int], bool] = {}
         self._drafts: dict[int, tuple[AnyMetric, Any]] = {}
         self._settling = False
@@ -499,6 +500,13 @@ class MetricCalls:
             self._one_by_one[key] = len(found) == sum(counts) > max(counts)
         return self._one_by_one.get(key, len(set(counts)) > 1 and counts == self._sizes)
 
+    def _is_called_more(self, line: _Line) -> bool:
+        """Whether the whole batch's step calls it more often than a micro-batch's, not for samples alone."""
+        key, found = (self._step, id(line.metric)), self._of_whole.get(id(line.metric))
+        if found is not None:
+            self._more_often[key] = len(found) != max(line.counts.values())
+        return self._more_often.get(key, False)
+
     def _make_one_by_one(self, line: _Line) -> None:
         for number in range(len(self._sizes)):
             for call in line.of(number):
@@ -508,8 +516,8 @@ class MetricCalls:
         """One call with what all micro-batches gave; where nothing joins that, one for each."""
         metric, sizes = line.metric, [self._sizes[call.microbatch] for call in calls]
         try:
-            if any(call.method != calls[0].method for call in calls):
-                raise DifferentWaysError
+            if self._is_called_more(line) or any(call.method != calls[0].method for call in calls):
+                raise DifferentWaysError  # one device calls it more often, some of it for each sample
             arguments = self._joined(metric, [call.arguments for call in calls], nth, sizes)
         except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
             if not _sums_samples(metric) or any(_goes_by_call(metric, given(c.arguments)) for c in calls):
