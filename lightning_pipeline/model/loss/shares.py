@@ -24,8 +24,9 @@ from lightning_pipeline.model.loss.events import (
     Seen,
     Share,
     Whole,
+    grows,
 )
-from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING
+from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING, written_by
 from lightning_pipeline.model.loss.masks import has_mask, indices
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
 from lightning_pipeline.model.loss.rules import (
@@ -70,6 +71,7 @@ class Shares:
         self._reads = 0
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
+        self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # with the places that were written last
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
@@ -95,6 +97,7 @@ class Shares:
         """Let go of every value: its memory is the backward's to free."""
         self._known.clear()
         self._bent.clear()
+        self._tables.clear()
         self._computed.clear()
 
     def multiplied(self, result: Tensor, number: Tensor) -> None:
@@ -130,6 +133,10 @@ class Shares:
             by_batch = any(self.bent(arg) is not None for arg in (args[0], *indices(args[1])))
             if not by_batch and (share is None or not share.single):
                 return self._select(func, args, kwargs, run)
+        if self._is_own_rows(func, args):
+            return self._followed(func, args, kwargs, run)
+        for table in written_by(func, args, kwargs) if self._tables else ():
+            self._tables.pop(id(table), None)
         bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
         self._mean = None
         result = self._followed(func, args, kwargs, run)
@@ -140,6 +147,8 @@ class Shares:
                 self._keep_bent(one, made)
             return result
         made = args[0] if func is Tensor.__setitem__ else result
+        if func is Tensor.__setitem__ and isinstance(made, Tensor):
+            self._note_table(made, args[1], seen)
         self._keep_bent(made, bent or extreme(self, func, args, kwargs, made, seen))
         return result
 
@@ -151,6 +160,21 @@ class Shares:
             self._calls = None
             return None
         return seen
+
+    def _note_table(self, table: Tensor, index: Any, seen: Seen | None) -> None:
+        """Rows were written: of the samples, where each has a place of its own in the whole batch."""
+        theirs = None if seen is None else seen.args[1]
+        whole = theirs.value if isinstance(theirs, Form) else None
+        apart = whole is not None and whole.dtype is torch.int64 and whole.unique().numel() == whole.numel()
+        if apart and isinstance(index, Tensor) and index.dim() == 1 and grows(seen, 1, index):
+            self._tables[id(table)] = table, index.detach().clone()
+
+    def _is_own_rows(self, func: Any, args: Any) -> bool:
+        """Whether a sample reads of a table what it has written there itself."""
+        if func is not Tensor.__getitem__ or id(args[0]) not in self._tables:
+            return False
+        places = self._tables[id(args[0])][1]
+        return isinstance(args[1], Tensor) and args[1].dtype == places.dtype and torch.equal(args[1], places)
 
     @property
     def is_astray(self) -> bool:

@@ -104,15 +104,16 @@ def rules_of(
         else:  # random, or no numbers at all
             found[label] = unmerged if effect.deep else usual
     labels = [effect.place.label for effect in effects]
-    idle = {one for one in labels if found[one] is same and _is_idle(run.start_of(one), trials, one)}
+    modes = {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
+    idle = {one for one in labels if found[one] is same and _is_idle(run.start_of(one), trials, one)} - modes
     first = {one: (run.start_of(one), _trial(trials[0], one)) for one in labels}
     later = [*_later(run, question, found, first).items(), *_twice(run, question, found, first).items()]
     without |= _given_up(run, found, later, trials, merge)
     in_order = {
         label
-        for label in found.keys() - idle
+        for label in found.keys() - idle - modes
         if all(equal(after[label], whole[label]) for (_, _, after, whole), _ in trials)
-    } - {e.place.label for e in effects if type(e.place.owner) is GradMode}  # which is on for a while
+    }
     readers: dict[str, set[int]] = {}
     one, other, whole = observed
     computed = question.mended or is_whole(one, other, whole, question.sizes)

@@ -159,8 +159,8 @@ class LeftBehind:
                 except SplitError:  # the batch as one cannot be traced, though its micro-batches may be
                     if at_end in self._rules[step].values():
                         raise
-                # The batch as one may leave more.
-                self._know(trace, microbatches, sizes, merge, mended=left is not None)
+                if step not in self.doubtful:  # the batch as one leaves more
+                    self._know(trace, microbatches, sizes, merge, mended=left is not None)
             self._look_at_counts(step, () if ways is None else ways.decisions)
             if len(self._stages) > 1:
                 self._refuse_chains(trace, left or {})
