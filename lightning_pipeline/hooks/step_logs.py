@@ -171,7 +171,8 @@ class LogRecorder:
             if isinstance(value, int | float) or (
                 isinstance(value, Tensor) and not is_placeholder(value) and value.numel() == 1
             ):
-                self._numbers[name, self._logged[name] - 1] = value, is_sure
+                number = value.detach() if isinstance(value, Tensor) else value
+                self._numbers[name, self._logged[name] - 1] = number, is_sure
         if given.get("batch_size") is not None:
             self._of_whole.update(dict.fromkeys(names, given["batch_size"]))
 

@@ -340,3 +340,40 @@ def test_lists_in_containers_have_what_one_device_added(ranks: Ranks, kind: type
     assert (expected["rows_1"], expected["batches"], expected["batches_1"]) == (10, 4, 2)
     for found in ranks(2)(keep_by_loader, {"stages": 2, "num_microbatches": 2}, kind):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class ReadsAfterBatches(Regression):
+    """Lists that hooks of batches read, and empty when they like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses, self.rows = list[float](), list[dict[str, Any]]()
+        self.latest, self.outs = deque[float](maxlen=3), list[Tensor]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        loss = nn.functional.mse_loss(out, batch[1])
+        self.losses.append(loss.item())
+        self.latest.append(loss.item())
+        self.rows.append({"mean": out.detach().mean(0), "n": len(out)})
+        self.outs.append(out.detach())
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("least", min(self.losses))
+        self.log("latest", sum(self.latest) / len(self.latest))
+        self.log("row", self.rows[-1]["mean"].sum() * self.rows[-1]["n"])
+        if len(self.outs) == 2:
+            self.log("of_two", torch.cat(self.outs).std())
+            self.outs.clear()
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", sum(self.losses) / len(self.losses))
+        self.losses.clear()
+
+
+def test_hooks_of_batches_read_lists_on_every_rank(ranks: Ranks) -> None:
+    expected = logs_of(None, ReadsAfterBatches)
+    for number in (1, 3):
+        for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": number}, ReadsAfterBatches):
+            assert found == pytest.approx(expected, rel=1e-9)

@@ -255,6 +255,11 @@ class Kept(NamedTuple):
         changed = self._changed()
         return {id(item) for _, saved in self._without_arrays() for _, item in items_of(saved)} - changed
 
+    @property
+    def changed_inside(self) -> bool:
+        """Whether a container or array in the value has changed, beside the value."""
+        return bool(self._changed() - {id(self.value)})
+
     def _without_arrays(self) -> Iterator[tuple[Any, Any]]:
         return ((held, saved) for held, saved in self.inner if not isinstance(held, ndarray))
 

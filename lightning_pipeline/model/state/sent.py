@@ -2,13 +2,14 @@
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy
 import torch
 from torch import Tensor
 
-from lightning_pipeline.model.places import MISSING, Place
+from lightning_pipeline.model.places import MISSING, Kept, Place
 from lightning_pipeline.model.rules import Rows
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 
@@ -91,18 +92,74 @@ def _unpacked(value: Any) -> Any:
     return {key: _unpacked(item) for key, item in value.items()} if type(value) is dict else value
 
 
+class Added(NamedTuple):
+    """What a batch has added to the end of a list.
+
+    Attributes:
+        before: How many items there were.
+        items: Those that came.
+    """
+
+    before: int
+    items: Sent
+
+    def into(self, own: Any, device: torch.device) -> bool:
+        """Add them to the list of this rank, if that is as it was on the last stage.
+
+        Args:
+            own: What stands there.
+            device: Of the run.
+        """
+        if type(own) not in (list, deque) or len(own) != self.before:
+            return False
+        own.extend(self.items.received(device))
+        return True
+
+
 class FromLast(NamedTuple):
     """What the last stage tells the others after a batch.
 
     Attributes:
         values: By label.
+        added: To lists that stay where they are, by label.
         rows: What cuts a value by rows, by label, of those as well that are not sent.
         unmerged: Labels of what has no value for the batch.
     """
 
     values: dict[str, Sent]
+    added: dict[str, Added]
     rows: dict[str, Rows]
     unmerged: list[str]
+
+
+def added_to(value: Any, start: Kept) -> Added | None:
+    """What few items a batch has added to the end of a list; None where it has done anything else.
+
+    Args:
+        value: What stands there now.
+        start: What stood there when the batch began.
+    """
+    if (
+        value is not start.value
+        or not start.inner
+        or type(value) not in (list, deque)
+        or start.changed_inside
+    ):
+        return None
+    before, now = list(start.inner[0][1]), list(value)
+    lost = range(
+        len(before) + 1 if getattr(value, "maxlen", None) == len(now) else 1
+    )  # by a deque that is full
+    kept = next((len(before) - n for n in lost if _is_same(before[n:], now)), None)
+    if kept is None:
+        return None
+    items = now[kept:]
+    return Added(len(before), Sent.of(items)) if travels(items) and size_of(items) <= _MOST else None
+
+
+def _is_same(kept: list[Any], now: list[Any]) -> bool:
+    """Whether these objects stand at the beginning."""
+    return len(kept) <= len(now) and (not kept or kept[-1] is now[len(kept) - 1]) and all(map(is_, kept, now))
 
 
 def is_small(value: Any) -> bool:

@@ -37,7 +37,16 @@ from lightning_pipeline.model.rules import (
 from lightning_pipeline.model.state.elsewhere import Unmerged, attribute_name
 from lightning_pipeline.model.state.number_parts import NumberParts
 from lightning_pipeline.model.state.retained import Retained, give_gradients
-from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, fill, is_small, let_make, travels
+from lightning_pipeline.model.state.sent import (
+    FromLast,
+    Gradients,
+    Sent,
+    added_to,
+    fill,
+    is_small,
+    let_make,
+    travels,
+)
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, set_values
 
 _FILLED = (list, dict, set, deque)
@@ -332,8 +341,11 @@ class StepState:
         labels = [effect.place.label for effect in self._effects if effect.from_units]
         rules = {label: self._rules.get(label) for label in labels}
         by_rows = {label: rule for label, rule in rules.items() if isinstance(rule, Rows)}
-        none = [label for label, value in self._made().items() if isinstance(value, Unmerged)]
-        return FromLast(values, by_rows, none)
+        made = self._made()
+        none = [label for label, value in made.items() if isinstance(value, Unmerged)]
+        grown = {one: added_to(made[one], self._start[one]) for one in made.keys() - values}
+        added = {label: new for label, new in grown.items() if new is not None}
+        return FromLast(values, added, by_rows, none)
 
     def _made(self) -> dict[str, Any]:
         return {
@@ -361,6 +373,8 @@ class StepState:
         for effect in self._elsewhere:
             if effect.place.label in shared.values:
                 _take(effect.place, shared.values[effect.place.label].received(device))
+                taken.append(effect)
+            elif (new := shared.added.get(effect.place.label)) and new.into(effect.place.get(), device):
                 taken.append(effect)
             elif effect.place.label in shared.unmerged:
                 effect.place.put(Unmerged(attribute_name(effect.place), self._step))
