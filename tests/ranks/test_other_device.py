@@ -232,7 +232,8 @@ def reads_in_a_step() -> Any:
 def test_a_step_reads_nothing_to_the_host(apart: Ranks) -> None:
     (reads,) = apart(1)(reads_in_a_step)
     assert len(reads) == 7
-    assert reads == [[]] * 7
+    assert reads.pop(3)  # the first batch of the second epoch is looked at as one
+    assert reads == [[]] * 6
 
 
 def test_the_strategy_is_given_the_devices_of_the_accelerator(apart: Ranks) -> None:

@@ -40,6 +40,19 @@ class Ahead(NamedTuple):
                 place.put(value)
 
 
+def has_weights_apart(trace: Trace) -> bool:
+    """Whether a unit has weights that no gradient reaches, such as a target network, which a step may write.
+
+    A run as in another batch does what the user does there: it is made only where weights may be written.
+
+    Args:
+        trace: Of the step.
+    """
+    reached = {call.unit for call in trace.calls if any(spec.requires_grad for spec in call.specs)}
+    called = {call.unit for call in trace.calls} - reached
+    return any(next(trace.units[unit].module.parameters(), None) is not None for unit in called)
+
+
 def distances(trace: Trace, counted: Sequence[Place]) -> Iterator[int]:
     """How far ahead there are batches in which the step decides what it has not decided in those before.
 

@@ -20,7 +20,7 @@ from lightning_pipeline.model.tensors import (
     forget_placeholders,
     map_tensors,
 )
-from lightning_pipeline.model.trace.ahead import Ahead, distances
+from lightning_pipeline.model.trace.ahead import Ahead, distances, has_weights_apart
 from lightning_pipeline.model.trace.choices import (
     Decisions,
     circumstances,
@@ -120,7 +120,7 @@ def trace_step(
     if found.asked and opposite:
         again = look._replace(constants=found.constants, holds=found.holds, opposite=found.path)
         _join_opposite(found, partial(once, look=again))
-    if ahead:
+    if ahead and has_weights_apart(found):
         _foresee(found, partial(once, look=look._replace(constants=found.constants, holds=found.holds)))
     return found
 

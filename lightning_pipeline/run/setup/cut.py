@@ -211,7 +211,7 @@ class Cutting:
     def _trace(self, step: str, args: tuple[Any, ...], **options: Any) -> Trace:
         return trace_step(
             self._module, step, args, forward_context=self._context, device=self._device,
-            others=Beside(self._trainer).owners(), ahead=True, **options,
+            others=Beside(self._trainer).owners(), ahead=step == "training_step", **options,
         )  # fmt: skip
 
 

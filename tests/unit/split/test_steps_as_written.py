@@ -186,10 +186,10 @@ def fitted(pipeline, step):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("step", STEPS)
 def test_a_step_is_that_of_one_device_without_a_word(step, way):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        warnings.filterwarnings("ignore", message=".*(num_workers|log_every_n_steps|no `val_dataloader`)")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
         found, logged, kept = fitted(WAYS[way], step)
+    assert not [str(one.message) for one in said if "micro-batch" in str(one.message)]
     expected, logs, left = fitted(None, step)
     assert_same((found, {}), (expected, {}))
     assert logged == pytest.approx(logs, rel=1e-6, nan_ok=True)
