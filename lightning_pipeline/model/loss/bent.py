@@ -488,7 +488,7 @@ _OWN_PAIRS = frozenset(both("diag diagonal trace __getitem__ gather take_along_d
 _OVER_LAST = frozenset((F.layer_norm, F.rms_norm))
 _OVER_ALL = frozenset((torch.pdist, F.pdist, F.batch_norm))
 """What each sample has afterwards goes by others, whatever the arguments."""
-_SUMMING = frozenset((*both("sum mean count_nonzero"), *LOSSES))
+_SUMMING = frozenset((*both("sum nansum mean count_nonzero"), *LOSSES))
 _ELSEWHERE = _SUMMING.union(
     both(
         "dot vdot inner matmul mm mv __matmul__ einsum where new_zeros new_ones new_full new_empty new_tensor"

@@ -350,7 +350,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(both("rsub __rsub__"), _sum_of_two(-1, 1)),
     **dict.fromkeys(both("mul mul_ multiply __mul__ __rmul__ __imul__"), _product),
     **dict.fromkeys(both("div div_ divide true_divide __truediv__ __itruediv__"), _quotient),
-    **dict.fromkeys(both("sum count_nonzero"), _reduction(mean=False)),
+    **dict.fromkeys(both("sum nansum count_nonzero"), _reduction(mean=False)),
     **dict.fromkeys(both("mean"), _reduction(mean=True)),
     **dict.fromkeys(both("dot vdot inner matmul mm mv __matmul__ einsum"), _contraction),
     **dict.fromkeys(both("where"), _choice),

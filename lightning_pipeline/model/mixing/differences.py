@@ -287,11 +287,13 @@ def _met_out_of_place(whole: Meetings, own: Meetings, rows: Rows) -> dict[str, A
 
 def _is_out_of_place(theirs: Any, mine: Any, rows: Rows) -> bool:
     if not isinstance(theirs, Tensor) or not isinstance(mine, Tensor):
-        return type(theirs) is float and type(mine) is float and not math.isclose(theirs, mine, rel_tol=1e-9)
+        several = type(theirs) is float and type(mine) is float and _is_another_float(theirs, mine)
+        return several and not math.isclose(theirs, mine, rel_tol=1e-9)
     part = rows.of(theirs, mine)
     if part is None or part.is_complex() or is_placeholder(part) or is_placeholder(mine):
         return False
-    scale = 1e-9 * float(part.abs().max()) if part.is_floating_point() and part.numel() else 0.0
+    sizes = part[part.isfinite()].abs() if part.is_floating_point() else part[:0]
+    scale = 1e-9 * float(sizes.max()) if sizes.numel() else 0.0
     return not torch.allclose(part.double(), mine.double(), rtol=1e-6, atol=scale, equal_nan=True)
 
 
@@ -311,7 +313,8 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def _is_another_float(one: Any, other: Any) -> bool:
-    return type(one) is float and not (type(other) is float and one == other)
+    is_same = type(other) is float and (one == other or (math.isnan(one) and math.isnan(other)))
+    return type(one) is float and not is_same
 
 
 def _line(first: Reached, other: Reached, row: int, samples: int, place: int) -> dict[str, tuple[str, int]]:

@@ -17,7 +17,14 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.mixing.meetings import is_set, picks
 from lightning_pipeline.model.mixing.positions import Positions, lengths
 from lightning_pipeline.model.random import MicrobatchSeeds
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors, storage_key, tensors_in, user_line
+from lightning_pipeline.model.tensors import (
+    is_placeholder,
+    map_tensors,
+    same_values,
+    storage_key,
+    tensors_in,
+    user_line,
+)
 
 Run = Callable[..., Any]
 """Runs a function: it, arguments, keyword arguments, and what answers in its place."""
@@ -578,7 +585,7 @@ def is_cut_by_rows(whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> bo
             cut = theirs.dim() > 0 and theirs.shape[0] == total and mine.shape[:1] == (size,)
             found = found or cut
             same = theirs[start : start + size] if cut else theirs
-            if mine is not same and not (mine.shape == same.shape and torch.equal(mine, same)):
+            if mine is not same and not same_values(mine, same):
                 return False
         start += size
     return found and math.prod(sizes) > 0

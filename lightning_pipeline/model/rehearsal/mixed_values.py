@@ -76,10 +76,8 @@ class MixedValues:
         self._tried.add(key)
         try:
             trace, outputs = as_one(whole)
-            with self._runs.apart(step):
-                self.lines[step.name] = self.lines.get(step.name, {}) | self._mixed(
-                    step, whole, sizes, trace, outputs
-                )
+            found = self._mixed(step, whole, sizes, trace, outputs)
+            self.lines[step.name] = self.lines.get(step.name, {}) | found
         except Exception as error:  # the user's code, on made-up values
             _log.debug("whether %s mixes what units give cannot be tried: %s", step.name, error)
 
@@ -92,7 +90,8 @@ class MixedValues:
 
         def run(given: Mapping[Any, Any], sees: AbstractContextManager[Any]) -> MadeUp:
             runner = MadeUp(given, trace, frozenset(), self._runs.patches.originals)
-            self._runs.run(step, whole, runner, torch.no_grad(), sees)
+            with self._runs.apart(step):  # each begins with what the batch does
+                self._runs.run(step, whole, runner, torch.no_grad(), sees)
             return runner
 
         first = run(values, nullcontext())

@@ -67,8 +67,7 @@ class RowOrder:
             for known in traces:
                 known.unordered.update(several)
             if several and bytes_of(of_whole) <= LARGEST:
-                with self._runs.apart(step):
-                    found = self._found(step, whole, sizes, trace, of_whole, dims)
+                found = self._found(step, whole, sizes, trace, of_whole, dims)
                 for known in traces:
                     known.blocks.update({key: found[key] for key in several if key in found})
                     known.unordered.difference_update(found)
@@ -83,7 +82,8 @@ class RowOrder:
 
         def run(batch: Microbatch) -> _RowByRow:
             runner = _RowByRow(outputs, dims, trace, self._runs.patches.originals)
-            self._runs.run(step, batch, runner, torch.no_grad())
+            with self._runs.apart(step):  # each begins with what the batch does
+                self._runs.run(step, batch, runner, torch.no_grad())
             return runner
 
         one, other = run(whole), run(_with_others(whole, step.microbatches[-1], start, size, total))

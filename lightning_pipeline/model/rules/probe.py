@@ -32,7 +32,7 @@ from lightning_pipeline.model.rules.runs import Arguments, Question, Runs, is_wh
 from lightning_pipeline.model.rules.trial import CHAINED, Merge, Rule, Trial
 from lightning_pipeline.model.rules.values import equal
 from lightning_pipeline.model.rules.waiting import Wait, waiting
-from lightning_pipeline.model.tensors import is_placeholder, tensors_held
+from lightning_pipeline.model.tensors import is_placeholder, same_values, tensors_held
 from lightning_pipeline.model.trace import UnitPatches
 
 _log = logging.getLogger(__name__)
@@ -185,9 +185,7 @@ def _readers(
 
 
 def _identical(now: list[Tensor], then: list[Tensor]) -> bool:
-    return len(now) == len(then) and all(
-        a.shape == b.shape and torch.equal(a, b) for a, b in zip(now, then, strict=True)
-    )
+    return len(now) == len(then) and all(map(same_values, now, then))
 
 
 def _trials(run: Runs, question: Question) -> tuple[list[Any], list[dict[str, Any]], list[Observed]]:

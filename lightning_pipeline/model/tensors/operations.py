@@ -45,6 +45,15 @@ def read_of(func: Any, args: Any, kwargs: Any) -> str | bool | None:
     return None
 
 
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same shape and values, such as nan for labels that are missing."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if torch.equal(one, other) or not (one.is_floating_point() or one.is_complex()):
+        return torch.equal(one, other)
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's memory, shared by all of its views."""
     return int(tensor.untyped_storage()._cdata)
