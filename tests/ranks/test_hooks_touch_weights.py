@@ -51,6 +51,12 @@ class AssignsData(AveragesByLayer):
         self.net[2].bias.data = self.net[2].bias.data * self.net[4].weight.data.norm().item()
 
 
+class ReadsLists(Regression):
+    def on_train_batch_end(self, *args: Any) -> None:
+        first, last = (self.net[place].weight.detach().flatten() for place in (0, -1))
+        self.log("weights", sum(map(abs, first.tolist())) + sum(map(abs, last.clone().tolist())))
+
+
 class AssignsGradients(Regression):
     def on_before_optimizer_step(self, *args: Any) -> None:
         self.net[2].weight.grad = self.net[4].weight.grad.clone()
@@ -167,6 +173,7 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
         CopiesALayer,
         FillsABuffer,
         ReadsANumber,
+        ReadsLists,
         ChangesTogether,
         ChangesEach,
         StartsAnew,

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pipeline._torch import (
     DisableTorchFunction,
     DisableTorchFunctionSubclass,
+    FakeTensor,
     TorchDispatchMode,
     current_function_mode,
     disable_current_modes,
@@ -158,6 +159,7 @@ class Meeting:
                 self._modes[0],
                 self._modes[1],
                 patched(Tensor, {"__reduce_ex__": self._pickling(Tensor.__reduce_ex__)}),
+                patched(FakeTensor, {"tolist": Tensor.tolist}),  # its own reads number by number
                 self._settling(),
             ):
                 yield

@@ -154,9 +154,42 @@ class Remembered(Table):
         return mse_loss(out, y) + (1 - (self.table[place] * likely).sum(1)).log().mean()
 
 
+class MissingLabels(Written):
+    def step(self, out, y, mask, place, index):
+        y = torch.where(mask[:, None], y, torch.nan)
+        self.log("error", (out - y).abs().nanmean())
+        known = ~y.isnan()
+        return mse_loss(out[known], y[known])
+
+
+class MissingSummed(Written):
+    def step(self, out, y, mask, place, index):
+        return torch.nansum(torch.where(mask[:, None], (out - y) ** 2, torch.nan)) / mask.sum().clamp(min=1)
+
+
+class Annealed(Written):
+    """What a layer gives is scaled by a number that the step changes, before the next layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps, self.strength = 0, 1.0
+        self.register_buffer("average", torch.ones((), dtype=torch.float64))
+
+    def training_step(self, batch, batch_idx):
+        hidden = self.net[1](self.net[0](batch[0])) * (1 + self.steps / 10) / self.average.clone()
+        loss = mse_loss(self.net[4:](self.net[2:4](hidden.div(self.strength))), batch[1])
+        self.steps += 1
+        self.strength = max(0.1, self.strength * 0.9)
+        self.average = 0.9 * self.average + 0.1 * batch[0].abs().mean()
+        return loss
+
+    def kept(self):
+        return [self.steps, self.strength, float(self.average)]
+
+
 STEPS = [
     AtLeastOne, AtLeastOneByTorch, NoneIfNothing, ByTheSpread, Counts, LogsInSomeBatches, Anchored, Prioritized,
-    PrioritizedLater, Centers, Table, Remembered,
+    PrioritizedLater, Centers, Table, Remembered, MissingLabels, MissingSummed, Annealed,
 ]  # fmt: skip
 
 
