@@ -89,7 +89,7 @@ def test_metrics_count_each_value_once_on_the_last_stage(stages):
 class Collecting(Net):
     def __init__(self) -> None:
         super().__init__()
-        self.outputs = []
+        self.outputs, self.large = [], []
         self.names = []
         self.sums = {}
         self.best = None
@@ -99,13 +99,14 @@ class Collecting(Net):
         self.names.append(batch_idx)
         out = self.head(self.body(h))
         self.outputs.append(out)
+        self.large.append(out.repeat(1, 5000))
         self.sums["loss"] = self.sums.get("loss", 0.0) + F.mse_loss(out, batch["y"])
         self.best = out.max()
         return {"out": out, "early": h.mean()}
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
-def test_lists_that_a_step_fills_are_whole_on_the_last_stage_and_guarded_elsewhere(stages):
+def test_lists_that_a_step_fills_are_whole_on_all_stages_and_large_ones_guarded_but_on_the_last(stages):
     module = seeded(Collecting)
     import copy
 
@@ -120,13 +121,14 @@ def test_lists_that_a_step_fills_are_whole_on_the_last_stage_and_guarded_elsewhe
     assert last.names == reference.names
     for split in outcome.splits[:-1]:
         for read in (len, list, lambda v: v[0], torch.stack, lambda v: sum(v), bool):
-            with pytest.raises(PlaceholderError, match="attribute 'outputs' of the LightningModule"):
-                read(split.root.outputs)
+            with pytest.raises(PlaceholderError, match="attribute 'large' of the LightningModule"):
+                read(split.root.large)
         with pytest.raises(PlaceholderError, match="'sums'"):
             split.root.sums["loss"]
         torch.testing.assert_close(split.root.best, reference.best)
-        split.root.outputs.clear()
-        split.root.outputs = []
+        torch.testing.assert_close(split.root.outputs, reference.outputs)
+        split.root.large.clear()
+        split.root.large = []
 
 
 def run_on(splits, batch, step: str, key: int) -> Outcome:
