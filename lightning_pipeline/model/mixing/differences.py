@@ -292,7 +292,7 @@ def _is_out_of_place(theirs: Any, mine: Any, rows: Rows) -> bool:
     part = rows.of(theirs, mine)
     if part is None or part.is_complex() or is_placeholder(part) or is_placeholder(mine):
         return False
-    sizes = part[part.isfinite()].abs() if part.is_floating_point() else part[:0]
+    sizes = part[part.isfinite()].abs() if part.is_floating_point() else part.new_zeros(0)
     scale = 1e-9 * float(sizes.max()) if sizes.numel() else 0.0
     return not torch.allclose(part.double(), mine.double(), rtol=1e-6, atol=scale, equal_nan=True)
 
