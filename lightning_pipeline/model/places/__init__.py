@@ -1,5 +1,6 @@
 """Where a step may leave something behind, what stood there, and what has changed."""
 
+from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.owners import (
     FILLED,
     MISSING,
@@ -29,6 +30,7 @@ __all__ = [
     "ArrayOwner",
     "ClassOwner",
     "Effect",
+    "Findings",
     "Flags",
     "FoundOwner",
     "GradMode",

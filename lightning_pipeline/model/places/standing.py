@@ -6,6 +6,7 @@ Nothing is put in the way of the user's code: what stands there is compared by i
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from operator import is_
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, set, tuple, deque)
 _PLAIN_CONTAINERS = frozenset({list, dict, OrderedDict, set, deque})
 _HOLD_NOTHING = frozenset({bool, int, float, str, type(None), Tensor, nn.Parameter})
+_HAVE_NOTHING_INSIDE = _HOLD_NOTHING - {Tensor, nn.Parameter} | {FunctionType, ModuleType, type}
 _DEEP, _LONG, _FEW, _MOST = 3, 1000, 100, 20_000
 _SMALL = 1 << 16  # elements of a tensor that is kept though the trace saw nobody write into it
 
@@ -233,6 +235,8 @@ class Kept(NamedTuple):
             value: What stands somewhere.
             deep: Whether the values of a tensor are kept too.
         """
+        if type(value) in _HAVE_NOTHING_INSIDE:
+            return cls(value, [], [])
         inner = [(held, held.copy()) for held, _ in _containers(value)]
         tensors, beside = list[tuple[Tensor, Tensor, int]](), tuple[tuple[Tensor, Tensor, int], ...]()
         if isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
@@ -321,7 +325,9 @@ class Standing:
     def restore(self) -> None:
         """Put it back."""
         for owner, kept in self._kept:
-            for key in [key for key in owner.read() if owner.watches(key) and key not in kept]:
+            now = dict(owner.read())
+            for key in [key for key in now if key not in kept and owner.watches(key)]:
                 owner.write(key, MISSING)
             for key, value in kept.items():
-                value.give_back(owner.place(key))
+                if type(value.value) not in _HAVE_NOTHING_INSIDE or now.get(key, MISSING) is not value.value:
+                    value.give_back(owner.place(key))

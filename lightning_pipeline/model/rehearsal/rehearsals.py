@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_pipeline.model.cut import Microbatch, Partition
-from lightning_pipeline.model.places import Owner
+from lightning_pipeline.model.places import Findings, Owner
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.rehearsal.as_one import ToldAsOne
 from lightning_pipeline.model.rehearsal.divisors import Divisors
@@ -44,6 +44,7 @@ class Rehearsals:
         forget: Told of a step that leaves more behind than its trace shows.
         begun: Inside, given the number of a micro-batch or None, what was left by rows is cut for it.
         others: What a step may change beside the module.
+        findings: What is found once for the runs with which a batch begins.
         stage_of: The stage of each unit, of those too that come later.
         stages: Those of this rank.
 
@@ -71,13 +72,14 @@ class Rehearsals:
         forget: Callable[[str], None],
         begun: Callable[..., AbstractContextManager[Any]],
         others: Callable[[], Sequence[Owner]],
+        findings: Findings,
         stage_of: Sequence[int],
         stages: Collection[int],
     ) -> None:  # fmt: skip
         begins, ends = DryRuns(first, patches), DryRuns(last, patches)
         self.ways = RouteFinder(
             root, cut, needed, walk=begins.walk, traced=traced, traced_like=traced_like, apart=apart,
-            in_silence=in_silence, forget=forget, others=others,
+            in_silence=in_silence, forget=forget, others=others, findings=findings,
         )  # fmt: skip
         self.mixed = MixedSamples(root, begins.rehearse, self.ways, apart, begun)
         self.divisors = Divisors(

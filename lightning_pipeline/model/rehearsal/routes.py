@@ -27,7 +27,7 @@ from lightning_pipeline.model.cut import (
     goes_on,
     misfit,
 )
-from lightning_pipeline.model.places import Effect, Owner, Place, Replayed, Surroundings
+from lightning_pipeline.model.places import Effect, Findings, Owner, Place, Replayed, Surroundings
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.rehearsal.size_laws import SizeLaws
 from lightning_pipeline.model.replay import Step
@@ -83,6 +83,7 @@ class RouteFinder:
         in_silence: Inside, a run of a step logs nothing.
         forget: Told of a step that leaves more behind than was seen.
         others: What a step may change beside the module.
+        findings: What is found once for the runs with which a batch begins.
 
     Attributes:
         torn: Steps that decide by the batch, otherwise for one micro-batch than for another.
@@ -96,9 +97,11 @@ class RouteFinder:
         apart: Callable[[str], AbstractContextManager[None]],
         in_silence: Callable[[], AbstractContextManager[None]],
         forget: Callable[[str], None],
-        others: Callable[[], Sequence[Owner]] = tuple,
+        others: Callable[[], Sequence[Owner]],
+        findings: Findings,
     ) -> None:  # fmt: skip
-        self._others = others
+        self._others, self._findings = others, findings
+        self._generators = findings.of(lambda: Generators(self._all_modules))
         self._root, self._cut, self._needed, self._walk = root, cut, needed, walk
         self._traced, self._traced_like, self._apart = traced, traced_like, apart
         self._in_silence, self._forget = in_silence, forget
@@ -114,7 +117,7 @@ class RouteFinder:
     def _list_modules(self) -> None:
         units = [unit.module for unit in self._cut.trace.units]
         inside = {id(part) for unit in units for part in unit.modules()} - set(map(id, units))
-        self._all_modules = list(self._root.modules())
+        self._all_modules: list[nn.Module] = list(self._root.modules())
         self._modules = [module for module in self._all_modules if id(module) not in inside]
         self._updates = updates_of_metrics(self._root)
         self._at_start = plain_state(self._root, self._modules, set())
@@ -125,6 +128,7 @@ class RouteFinder:
         self._outputs.clear()
         self._laws.clear()
         self._generation += 1
+        self._findings.forget()
         self._list_modules()
 
     def of_step(self, trace: Trace, liveness: Liveness) -> StepRoutes:
@@ -323,9 +327,9 @@ class RouteFinder:
         writes, form = WritesSeen([*self._root.parameters(), *self._root.buffers(), *standing]), FormSeen()
         try:
             with _values_kept(effects), self._apart(step), decisions.noting(numbers):
-                reads.changes = self._changes(effects, writes)
                 around.look()
                 changed = _Changed(around)
+                reads.changes = self._changes(effects, writes, changed)
                 reads.on_call = changed.look
                 try:
                     with writes, form:
@@ -444,13 +448,13 @@ class RouteFinder:
                 laws.learn(one)
             return like.calls
 
-    def _changes(self, effects: Sequence[Effect], writes: WritesSeen) -> Callable[[], bool]:
+    def _changes(
+        self, effects: Sequence[Effect], writes: WritesSeen, changed: "_Changed"
+    ) -> Callable[[], bool]:
         """What tells whether anything has changed since; of a step that writes weights it has."""
         if any(isinstance(effect.place.get(), nn.Parameter) for effect in effects if effect.deep):
             return lambda: True
-        around = Surroundings(self._root, self._others())
-        around.look()
-        return lambda: bool(around.look() or writes.written)
+        return lambda: bool(changed.now() or writes.written)
 
     @contextmanager
     def _glancing(self) -> Iterator[None]:
@@ -460,7 +464,7 @@ class RouteFinder:
 
     def _numbers_kept(self) -> AbstractContextManager[None]:
         """For a look at a micro-batch, which sets its random numbers, and where the step may set some."""
-        return random_state_kept(Generators(self._all_modules))
+        return random_state_kept(self._generators())
 
     def _check(self, trace: Trace) -> None:
         """Refuse a way that the stages, as they are, cannot go."""
@@ -505,8 +509,13 @@ class _Changed:
 
     def look(self) -> None:
         """A unit is called, or the step is over."""
-        self.places += [(place, self._calls) for place in self._around.look()]
+        self.now()
         self._calls += 1
+
+    def now(self) -> list[tuple[Place, int]]:
+        """All that is changed up to now."""
+        self.places += [(place, self._calls) for place in self._around.look()]
+        return self.places
 
 
 def _is_getter(func: Any) -> bool:

@@ -98,7 +98,7 @@ class SplitModel(OutsideSteps):
             loss_over_batch=loss_over_batch,
         )  # fmt: skip
         self._guards = AttributeGuards()
-        self._others = others
+        self._others = others = self.findings.of(others)
         self.known = KnownSteps(
             root, cut, later, patches=self._patches, mode=self.mode, context=forward_context,
             sinks=lambda: self.told.names, others=others, lifted=self._guards.lifted, device=self._device,
@@ -127,7 +127,7 @@ class SplitModel(OutsideSteps):
             traced=self.known.traced, traced_like=self.known.traced_like,
             apart=self._apart_in_silence, in_silence=self._in_silence, quiet=self._quiet,
             forget=self._left_behind.forget, begun=self._left_behind.begun, others=others,
-            stage_of=self._stage_of, stages=stages,
+            findings=self.findings, stage_of=self._stage_of, stages=stages,
         )  # fmt: skip
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import ModuleTree, Partition, stages_of_states
+from lightning_pipeline.model.places import Findings
 from lightning_pipeline.model.replay import StageView
 from lightning_pipeline.model.state import Meeting, SharedParameter, Sources, StageParameters
 from lightning_pipeline.model.tensors import PlaceholderMode, TensorSpec, tensors_in, user_line
@@ -29,6 +30,7 @@ class OutsideSteps:
 
     Attributes:
         mode: Of placeholders.
+        findings: What is found once for all runs of a step with which a batch begins.
     """
 
     _tree: ModuleTree
@@ -36,7 +38,7 @@ class OutsideSteps:
 
     def __init__(self, root: nn.Module, cut: Partition, stages: Sequence[int], device: torch.device) -> None:
         self.root, self.cut, self._device = root, cut, device
-        self.mode = PlaceholderMode()
+        self.mode, self.findings = PlaceholderMode(), Findings()
         self._patches = UnitPatches(cut.trace.units)
         self._stage_of, self._here = cut.stage_of, set(stages)
         needed = stages_of_states(root, cut.trace, self._stage_of, cut.num_stages)

@@ -235,13 +235,14 @@ class Batch:
         steps.returned.begin(self.step, seen.sizes)
         steps.writes.begin(seen.sizes)
         whole: WholeBatch = ((tuple(self.args), {}), weights.losses, 1 / weights.accumulate)
-        steps.split.begin(
-            self.step, [(args, {}) for args in parts.args],
-            weights=weights.gradients if self.trains else None, key=self.key,
-            replica=steps.replica, split_backward=self.plan.splits_backward,
-            whole=None if weights.settled else whole,
-            sizes=parts.sizes, merge=steps.merge, at_once=whole[0],
-        )  # fmt: skip
+        with steps.split.findings.held():
+            steps.split.begin(
+                self.step, [(args, {}) for args in parts.args],
+                weights=weights.gradients if self.trains else None, key=self.key,
+                replica=steps.replica, split_backward=self.plan.splits_backward,
+                whole=None if weights.settled else whole,
+                sizes=parts.sizes, merge=steps.merge, at_once=whole[0],
+            )  # fmt: skip
 
     def _finish(self) -> tuple[Tensor | None, Any]:
         """Merge, and tell all ranks; the loss of the batch, and what the step returned beside."""
@@ -277,7 +278,8 @@ class Batch:
         if looks:
             merged = None if self._steps.merges_itself else output
             left, samples = split.left(), sum(self.parts.sizes)
-            found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
+            with split.findings.held():
+                found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
