@@ -271,7 +271,21 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_circles.py::test_a_layer_that_undoes_itself_at_the_end_runs_on_every_stage": (
         "2",
     ),
-    "tests/unit/split/test_effects.py::test_a_step_leaves_what_one_device_leaves": ("*-2-4",),
+    "tests/unit/split/test_dictionaries_in_steps.py::test_a_dictionary_is_filled_as_on_one_device": (
+        "of_[nlt]*-four", "each_batch_anew-two", "in_dictionaries-four", "by_*-four", "of_deques-two", "updated-four",
+        "of_sets-four", "pairs-four",
+    ),
+    "tests/unit/split/test_effects.py::test_a_step_leaves_what_one_device_leaves": ("*-2-4", "[A-F]*-3-2", "Lazy-3-2"),
+    "tests/unit/split/test_losses_by_sample.py::test_a_loss_in_a_loop_over_samples_is_one_devices": (
+        "anchors-two", "clamped-four", "hard_negatives-two", "relative-four",
+    ),
+    "tests/unit/split/test_steps_as_written.py::test_a_step_is_that_of_one_device_without_a_word": (
+        "A*-two", "C*-four", "P*-four", "ByTheSpread-four", "LogsInSomeBatches-two", "M*-two", "NoneIfNothing-two",
+        "Remembered-two", "Table-two",
+    ),
+    "tests/unit/split/test_texts_and_trackers.py::test_texts_and_trackers_are_one_devices": (
+        "Teaches-two", "Tracks-four",
+    ),
     "tests/unit/split/test_hooks_at_a_cut.py::*": ("1-False-*", "2-True-*"),
     "tests/unit/split/test_hooks_of_a_step.py::test_a_hook_that_goes_by_samples_is_that_of_one_device": (
         "8-*",
@@ -332,7 +346,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "*-test", "*-validate", "centred-*", "in_a_list-*", "ordered-fit",
     ),
     "tests/unit/split/test_mixing.py::test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of": (
-        "by_numpy_in_the_loss", "in_halves",
+        "in_halves",
     ),
     "tests/unit/split/test_mixing.py::test_micro_batches_have_their_samples_of_what_one_device_mixes": (
         "[!w]*-ZBH1", "weighted_after-ZBH1", "flipped-*", "standardized_targets-*", "told_between-*",

@@ -9,7 +9,7 @@ from typing import Any
 from lightning.pytorch import Callback, Trainer
 
 from lightning_pipeline._lightning import progress_of
-from lightning_pipeline.model.places import MISSING, ClassOwner, FoundOwner, Numbers, Owner
+from lightning_pipeline.model.places import MISSING, ClassOwner, FileOwner, FoundOwner, Numbers, Owner
 from lightning_pipeline.model.tensors import Code, are_the_users, code_of, objects_below
 
 _OF_LIGHTNING = ("trainer", "_trainer", "_log_hyperparams", "_hparams", "_hparams_name", "_hparams_initial")
@@ -96,7 +96,7 @@ def owners_in_code(code: Code) -> Iterator[Owner]:
     for file in code.files:
         namespace = vars(file)
         own = {name: value for name, value in namespace.items() if not name.startswith("__")}
-        yield Owner(namespace, f"global {file.__name__}.", namespace.keys() - own.keys())
+        yield FileOwner(namespace, f"global {file.__name__}.")
         yield from _below(own, f"global {file.__name__}")
     for function in code.functions:
         name = f"{function.__module__}.{function.__qualname__}"

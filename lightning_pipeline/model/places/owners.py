@@ -164,6 +164,14 @@ class ClassOwner(Owner):
         return not str(key).startswith("__")
 
 
+class FileOwner(Owner):
+    """The globals of a Python file, but for what Python itself keeps there, now or once it has warned."""
+
+    def watches(self, key: Any) -> bool:
+        """Whether a change of it counts."""
+        return not str(key).startswith("__")
+
+
 class FoundOwner(Owner):
     """The entries of a dictionary that may be another one later, such as a group of an optimizer.
 

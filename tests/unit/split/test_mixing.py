@@ -337,6 +337,8 @@ STAGED = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B"}
 BY_LOSS = (
     advantages, advantages_of_a_distribution, standardized_targets, targets_on_the_device_of_a_value,
 )  # fmt: skip
+
+
 BY_ORDER = (
     flipped, sorted_by_a_feature, whitened, told_between, weighted_after, decorrelated, two_views, *BY_LOSS,
 )  # fmt: skip
@@ -489,16 +491,24 @@ def test_a_step_whose_samples_of_the_batch_are_not_found_is_warned_of(function, 
     assert all("test_mixing.py" in text for text in told(recwarn))
 
 
-def validated(pipeline):
-    module, run = Mixed(rolled_by_values), trainer(pipeline)
+def validated(function, pipeline):
+    module, run = Mixed(function), trainer(pipeline)
     return run.validate(module, loader(seed=4), verbose=False)[0]["val_loss"]
 
 
-def test_what_values_of_micro_batches_decide_is_warned_of_in_training_and_logged_as_one(recwarn):
-    fitted(rolled_by_values, {**STAGED, "num_microbatches": 3})
+@pytest.mark.parametrize(
+    ("function", "at"),
+    [(rolled_by_values, "roll"), (by_how_many, "div"), (by_numpy_in_the_loss, "mse_loss")],
+    ids=["roll", "number", "NumPy"],
+)
+def test_what_micro_batches_have_of_their_own_is_warned_of_in_training_and_logged_as_one(
+    function, at, recwarn
+):
+    pipeline = {**STAGED, "num_microbatches": 3}
+    fitted(function, pipeline)
     (text,) = told(recwarn)
-    assert text.startswith("training_step") and "roll at test_mixing.py" in text
-    assert validated({**STAGED, "num_microbatches": 3}) == pytest.approx(validated(None), rel=1e-10)
+    assert text.startswith("training_step") and f"{at} at test_mixing.py" in text
+    assert validated(function, pipeline) == pytest.approx(validated(function, None), rel=1e-10)
 
 
 def shared_by_a_mean(self, x, y):
