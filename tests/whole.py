@@ -280,7 +280,7 @@ ROWS: dict[str, tuple[str, ...]] = {
         "anchors-two", "clamped-four", "hard_negatives-two", "relative-four",
     ),
     "tests/unit/split/test_steps_as_written.py::test_a_step_is_that_of_one_device_without_a_word": (
-        "A*-two", "C*-four", "P*-four", "ByTheSpread-four", "LogsInSomeBatches-two", "M*-two", "NoneIfNothing-two",
+        "A*-two", "C*-four", "P*-four", "ByTheSpread-four", "LogsInSomeBatches-two", "M*-two", "NoneIfNothing-two", "Perplexity-two",
         "Remembered-two", "Table-two",
     ),
     "tests/unit/split/test_texts_and_trackers.py::test_texts_and_trackers_are_one_devices": (

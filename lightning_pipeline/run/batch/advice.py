@@ -187,7 +187,6 @@ class Advice:
                 "samples and rows joined; whether one device would leave the same could not be tried out. "
                 f"This concerns {doubts.untried}",
             )
-        self.of_counts(doubts.decided_by)
 
     def of_counts(self, sums: Sequence[str]) -> None:
         """What the step does goes by a sum to which it has added."""

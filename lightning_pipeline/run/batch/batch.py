@@ -291,7 +291,7 @@ class Batch:
         if mixes and looks:
             self._settle_mixing(is_compared and (self.trains or found.is_sure))
         self._write(found.writes)
-        self._leave(found)
+        self._leave(found, is_compared=is_compared)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
         return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
@@ -308,13 +308,14 @@ class Batch:
                 numbers[one.name, one.nth] = one.theirs
         return numbers
 
-    def _leave(self, found: Compared) -> None:
+    def _leave(self, found: Compared, *, is_compared: bool) -> None:
         """Leave behind what the batch as one does, where that is sure."""
         split, labels = self._steps.split, {one.place[0]: one for one in found.left}
         self.advice.of_states(self.doubts.states)  # which units may have read, so that theirs are others
-        if not found.is_sure:
-            self.advice.of_counts(self.doubts.sums_read)
-        elif labels or self.doubts.has_unknown or self.doubts.states or self.doubts.sums_read:
+        sums = [*self.doubts.decided_by, *self.doubts.sums_read]
+        if not (found.is_sure and (is_compared or not self.doubts.decided_by)):
+            self.advice.of_counts(sums)
+        elif labels or self.doubts.has_unknown or self.doubts.states or sums:
             split.as_one.each.add(self.step)
         if found.is_sure:
             split.put_left(found.left_as_one)

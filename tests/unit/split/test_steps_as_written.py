@@ -1,5 +1,6 @@
 """Steps as users write them: numbers of one device, and no warning."""
 
+import math
 import warnings
 from copy import deepcopy
 
@@ -63,6 +64,21 @@ class Counts(Written):
 
     def kept(self):
         return [self.tokens, *self.right.values()]
+
+
+class Perplexity(Written):
+    def __init__(self):
+        super().__init__()
+        self.nll, self.tokens = 0.0, 0
+
+    def step(self, out, y, mask, place, index):
+        self.nll += float(((out - y).square().mean(1) * mask).sum())
+        self.tokens += int(mask.sum())
+        self.log("perplexity", math.exp(self.nll / max(1, self.tokens)))
+        return mse_loss(out, y)
+
+    def kept(self):
+        return [self.nll, self.tokens]
 
 
 class LogsInSomeBatches(Written):
@@ -189,7 +205,7 @@ class Annealed(Written):
 
 STEPS = [
     AtLeastOne, AtLeastOneByTorch, NoneIfNothing, ByTheSpread, Counts, LogsInSomeBatches, Anchored, Prioritized,
-    PrioritizedLater, Centers, Table, Remembered, MissingLabels, MissingSummed, Annealed,
+    PrioritizedLater, Centers, Table, Remembered, MissingLabels, MissingSummed, Annealed, Perplexity,
 ]  # fmt: skip
 
 
@@ -227,3 +243,25 @@ def test_a_step_is_that_of_one_device_without_a_word(step, way):
     assert_same((found, {}), (expected, {}))
     assert logged == pytest.approx(logs, rel=1e-6, nan_ok=True)
     assert kept == pytest.approx(left, rel=1e-6)
+
+
+class HalvedByASum(Written):
+    """What it has added decides what the loss is: a micro-batch adds its own samples alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.samples = 0
+
+    def step(self, out, y, mask, place, index):
+        self.samples += len(out)
+        loss = mse_loss(out, y)
+        return loss * 0.5 if self.samples > 20 else loss
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_that_a_sum_decides_is_warned_of(way):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fitted(WAYS[way], HalvedByASum)
+    texts = [str(one.message) for one in said if "micro-batches" in str(one.message)]
+    assert len(texts) == 1 and texts[0].startswith("what training_step returns for a batch is ")
