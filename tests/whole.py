@@ -279,6 +279,9 @@ ROWS: dict[str, tuple[str, ...]] = {
     "tests/unit/split/test_losses_by_sample.py::test_a_loss_in_a_loop_over_samples_is_one_devices": (
         "anchors-two", "clamped-four", "hard_negatives-two", "relative-four",
     ),
+    "tests/unit/split/test_rows_that_are_picked.py::test_a_loss_over_picked_samples_is_one_devices": (
+        "by_[miw]*-two", "by_[ap]*-four", "where*-four", "a_weight*-two",
+    ),
     "tests/unit/split/test_steps_as_written.py::test_a_step_is_that_of_one_device_without_a_word": (
         "A*-two", "C*-four", "P*-four", "ByTheSpread-four", "LogsInSomeBatches-two", "M*-two", "NoneIfNothing-two", "Perplexity-two",
         "Remembered-two", "Table-two",

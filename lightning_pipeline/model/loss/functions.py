@@ -41,7 +41,15 @@ ARRAYS = frozenset(functions((Tensor, "numpy __array__")))
 TAKING = frozenset(both("clone contiguous detach flatten index_select narrow ravel reshape to __getitem__"))
 SELECTING = frozenset(both("masked_select"))
 BY_VALUES = frozenset(both("masked_select nonzero unique argwhere"))
+PLACES = frozenset(both("nonzero argwhere flatnonzero"))
+_WHERE = frozenset(both("where"))
+TAKING_ROWS = frozenset(both("index_select"))
 REPEATING = frozenset(both("repeat_interleave"))  # by values where these are not numbers
+
+
+def gives_places(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether a function gives the places of what holds in a mask."""
+    return func in PLACES or (func in _WHERE and len(args) + len(kwargs) == 1)
 
 
 def written_by(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:

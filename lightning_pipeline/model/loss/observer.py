@@ -14,6 +14,7 @@ from lightning_pipeline.model.loss.functions import (
     REPEATING,
     SELECTING,
     TAKING,
+    gives_places,
     written_by,
 )
 from lightning_pipeline.model.loss.masks import as_indices, has_mask
@@ -61,7 +62,7 @@ class Observer:
             self.whole.ragged = True
             shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
             func, args = Tensor.__getitem__, (args[0].expand(shape), as_indices(args[1].expand(shape)))
-        elif func in BY_VALUES or (
+        elif (func in BY_VALUES or gives_places(func, args, kwargs)) or (
             func in REPEATING and any(map(is_placeholder, (*args[1:], *kwargs.values())))
         ):
             self.whole.ragged = True

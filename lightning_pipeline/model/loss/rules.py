@@ -307,7 +307,8 @@ def _loss(step: Step) -> Share | None:
         max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands)
         for event in (step.mine, step.whole)
     ]
-    return Share(((counts[0] / counts[1], step.result),))
+    origin = max((share.origin for share in step.known if share is not None), default=SHAPES)
+    return Share(((counts[0] / counts[1], step.result),), origin)
 
 
 def _contraction(step: Step) -> Share | None:

@@ -26,7 +26,16 @@ from lightning_pipeline.model.loss.events import (
     Whole,
     grows,
 )
-from lightning_pipeline.model.loss.functions import IN_PLACE, JOINING, LINEAR, NUMBERS, SELECTING, written_by
+from lightning_pipeline.model.loss.functions import (
+    IN_PLACE,
+    JOINING,
+    LINEAR,
+    NUMBERS,
+    SELECTING,
+    TAKING_ROWS,
+    gives_places,
+    written_by,
+)
 from lightning_pipeline.model.loss.masks import has_mask, indices
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
 from lightning_pipeline.model.loss.rules import (
@@ -71,6 +80,7 @@ class Shares:
         self._reads = 0
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
+        self._places: dict[int, Tensor] = {}  # of what a mask picks
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}  # with the places that were written last
 
     def unit(self, number: int, nth: int) -> None:
@@ -98,6 +108,7 @@ class Shares:
         self._known.clear()
         self._bent.clear()
         self._tables.clear()
+        self._places.clear()
         self._computed.clear()
 
     def multiplied(self, result: Tensor, number: Tensor) -> None:
@@ -125,10 +136,15 @@ class Shares:
 
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
+        result = self._shared(func, args, kwargs, run)
+        self._note_places(func, args, kwargs, result)
+        return result
+
+    def _shared(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
         seen = self._seen(func)
-        if func in SELECTING or (func is Tensor.__getitem__ and has_mask(args[1])):
+        if self._picks(func, args, kwargs, seen):
             share = self.of(args[0])
             by_batch = any(self.bent(arg) is not None for arg in (args[0], *indices(args[1])))
             if not by_batch and (share is None or not share.single):
@@ -151,6 +167,29 @@ class Shares:
             self._note_table(made, args[1], seen)
         self._keep_bent(made, bent or extreme(self, func, args, kwargs, made, seen))
         return result
+
+    def _picks(self, func: Any, args: Any, kwargs: Any, seen: Seen | None) -> bool:
+        """Whether values decide which samples are taken, and not which of what has none, such as a weight."""
+        if func is Tensor.__getitem__:
+            places = indices(args[1])
+            picks = has_mask(places) or (isinstance(args[1], list) and bool(grows(seen, 0, args[0])))
+        elif func in TAKING_ROWS:
+            places, picks = (*args[2:], *kwargs.values()), False
+        else:
+            return func in SELECTING and not self._has_no_samples(args[0], seen)
+        picks = picks or any(id(place) in self._places for place in places)
+        return picks and not self._has_no_samples(args[0], seen)
+
+    def _has_no_samples(self, value: Tensor, seen: Seen | None) -> bool:
+        return self.of(value) is None and self.bent(value) is None and grows(seen, 0, value) is False
+
+    def _note_places(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """What holds in a mask stands there, and what is made of such places is their part."""
+        if gives_places(func, args, kwargs) or (args and id(args[0]) in self._places):
+            made = result if isinstance(result, tuple | list) else (result,)
+            self._places.update(
+                (id(one), one) for one in made if isinstance(one, Tensor) and one.dtype is torch.int64
+            )
 
     def _seen(self, func: Any) -> Seen | None:
         """The call in the whole batch's step; None from where on this one went another way."""
