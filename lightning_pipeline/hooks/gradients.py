@@ -1,5 +1,6 @@
 """A batch's gradients: what hooks see of them, and how they survive Lightning's zeroing before backward."""
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -126,6 +127,17 @@ class GradientHooks:
         self._parameters = list(parameters)[::-1]  # about in the order of a backward
         self._changing: list[tuple[Tensor, Hooks]] = []
         self._after: list[tuple[Tensor, Hooks]] = []
+        self._has_changed = False
+
+    def warn_of_scaling(self) -> None:
+        """Gradients are multiplied after hooks have seen them."""
+        if self._has_changed:
+            warnings.warn(
+                "the loss is divided by what the model decides (a mean over the samples that it finds hard), "
+                "which is known when all micro-batches have run: what `register_hook` on a parameter was "
+                "given is divided by about as much, and what it makes of it is corrected afterwards. Use "
+                "on_after_backward, which sees the gradients of the whole batch"
+            )
 
     @contextmanager
     def put_off(self) -> Iterator[None]:
@@ -151,6 +163,7 @@ class GradientHooks:
     def change(self) -> None:
         """After the backwards, with the batch's gradients in `.grad`: what `register_hook` was given."""
         called, self._changing = self._changing, []
+        self._has_changed = bool(called)
         for parameter, hooks in called:
             for hook in hooks.values():
                 changed = None if parameter.grad is None else _called(hook, parameter.grad)

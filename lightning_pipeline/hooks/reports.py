@@ -1,7 +1,7 @@
 """What a step has told reaches every rank in one message, and its logs are made there."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,16 +39,29 @@ class Report:
         entries: The calls to make; empty when nothing was logged.
         loss_dtype: Of the loss, `None` for a step without one.
         values: The loss first if there is one, then the values of the entries that have a dtype; float64.
+        scales: Whether gradients are still to be multiplied with a number, which comes last in `values`.
     """
 
     entries: tuple[Entry, ...] = ()
     loss_dtype: torch.dtype | None = None
     values: Tensor | None = field(default=None, compare=False)
+    scales: bool = False
+
+    def scaling(self, factor: float) -> "Report":
+        """The same, and gradients are to be multiplied with a number."""
+        assert self.values is not None, "a step with gradients has a loss"
+        return replace(self, values=torch.cat([self.values, self.values.new_tensor([factor])]), scales=True)
+
+    @property
+    def factor(self) -> Tensor | None:
+        """What gradients are to be multiplied with; None: nothing."""
+        return self.values[-1] if self.scales and self.values is not None else None
 
     @property
     def num_values(self) -> int:
         """Elements of `values`."""
-        return (self.loss_dtype is not None) + sum(entry.dtype is not None for entry in self.entries)
+        own = (self.loss_dtype is not None) + self.scales
+        return own + sum(entry.dtype is not None for entry in self.entries)
 
 
 class ReportChannel:
@@ -92,7 +105,7 @@ class ReportChannel:
             self.renamed += 1
             vector = self._vector(known, report)
             self._broadcast(vector)
-        return Report(known.entries, known.loss_dtype, vector[1:])
+        return Report(known.entries, known.loss_dtype, vector[1:], known.scales)
 
     def _first_message(
         self, kind: str, known: Report, report: Report | None, changed: bool
@@ -135,7 +148,7 @@ class ReportChannel:
 
 def _without_values(report: Report | None) -> Report:
     assert report is not None, "the source has the report"
-    return Report(report.entries, report.loss_dtype)
+    return replace(report, values=None)
 
 
 def loss_of(report: Report) -> Tensor | None:

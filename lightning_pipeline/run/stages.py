@@ -203,6 +203,7 @@ class Stages(StagesHeld):
                 self.hooks.show()
 
         batch.around, batch.around_backwards = around, self.gradients.of_backwards
+        batch.scale_gradients = self.gradients.scale
         return batch
 
     def evaluated_batch(self, step: str, args: Sequence[Any], batch_idx: int) -> Batch | UncutBatch:

@@ -168,6 +168,22 @@ class Event(NamedTuple):
     divisor: Any = None  # what a loss divides by, where that is no number of elements
 
 
+class OwnDivisor(NamedTuple):
+    """What a micro-batch divides a sum over samples by, where the batch's divisor is known when all have run.
+
+    Attributes:
+        weight: What the quotient is multiplied with to be the micro-batch's part of the batch's dividend.
+        total: Its part of the batch's divisor.
+        least: What the batch's divisor is at least.
+        is_count: Whether it is the number of values of a mean: of none, nothing has a gradient but 0.
+    """
+
+    weight: float
+    total: float
+    least: float = 0.0
+    is_count: bool = False
+
+
 class Share(NamedTuple):
     """A value of the whole batch's step, as this micro-batch's part of it: factor times tensor, term by term.
 
@@ -175,7 +191,9 @@ class Share(NamedTuple):
     `VALUES`. `lost` is the line from where on the value could not be followed,
     `picked` marks samples that a mask picked, `single` what has no samples of its own, such as their mean,
     and `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
-    `read` says of a Python number which of those that the step reads it is.
+    `read` says of a Python number which of those that the step reads it is, and `made_up` that the whole
+    batch's step had a made-up one in its place. `own` is what a quotient of two sums that units decide is
+    divided by, `floor` what a sum is after `clamp(min=...)`; both are lost otherwise.
     """
 
     terms: tuple[tuple[float, Tensor], ...]
@@ -185,6 +203,9 @@ class Share(NamedTuple):
     single: bool = False
     apart: bool = False
     read: int = 0
+    made_up: bool = False
+    own: "OwnDivisor | None" = None
+    floor: tuple[float, float, float] | None = None
 
     def total(self) -> Tensor | None:
         """The part as a number; None where nothing counts."""

@@ -1,5 +1,6 @@
 """Whether and how the numbers of a kind of step are followed, batch by batch."""
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.loss.bent import Bent
-from lightning_pipeline.model.loss.events import SHAPES, VALUES, Share, Whole
+from lightning_pipeline.model.loss.events import SHAPES, VALUES, OwnDivisor, Share, Whole
 from lightning_pipeline.model.loss.rules import FOLLOWED
 from lightning_pipeline.model.loss.shares import Shares
 
@@ -112,6 +113,10 @@ class Follower:
         self._said: set[str] = set()
         self._computed: list[tuple[str, Tensor]] | None = None  # in the first micro-batch
         self._tried: Callable[[], list[float] | None] = lambda: None
+        self._own: list[OwnDivisor] = []  # of the micro-batches that had one
+        self._plainly: list[Tensor] = []  # losses of the others
+        self._astray: Shares | None = None  # of the first that went another way, to a loss of 0
+        self._about: float | None = None  # the batch's divisor, as far as the first of them tells
         self.worth: list[float] | None = None
         self.doubt: str | None = None
         self._number = 0  # of the micro-batch that runs
@@ -152,6 +157,7 @@ class Follower:
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed, self.doubt = [], None, None
+        self._own, self._plainly, self._about, self._astray = [], [], None, None
         if self._given_up:
             return
         self._key = (*fractions, *(tuple(tensor.shape) for tensor in batch))
@@ -250,6 +256,13 @@ class Follower:
         Raises:
             SplitError: It is divided by what differs between micro-batches, and could not be followed.
         """
+        known = len(self._own)
+        share = self._share_of(loss)
+        if len(self._own) == known:
+            self._plainly.append(loss.detach())
+        return share
+
+    def _share_of(self, loss: Tensor) -> Share | None:
         shares = self._shares
         if shares is None:
             return None
@@ -257,9 +270,14 @@ class Follower:
         self._note(shares, share)
         if self._is_doubtful(shares, share):
             return None
+        if share is not None and share.own is not None:
+            return self._own_share(share.own, loss)
         is_astray = bool(shares.strayed) and (share is None or bool(share.lost))
         if is_astray and self.tries():
             return self._tried_share(loss)
+        if is_astray and not bool(loss.detach()):  # it may have had nothing to divide
+            self._astray = self._astray or shares
+            return None
         if is_astray:
             self._stray(shares)
         self._compare_computed(shares, loss)
@@ -276,13 +294,50 @@ class Follower:
         if share is None or shares.is_mean(share):
             return None
         if share.lost:
-            raise SplitError(
-                f"what {self._step} returns is divided by what differs between micro-batches, and cannot be "
-                f"followed from {share.lost} on: let the last stage compute it once for the batch, as one "
-                "device does, by PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a Dice loss); "
-                f"otherwise, {_WAYS_OUT}"
-            )
+            raise self._lost(f"from {share.lost} on")
         return share
+
+    def _lost(self, where: str) -> SplitError:
+        return SplitError(
+            f"what {self._step} returns is divided by what differs between micro-batches, and cannot be "
+            f"followed {where}: let the last stage compute it once for the batch, as one device does, by "
+            "PipelineStrategy(loss_over_batch=True, schedule='GPipe') (a Dice loss); "
+            f"otherwise, {_WAYS_OUT}"
+        )
+
+    def _own_share(self, own: OwnDivisor, loss: Tensor) -> Share:
+        """What units divide by is known when all micro-batches have run: until then by about as much."""
+        self._own.append(own)
+        if own.weight <= 0 or not math.isfinite(own.weight):
+            return Share(())
+        if self._about is None:
+            self._about = own.weight / (self._fractions[self._number] or 1.0)
+        return Share(((own.weight / self._about, loss),))
+
+    def found(self) -> tuple[list[float] | None, Callable[[], None], tuple[float, float] | None]:
+        """After the batch: what losses were worth, what says a doubt, and what is left to multiply with.
+
+        The last is for the loss and for gradients; None where nothing is. Where no micro-batch counted, so
+        that none had a gradient, the second is 0, or nan where one device has that.
+
+        Raises:
+            SplitError: Some micro-batches have divided by what units decide, and others by something else.
+        """
+        return self.worth, self.say_doubt, self._left_to_divide()
+
+    def _left_to_divide(self) -> tuple[float, float] | None:
+        if not self._own and self._astray is not None:
+            self._stray(self._astray)
+        if not self._own:
+            return None
+        if any(bool(one) for one in self._plainly):
+            raise self._lost("in those micro-batches that take another way")
+        divisor = max(sum(one.total for one in self._own), *(one.least for one in self._own))
+        if self._about is not None:
+            factor = self._about / divisor if divisor else math.nan
+            return factor, factor
+        is_zero = divisor > 0 or all(one.is_count for one in self._own)
+        return 0.0 if divisor else math.nan, 0.0 if is_zero else math.nan
 
     def tries(self) -> bool:
         """Whether a run on made-up values says what losses are worth; then that is what they are."""

@@ -47,6 +47,9 @@ TAKING_ROWS = frozenset(both("index_select"))
 REPEATING = frozenset(both("repeat_interleave"))  # by values where these are not numbers
 
 
+AT_LEAST = frozenset(both("clamp clamp_ clamp_min clamp_min_"))
+
+
 def gives_places(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether a function gives the places of what holds in a mask."""
     return func in PLACES or (func in _WHERE and len(args) + len(kwargs) == 1)

@@ -7,8 +7,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.loss.events import SHAPES, TARGETS, VALUES, Event, Operand, Share, Whole, pairs
-from lightning_pipeline.model.loss.functions import SELECTING, both
+from lightning_pipeline.model.loss.events import (
+    SHAPES,
+    TARGETS,
+    VALUES,
+    Event,
+    Operand,
+    OwnDivisor,
+    Share,
+    Whole,
+    pairs,
+)
+from lightning_pipeline.model.loss.functions import AT_LEAST, SELECTING, both
 from lightning_pipeline.model.loss.reductions import LOSSES, read_together, reduction_of, valid_targets
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 
@@ -94,6 +104,9 @@ class Step(NamedTuple):
 
     def constant(self, position: int) -> tuple[float, float] | None:
         """An argument that is one number which no unit computes: here, and in the whole batch."""
+        known = self.known[position] if position < len(self.known) else None
+        if known is not None and known.made_up:
+            return None
         mine, whole = self.mine.operands[position].value, self.whole.operands[position].value
         if mine is None or whole is None:
             return None
@@ -106,10 +119,18 @@ class Step(NamedTuple):
             return SHAPES
         return VALUES
 
+    def mean_of(self, count: float | Tensor) -> Share | None:
+        """The result as a mean of as many values as nobody knows of the whole batch."""
+        self.shares.mean_of(self.result, count)
+        lost, number = self.lost(always=True), float(count)
+        return None if lost is None else lost._replace(own=OwnDivisor(number, number, is_count=True))
+
     def mapped(
         self, share: Share, position: int, change: Callable[[Tensor], Tensor], factor: float = 1.0
     ) -> Share | None:
         """The result as a linear function of one argument, whose share this is."""
+        if share.lost and share.own is not None and factor == 1:
+            return share
         if share.lost:
             return self.shares.lost(share)
         return mapped(share, self.args[position], self.result, change, factor)
@@ -212,10 +233,53 @@ def _quotient(step: Step) -> Share | None:
         both_rows = is_of_rows(one, step.args[0]) and is_of_rows(other, step.args[1])
         return Share(((1.0, step.result),), VALUES) if both_rows else step.lost()
     if step.known[1] is not None and step.mine.operands[1].elements == 1:
-        return step.lost(always=True)
+        lost = step.lost(always=True)
+        return None if lost is None else lost._replace(own=_own_divisor(step))
     if step.known[1] is not None or step.kwargs:
         return step.lost()
     return None if step.known[0] is None else _by_other(step, 0, lambda t: t / step.args[1])
+
+
+def _own_divisor(step: Step) -> OwnDivisor | None:
+    """Of a sum over samples, or a mean of them, over another one in which units have a part."""
+    (one, other), divisor = step.known[:2], step.args[1]
+    if one is None or other is None or step.grows or not is_own(one, step.args[0]) or one.lost:
+        return None
+    here = float(divisor)
+    if not math.isfinite(here) or (isinstance(divisor, Tensor) and divisor.requires_grad):
+        return None
+    factor = one.terms[0][0]
+    if other.floor is not None:
+        of_other, total, least = other.floor
+        return OwnDivisor(factor * here, total, least) if of_other == factor else None
+    if other.lost or not any(f == factor for f, _ in other.terms):
+        return None
+    total = sum(f * float(tensor) for f, tensor in other.terms)
+    return OwnDivisor(factor * here, total)
+
+
+def at_least(func: Any, args: Any, kwargs: Any, share: Share) -> tuple[float, float, float] | None:
+    """What a sum is after `clamp(min=...)`: its factor, its part, and the bound; None of anything else."""
+    bound = kwargs.get("min", args[1] if len(args) > 1 else None)
+    if func not in AT_LEAST or len(args) > 2 or "max" in kwargs or not isinstance(bound, int | float):
+        return None
+    if share.lost or len(share.terms) != 1 or share.terms[0][1].numel() != 1:
+        return None
+    factor, tensor = share.terms[0]
+    return factor, factor * float(tensor), float(bound)
+
+
+def mean_of_picked(
+    shares: Follows, func: Any, args: tuple[Any, ...], result: Any, share: Share | None
+) -> Share | None:
+    """A mean of values that a mask picked, where nobody knows what the whole batch's step does; else None."""
+    if func not in _MEANS or len(args) > 1 or share is None or not is_of_rows(share, args[0]):
+        return None
+    if not isinstance(result, Tensor) or result.dim():
+        return None
+    number = float(args[0].numel())
+    shares.mean_of(result, number)
+    return Share((), VALUES, user_line(shares.root), own=OwnDivisor(number, number, is_count=True))
 
 
 def _by_other(step: Step, position: int, change: Callable[[Tensor], Tensor]) -> Share | None:
@@ -268,7 +332,7 @@ def _reduction(mean: bool) -> "Rule":
         factor = mine / whole if mean and whole else 1.0
         if mean and step.whole.operands[0].guessed:
             if step.mine.result == () and (step.known[0] is None or is_of_rows(step.known[0], step.args[0])):
-                step.shares.mean_of(step.result, step.mine.operands[0].elements)
+                return step.mean_of(step.mine.operands[0].elements)
             return step.lost(always=True)
         if step.known[0] is None and step.has_pairs(0):
             return None
@@ -279,6 +343,16 @@ def _reduction(mean: bool) -> "Rule":
         )
 
     return rule
+
+
+def _mean_of_numbers(step: Step) -> Share | None:
+    """Of all that is no nan."""
+    known, value = step.known[0], step.args[0]
+    if not step.has_samples(0) and known is None:
+        return step.lost(always=True) if step.is_unclear(0) else None
+    if step.mine.result != () or (known is not None and not is_of_rows(known, value)):
+        return step.lost(always=True)
+    return step.mean_of((~value.detach().isnan()).sum())
 
 
 def _loss(step: Step) -> Share | None:
@@ -294,7 +368,7 @@ def _loss(step: Step) -> Share | None:
     if any(operand.guessed for operand in step.whole.operands):
         if call.weight is None:
             count = valid_targets(step.mine.func, step.args, step.kwargs)
-            step.shares.mean_of(step.result, step.mine.operands[0].elements if count is None else count)
+            return step.mean_of(step.mine.operands[0].elements if count is None else count)
         return step.lost(always=True)
     if step.mine.divisor is not None and step.whole.divisor is not None:
         mine, whole = read_together(step.mine.divisor, step.whole.divisor)
@@ -342,6 +416,7 @@ def _choice(step: Step) -> Share | None:
     return share or Share(())
 
 
+_MEANS = frozenset(both("mean"))
 Rule = Callable[[Step], Share | None]
 
 
@@ -353,6 +428,7 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys(both("div div_ divide true_divide __truediv__ __itruediv__"), _quotient),
     **dict.fromkeys(both("sum nansum count_nonzero"), _reduction(mean=False)),
     **dict.fromkeys(both("mean"), _reduction(mean=True)),
+    **dict.fromkeys(both("nanmean"), _mean_of_numbers),
     **dict.fromkeys(both("dot vdot inner matmul mm mv __matmul__ einsum"), _contraction),
     **dict.fromkeys(both("where"), _choice),
     **dict.fromkeys(LOSSES, _loss),

@@ -27,6 +27,7 @@ from lightning_pipeline.model.loss.events import (
     grows,
 )
 from lightning_pipeline.model.loss.functions import (
+    AT_LEAST,
     IN_PLACE,
     JOINING,
     LINEAR,
@@ -42,9 +43,11 @@ from lightning_pipeline.model.loss.rules import (
     FOLLOWED,
     RULES,
     Step,
+    at_least,
     is_of_rows,
     is_own,
     mapped,
+    mean_of_picked,
     operand_of,
     renamed,
     shape_of,
@@ -150,12 +153,12 @@ class Shares:
             if not by_batch and (share is None or not share.single):
                 return self._select(func, args, kwargs, run)
         if self._is_own_rows(func, args):
-            return self._followed(func, args, kwargs, run)
+            return self._followed(func, args, kwargs, run, seen)
         for table in written_by(func, args, kwargs) if self._tables else ():
             self._tables.pop(id(table), None)
         bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
         self._mean = None
-        result = self._followed(func, args, kwargs, run)
+        result = self._followed(func, args, kwargs, run, seen)
         bent = bent if bent is not None and bent.always else self._mean or bent
         if isinstance(result, tuple):
             found = extremes(self, func, args, kwargs, result, seen)
@@ -227,14 +230,14 @@ class Shares:
             return False
         return math.isclose(value.numel(), self.fraction * math.prod(theirs.shape), rel_tol=1e-9)
 
-    def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+    def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], seen: Seen | None) -> Any:
         if func not in RULES:
-            return self._other(func, args, kwargs, run) if self._known else run(func, args, kwargs)
+            return self._other(func, args, kwargs, run, seen) if self._known else run(func, args, kwargs)
         place, event = self._take(func)
         known = [self.of(arg) for arg in args[:2]]
         if event is None:
             result = run(func, args, kwargs)
-            self._keep(result, self.lost(*known))
+            self._keep(result, mean_of_picked(self, func, args, result, known[0]) or self.lost(*known))
             return result
         operands = tuple(operand_of(arg) for arg in args[:2])
         event = self._compared(event, operands, args, place)
@@ -307,7 +310,7 @@ class Shares:
             self._keep(result, picked._replace(picked=True))
         return result
 
-    def _other(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
+    def _other(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], seen: Seen | None) -> Any:
         """A function without a rule: what it makes of a followed value is followed if it is linear."""
         found = [share for value in _values(args, kwargs) if (share := self.of(value)) is not None]
         result = run(func, args, kwargs)
@@ -315,7 +318,9 @@ class Shares:
             return result
         if func in NUMBERS:
             self._reads += 1
-            self._keep(result, found[0]._replace(read=self._reads) if isinstance(result, float) else None)
+            made_up = seen is not None and isinstance(seen.args[0], Form) and seen.args[0].computed
+            number = found[0]._replace(read=self._reads, made_up=made_up)
+            self._keep(result, number if isinstance(result, float) else None)
         elif func in LINEAR and isinstance(result, Tensor) and (own := self.of(args[0])) is not None:
             self._keep(result, mapped(own, args[0], result, lambda t: func(t, *args[1:], **kwargs)))
         elif func in JOINING:
@@ -323,7 +328,9 @@ class Shares:
         elif isinstance(result, Tensor) and self._is_of_each(args, result):
             self._keep(result, Share(((1.0, result),), VALUES, picked=True))
         elif isinstance(result, Tensor) and result.is_floating_point():
-            self._keep(result, self.lost(*found))
+            lost, own = self.lost(*found), self.of(args[0]) if func in AT_LEAST else None
+            floor = None if own is None or lost is None else at_least(func, args, kwargs, own)
+            self._keep(result, lost if lost is None else lost._replace(floor=floor))
         return result
 
     def _is_of_each(self, args: Any, result: Tensor) -> bool:

@@ -114,6 +114,7 @@ class StepResult:
         parts: What each loss is of the batch's, where that is not its mean by samples.
         worth: What each loss was multiplied with, where that had to be tried.
         say_doubt: Warns of numbers that were not followed, unless the batch was looked at as one.
+        factors: What the loss and gradients are still to be multiplied with, see `Follower.found`.
     """
 
     losses: list[Tensor | None]
@@ -121,6 +122,7 @@ class StepResult:
     parts: list[Tensor | None]
     worth: list[float] | None = None
     say_doubt: Callable[[], None] = lambda: None
+    factors: tuple[float, float] | None = None
 
 
 class StageView:

@@ -575,7 +575,7 @@ class SplitModel(OutsideSteps):
             [step.losses[i] for i in order],
             [step.results[i] for i in order],
             [step.parts.get(i) for i in order],
-            *(() if step.follower is None else (step.follower.worth, step.follower.say_doubt)),
+            *(() if step.follower is None else step.follower.found()),
         )
 
     def part(self, value: Any, *, always: bool = False) -> Part:

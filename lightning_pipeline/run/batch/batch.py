@@ -145,6 +145,7 @@ class Batch:
         self.accumulate = accumulate
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.scale_gradients: Callable[[Tensor], None] = lambda factor: None
 
     @property
     def advice(self) -> Advice:
@@ -258,6 +259,8 @@ class Batch:
                 report, output = self._told_as_one(self._report(), self._merged())
                 output = checked(output)
             report = steps.reports.share(self.step, report)
+            if report.factor is not None:
+                self.scale_gradients(report.factor)
             self._share_what_is_left()
             steps.split.settled(self.step)
             output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
@@ -269,7 +272,10 @@ class Batch:
         loss = loss_of_batch(losses, self.result.parts, weights.losses) if self.trains else None
         known = weights.losses if weights.settled else self.result.worth
         chosen = (losses, known) if known is not None and self.trains else ()
-        return self._steps.recorder.report(loss, *chosen)
+        if loss is None or self.result.factors is None:
+            return self._steps.recorder.report(loss, *chosen)
+        of_loss, of_gradients = self.result.factors
+        return self._steps.recorder.report(loss * of_loss, *chosen).scaling(of_gradients)
 
     def _told_as_one(self, report: Report, output: Any) -> tuple[Report, Any]:
         """Compare with what the step tells for the batch as one, in some batches, and take what is sure."""

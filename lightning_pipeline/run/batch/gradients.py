@@ -48,6 +48,7 @@ class Gradients:
         split, rank = self._split, self._groups.rank
         self._parameters = [parameter for _, parameter in split.owned_parameters()]
         self._hooks = GradientHooks(self._parameters)
+        self._given = set[int]()  # which steps with such losses give gradients
         self.counted_elsewhere = {
             id(shared.parameter) for shared in split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != rank
@@ -101,6 +102,22 @@ class Gradients:
                 group_of = partial(self._groups.shared, placement=self._placement)
                 sum_shared(copies, group_of, self._groups.flags_of)
         self._hooks.change()
+
+    def scale(self, factor: Tensor) -> None:
+        """Multiply what the step has made: what divides its loss is known after the last forward.
+
+        Args:
+            factor: A number, on any device; 0 or nan where nothing counted, so that no backward has run.
+        """
+        self._hooks.warn_of_scaling()
+        ran = bool(factor.isfinite()) and bool(factor)
+        with torch.no_grad():
+            for parameter in self._parameters:
+                if not ran and id(parameter) in self._given:
+                    parameter.grad = torch.zeros_like(parameter)
+                if parameter.grad is not None:
+                    self._given.add(id(parameter))
+                    parameter.grad.mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
 
     def put_back(self) -> None:
         """Give `.grad` what the step made."""

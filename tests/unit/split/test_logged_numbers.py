@@ -80,6 +80,7 @@ NUMBERS: dict[str, Number] = {
     "of rows": lambda out, y: (out.softmax(1) * y).mean() + out.topk(1).values.mean() + out.sort(1)[0].mean(),
     "largest of each column": lambda out, y: out.amax(0).sum(),
     "over the columns": lambda out, y: ((out - y) ** 2).mean(0).sqrt().mean(),
+    "without nan": lambda out, y: torch.where(out > 0, out, torch.nan).nanmean(),
     "of torchmetrics": lambda out, y: mean_squared_error(out, y, squared=False),
 }
 
@@ -159,7 +160,6 @@ UNKNOWN: list[Number] = [
     lambda out, y: torch.var_mean(out, 0)[0].mean(),
     lambda out, y: F.normalize(out, dim=0).mean(),
     lambda out, y: torch.linalg.svdvals(out).max(),
-    lambda out, y: out.nanmean(),
     lambda out, y: out[0, 0],
 ]
 

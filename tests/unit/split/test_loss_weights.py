@@ -136,11 +136,6 @@ def test_a_sum_over_rows_that_are_repeated_by_what_the_model_says_is_that_of_the
     assert_whole(Step(lambda module, logits, batch: _repeated(logits).sum() / 8), batch(), 2, 3)
 
 
-def test_a_mean_over_rows_that_are_repeated_by_what_the_model_says_is_refused() -> None:
-    with pytest.raises(SplitError, match=r"(?s)training_step returns .*microbatch_weight"):
-        assert_whole(Step(lambda module, logits, batch: _repeated(logits).mean()), batch(), 2, 3)
-
-
 class Silent(Step):
     """Logs nothing."""
 
@@ -258,15 +253,6 @@ def _by_a_constant(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> An
 
 def test_a_loss_with_a_constant_weight_is_a_mean() -> None:
     assert_whole(Silent(_by_a_constant), batch(), 2, 3)
-
-
-def test_a_divisor_that_the_models_values_count_is_refused() -> None:
-    def loss(module: Step, logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
-        sure = (logits.softmax(-1).amax(-1) > 0.95).double()
-        return (logits.square().sum(-1) * sure).sum() / sure.sum().clamp(min=1)
-
-    with pytest.raises(SplitError, match=r"loss_over_batch=True"):
-        piped(Step(loss), batch(), 2, 3, follow=True)
 
 
 def test_memory_that_a_run_without_units_resizes_is_put_back() -> None:
