@@ -157,6 +157,22 @@ _DIVIDED = (
 )  # fmt: skip
 """Sums over samples divided by what is made of counts; drawn for seeds from `DIVIDED_FROM` on."""
 DIVIDED_FROM = 200_000
+_DECIDED = (
+    "R[R.detach() > T].mean()", "R[(R.detach() > T).nonzero().squeeze(1)].mean()", "R[R.detach() < T].mean() * 0.5",
+    "(R * (R.detach() > T)).sum() / (R.detach() > T).sum().clamp(min=1)", "(R * R.detach().abs()).sum() / R.detach().abs().sum()",
+    "R[m.nonzero().squeeze(1)].mean()", "R[torch.where(m)[0]].sum() / len(x)", "R.index_select(0, m.nonzero().flatten()).mean()",
+    "(o - y)[torch.where(m)[0]].pow(2).mean()", "torch.where(R.detach() > T, R, torch.nan).nanmean()", "-R[R.detach() > T].mean() / 3",
+    "(R * R.detach().sigmoid()).mean() / R.detach().sigmoid().mean()", "(R * (R.detach() > T)).sum() / max((R > T).sum().item(), 1)",
+    "(R[R.detach() > T].mean() if (R.detach() > T).any() else R.sum() * 0)", "R.masked_select(R.detach() > T).mean()",
+    "R[R.detach() > T].sum() / (m.sum() + 1)", "R[R > T].mean() + R.mean()", "R[R > T].mean() * B", "R[R > T].mean() / (1 + B)",
+    "(R[m.nonzero()[:, 0]].mean() if m.any() else R.sum() * 0)", "R[(v == 1).nonzero(as_tuple=True)[0]].sum() / (v == 1).sum().clamp(min=1)",
+    "(R * (R.detach() > T)).sum() / ((R.detach() > T).sum() + 1e-6)", "R.mean() + 0.1 * q[q > 1].mul(s.head.weight[q > 1].sum(1)).sum()",
+    "F.cross_entropy(o[R.detach() > T], v[R.detach() > T])", "F.mse_loss(o[m.nonzero().squeeze(1)], y[m.nonzero().squeeze(1)])",
+    "(R * w * (R > T)).sum() / (w * (R > T)).sum()", "(R * (R > T)).sum() / (R > T).sum().clamp(max=3)", "R[R > T].mean().sqrt()",
+    "F.cross_entropy(o, torch.where(o.softmax(1).amax(1) > 0.5, v, -100))", "(R * R.sigmoid()).sum() / R.sigmoid().sum()",
+)  # fmt: skip
+"""Over samples that the model decides, or that are picked by places; drawn for seeds from `DECIDED_FROM` on."""
+DECIDED_FROM = 300_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -216,7 +232,7 @@ class _Drawer:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.weighted = seed >= WEIGHTED_FROM
-        self.of_batch = _WEIGHTED if seed < DIVIDED_FROM else _DIVIDED
+        self.of_batch = _WEIGHTED if seed < DIVIDED_FROM else _DIVIDED if seed < DECIDED_FROM else _DECIDED
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
         """A pattern with its rows `R`, numbers `N`, Python numbers `P` and thresholds `T` drawn."""

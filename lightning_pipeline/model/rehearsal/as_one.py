@@ -21,6 +21,7 @@ from lightning_pipeline.model.state import CannotRepeatError, StepState
 from lightning_pipeline.model.tensors import (
     is_placeholder,
     map_tensors,
+    operands_of,
     user_line,
 )
 from lightning_pipeline.model.trace import (
@@ -59,22 +60,43 @@ class Heard(NamedTuple):
 
 
 class _LinesOfReads(TorchFunctionMode):
-    """Notes where numbers of tensors become Python's or NumPy's.
+    """Notes where numbers of tensors become Python's or NumPy's, and what is made of made-up values.
 
     Args:
         root: The LightningModule.
+
+    Attributes:
+        lines: Where numbers are read.
+        is_astray: Whether one of them was made of what nobody knows.
     """
 
     def __init__(self, root: nn.Module) -> None:
         super().__init__()
-        self._root, self.lines = root, list[str]()
+        self._root, self.lines, self.is_astray = root, list[str](), False
+        self._unknown: dict[int, Tensor] = {}  # held, so that no identity is used twice
+
+    def note(self, tensor: Tensor) -> None:
+        """Nobody knows this value."""
+        self._unknown[id(tensor)] = tensor
+
+    def is_unknown(self, value: Any) -> bool:
+        """Whether it is made of one that nobody knows."""
+        return id(value) in self._unknown
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _READS:
+        kwargs = kwargs or {}
+        unknown = bool(self._unknown) and any(map(self.is_unknown, operands_of(args, kwargs)))
+        reads = getattr(func, "__name__", "") in _READS
+        if reads:
             line = user_line(self._root)
             if line not in self.lines and len(self.lines) < _MOST_LINES:
                 self.lines.append(line)
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs)
+        if unknown:
+            self.is_astray |= reads
+            for tensor in operands_of((args[0] if func is Tensor.__setitem__ else result,)):
+                self.note(tensor)
+        return result
 
 
 class ToldAsOne:
@@ -176,17 +198,21 @@ class ToldAsOne:
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for name, value in _numbers(*given):
-                logged[name, counts[name]] = value
+                if not reads.is_unknown(value):
+                    number = value.detach() if isinstance(value, Tensor) else value
+                    logged[name, counts[name]] = float(number)
                 counts[name] += 1
 
         begun = nullcontext() if state is None else state.as_begun()
         with self._apart(step.name), begun, self._quiet(), stub_sinks(self._root, self._told.names, note):
             args, kwargs = map_tensors(lambda tensor: tensor.detach().clone(), whole)
             stood = self._draws()
-            runs = self._patches.run_by(values.again(self._patches.originals))
+            answers = values.again(self._patches.originals)
+            answers.gives_unknown = reads.note
+            runs = self._patches.run_by(answers)
             with self._told.writes() as writes, runs, reads:
                 result = step.function(*args, **kwargs)
-            if self._draws() != stood:
+            if self._draws() != stood or reads.is_astray:
                 return None
             left = {} if state is None else state.left()
         loss = result.get("loss") if isinstance(result, dict) else result
@@ -204,15 +230,15 @@ class ToldAsOne:
         return torch.get_rng_state().tolist(), own, host_draws(Generators(self._root.modules()))
 
 
-def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, float]]:
-    """What a call of `log` or `log_dict` logs, apart from metrics."""
+def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a call of `log` or `log_dict` logs, apart from metrics: names and values."""
     values = [*args, *kwargs.values()]
     several = next((value for value in values[:1] if isinstance(value, dict)), kwargs.get("dictionary"))
     pairs = several.items() if isinstance(several, dict) else [_bound(*args, **kwargs)]
     for name, value in pairs:
         one = isinstance(value, Tensor) and value.numel() == 1 and not is_placeholder(value)
         if one or isinstance(value, int | float):
-            yield name, float(value.detach() if isinstance(value, Tensor) else value)
+            yield name, value
 
 
 def _bound(name: Any = "", value: Any = None, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

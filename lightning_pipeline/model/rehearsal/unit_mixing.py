@@ -1,8 +1,9 @@
 """Units whose own forward mixes the samples of a batch, such as `h - h.mean(0)` or experts with a capacity.
 
 A unit runs on a micro-batch, so it mixes fewer samples than on one device. Whether it does is found by
-running it twice on made-up values: as they are, and with the first sample in the place of all others. Where
-it is given the same for the first sample in both runs, what it gives for this sample has to be the same.
+running it on made-up values: as they are, and with one sample in the place of all others. Where it is given
+the same for this sample in both runs, what it gives for it has to be the same. So it is with the first sample
+and with one in the middle: a recurrent layer whose time stands where samples are begins with the first.
 """
 
 import logging
@@ -33,6 +34,8 @@ UnitCall = tuple[int, int]
 Outputs = Mapping[UnitCall, TracedOutput]
 Dimensions = Callable[[UnitCall, Shape], Sequence[int]]
 """Which dimensions of an output of a call may be that of the samples."""
+Place = Callable[[int], int]
+"""Which of so many samples is looked at."""
 _LARGEST = 1 << 28  # bytes of a unit's parameters, and of one made-up value
 _FEW = 16  # powers of two: numbers of a sample's values that are compared
 _ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
@@ -101,14 +104,14 @@ class UnitMixing:
     ) -> frozenset[int]:
         """Those of some units that mix; what they return for another size is asked for where it is needed."""
         trace, returned, samples = step.routes[0].trace, outputs(pair.part), pair.samples
-        alike = _like_the_first(pair)
-        if alike is None:
-            return frozenset()
+        alike = [_like_one(pair, at) for at in _PLACES]
 
-        def run(units: frozenset[int], dimensions: Dimensions, repeats: bool) -> list["_Seen"]:
-            values = _Values(returned, dimensions if repeats else None)
+        def run(units: frozenset[int], dimensions: Dimensions, number: int | None = None) -> list["_Seen"]:
+            repeats, at = (None, _first) if number is None else (dimensions, _PLACES[number])
+            values = _Values(returned, repeats, at)
             seen = _Forwards(self._patches, trace, units, samples, dimensions)
-            batch = alike if repeats else pair.part
+            batch = pair.part if number is None else alike[number]
+            assert batch is not None, "samples were found"
             runner = MadeUp(values, trace, units, seen.all, sees=False)
             try:
                 with self._runs.apart(step):
@@ -119,15 +122,26 @@ class UnitMixing:
                 _log.debug("%s ends early on made-up values: %s", step.name, error)
             return seen.found
 
-        by_length = _ByLength(samples)
-        suspects = own
+        def differing(units: frozenset[int], dimensions: Dimensions, first: list["_Seen"]) -> frozenset[int]:
+            """Those that give one of the samples something else."""
+            found = frozenset[int]()
+            for number in range(len(_PLACES)):
+                if units - found:
+                    found |= _differing(first, run(units - found, dimensions, number), number)
+            return found
+
+        if None in alike:
+            return frozenset()
+        by_length, suspects = _ByLength(samples), own
         if not by_length.is_in_doubt(returned):
-            suspects = _differing(run(own, by_length, False), run(own, by_length, True))
+            suspects = differing(own, by_length, run(own, by_length))
         if not suspects:
             return suspects
         grown = _Grown(returned, outputs(pair.other), samples, pair.number)
-        first = run(suspects, grown, False)
-        return _differing(first, run(suspects, grown, True)) - _differing(first, run(suspects, grown, False))
+        first = run(suspects, grown)
+        again = run(suspects, grown)
+        drawn = frozenset[int]().union(*(_differing(first, again, number) for number in range(len(_PLACES))))
+        return differing(suspects, grown, first) - drawn
 
 
 class _EnoughError(BaseException):
@@ -155,18 +169,18 @@ class _Seen(NamedTuple):
 
     Attributes:
         unit: Its number.
-        given: Of each tensor among its arguments the first sample, for each dimension that may be that of
-            the samples; the whole tensor where none may.
+        given: By place, of each tensor among its arguments the sample there, for each dimension that may be
+            that of the samples; the whole tensor where none may.
         plain: Numbers and texts among its arguments.
-        gave: Of each output the first sample likewise; nothing where the unit raised.
+        gave: Of each output the samples likewise; nothing where the unit raised.
         drawn: By which functions it drew numbers, and of which shapes.
         rounding: How much of the largest number two results of the same may differ by.
     """
 
     unit: int
-    given: list[list[Tensor]]
+    given: list[list[list[Tensor]]]
     plain: list[Any]
-    gave: list[list[Tensor]]
+    gave: list[list[list[Tensor]]]
     drawn: list[Any]
     rounding: float
 
@@ -220,24 +234,28 @@ class _Forwards:
         self._counts[unit] += 1
         inputs = list(_tensors((args, kwargs)))
         given = [
-            [_some(one) for one in self._firsts(call, t, self._of_samples)] or [_some(t)] for t in inputs
+            [list(map(_some, self._there(at, call, t, self._of_samples))) or [_some(t)] for t in inputs]
+            for at in _PLACES
         ]
         plain = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, bool | int | float | str)]
         still = _Still()
         with random_state_kept():
             output = self._output(unit, forward, (args, kwargs), still)
         gave = [
-            [_some(one) for one in self._firsts(call, t, self._dimensions)] if t.is_floating_point() else []
-            for t in _tensors(output)
+            [
+                list(map(_some, self._there(at, call, t, self._dimensions))) if t.is_floating_point() else []
+                for t in _tensors(output)
+            ]
+            for at in _PLACES
         ]
         return _Seen(
             unit, given, plain, gave, still.drawn, _rounding(self._patches.units[unit].module, inputs)
         )
 
     @staticmethod
-    def _firsts(call: UnitCall, tensor: Tensor, dimensions: Dimensions) -> Iterator[Tensor]:
+    def _there(at: Place, call: UnitCall, tensor: Tensor, dimensions: Dimensions) -> Iterator[Tensor]:
         for dimension in dimensions(call, tuple(tensor.shape)):
-            yield tensor.select(dimension, 0)
+            yield tensor.select(dimension, at(tensor.shape[dimension]))
 
     @staticmethod
     def _output(unit: int, forward: Callable[..., Any], given: Any, still: "_Still") -> Any:
@@ -326,11 +344,12 @@ class _Values(Mapping[UnitCall, Any]):
 
     Args:
         outputs: What they give.
-        alike: Of what the first sample is in the place of all others; None where each has its own.
+        alike: Of what one sample is in the place of all others; None where each has its own.
+        at: Which.
     """
 
-    def __init__(self, outputs: Outputs, alike: Dimensions | None) -> None:
-        self._outputs, self._alike = outputs, alike
+    def __init__(self, outputs: Outputs, alike: Dimensions | None, at: Place) -> None:
+        self._outputs, self._alike, self._at = outputs, alike, at
         self._made: dict[TensorSpec, Tensor] = {}
 
     @override
@@ -353,7 +372,7 @@ class _Values(Mapping[UnitCall, Any]):
             self._made[spec] = made_up(spec, torch.Generator().manual_seed(sum(spec.shape)))
         made = self._made[spec].roll(sum(call), -1) if spec.shape else self._made[spec].clone()
         for dimension in self._alike(call, tuple(spec.shape)) if self._alike is not None else ():
-            made = _repeated(made, dimension)
+            made = _repeated(made, dimension, self._at)
         return made
 
 
@@ -370,8 +389,8 @@ def _pair(step: Step, whole: Microbatch, sizes: Sequence[int]) -> _Pair | None:
     return _Pair(((some, *rest), kwargs), samples, *other)
 
 
-def _like_the_first(pair: _Pair) -> Microbatch | None:
-    """Arguments in which the first sample is in the place of all; None where samples are not found."""
+def _like_one(pair: _Pair, at: Place) -> Microbatch | None:
+    """Arguments in which one sample is in the place of all others; None where samples are not found."""
     tensors, others = list(tensors_in(pair.part)), list(tensors_in(pair.other))
     if len(tensors) != len(others):  # such as a list with a tensor for each sample
         return None
@@ -382,7 +401,7 @@ def _like_the_first(pair: _Pair) -> Microbatch | None:
 
     def alike(tensor: Tensor) -> Tensor:
         dimension = found.get(id(tensor))
-        return tensor if dimension is None else _repeated(tensor, dimension)
+        return tensor if dimension is None else _repeated(tensor, dimension, at)
 
     args, kwargs = map_tensors(alike, pair.part)
     return args, kwargs
@@ -396,9 +415,20 @@ def _grown(one: Sequence[int], other: Sequence[int], samples: int, number: int) 
     return found[0][0] if len(found) == 1 and found[0][1] == (samples, number) else None
 
 
-def _repeated(tensor: Tensor, dimension: int) -> Tensor:
+def _first(samples: int) -> int:
+    return 0
+
+
+def _middle(samples: int) -> int:
+    return samples // 2
+
+
+_PLACES: tuple[Place, ...] = (_first, _middle)
+
+
+def _repeated(tensor: Tensor, dimension: int, at: Place) -> Tensor:
     with torch.no_grad():
-        same = tensor.narrow(dimension, 0, 1).expand_as(tensor).clone()
+        same = tensor.narrow(dimension, at(tensor.shape[dimension]), 1).expand_as(tensor).clone()
     return same.requires_grad_(tensor.requires_grad)
 
 
@@ -421,30 +451,31 @@ def _rounding(module: nn.Module, inputs: Sequence[Tensor]) -> float:
     return max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=_COARSE)
 
 
-def _differing(first: Sequence[_Seen], other: Sequence[_Seen]) -> frozenset[int]:
-    """Units that gave another thing for the first sample, though they were given the same for it."""
-    found = set[int]()
-    for one, two in zip(first, other, strict=False):
+def _differing(first: Sequence[_Seen], other: Sequence[_Seen], number: int) -> frozenset[int]:
+    """Units that gave another thing for the sample at a place, though they were given the same for it."""
+    found, calls = set[int](), {one.unit for one in other}
+    pairs = zip((one for one in first if one.unit in calls), other, strict=False)
+    for one, two in pairs:
         if one.unit != two.unit:
             break  # it went elsewhere, which says nothing
-        comparable = one.plain == two.plain and one.drawn == two.drawn and _is_given_same(one, two)
-        if comparable and _gave_other(one, two):
+        comparable = one.plain == two.plain and one.drawn == two.drawn and _is_given_same(one, two, number)
+        if comparable and _gave_other(one, two, number):
             found.add(one.unit)
     return frozenset(found)
 
 
-def _is_given_same(one: _Seen, two: _Seen) -> bool:
-    if len(one.given) != len(two.given):
+def _is_given_same(one: _Seen, two: _Seen, number: int) -> bool:
+    if len(one.given[number]) != len(two.given[number]):
         return False
     return all(
         len(before) == len(after)
         and any(_is_same(*pair, one.rounding) for pair in zip(before, after, strict=True))
-        for before, after in zip(one.given, two.given, strict=True)
+        for before, after in zip(one.given[number], two.given[number], strict=True)
     )
 
 
-def _gave_other(one: _Seen, two: _Seen) -> bool:
-    for before, after in zip(one.gave, two.gave, strict=False):
+def _gave_other(one: _Seen, two: _Seen, number: int) -> bool:
+    for before, after in zip(one.gave[number], two.gave[number], strict=False):
         for pair in zip(before, after, strict=False):
             if pair[0].shape == pair[1].shape and not _is_same(*pair, one.rounding):
                 return True

@@ -71,8 +71,13 @@ class Gathered:
             NoFit: Units did not give each micro-batch the same kind of values.
         """
         found = {call: (self._joined(call), structure) for call, (structure, _) in self._outputs.items()}
+        given = {key for one in self._given.values() for key in one}
         self._given.clear()
-        return MadeUp(found, self._trace, frozenset(), sees=False)
+        made = MadeUp(found, self._trace, frozenset(), sees=False)
+        made.unknown = frozenset(
+            (*call, leaf) for call, (tensors, _) in found.items() for leaf in range(len(tensors))
+        ).difference(given)
+        return made
 
     @property
     def bytes(self) -> int:

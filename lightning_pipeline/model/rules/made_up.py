@@ -39,6 +39,8 @@ class MadeUp:
     Attributes:
         inside: Whether such a unit runs.
         seen: What was computed so far.
+        unknown: Outputs that nothing is known of, by unit, number of the call and tensor.
+        gives_unknown: Told each of these that a unit gives.
     """
 
     def __init__(
@@ -51,10 +53,14 @@ class MadeUp:
         self._counts: dict[int, int] = {}
         self._modules = list(trace.root.modules())
         self.seen: Observed = []
+        self.unknown: frozenset[tuple[int, int, int]] = frozenset()
+        self.gives_unknown: Callable[[Tensor], None] = lambda tensor: None
 
     def again(self, originals: Sequence[Callable[..., Any]]) -> "MadeUp":
         """The same, for another run, in which units have these forwards."""
-        return MadeUp(self._values, self._trace, self._really, originals, sees=self._sees)
+        made = MadeUp(self._values, self._trace, self._really, originals, sees=self._sees)
+        made.unknown = self.unknown
+        return made
 
     def but(self, keys: Collection[tuple[int, int, int]]) -> "MadeUp":
         """The same with other values for all outputs but these, by unit, number of the call and tensor."""
@@ -68,7 +74,9 @@ class MadeUp:
                 for leaf, tensor in enumerate(tensors)
             ]
             values[call] = (others, structure)
-        return MadeUp(values, self._trace, self._really, self._originals, sees=self._sees)
+        made = MadeUp(values, self._trace, self._really, self._originals, sees=self._sees)
+        made.unknown = self.unknown
+        return made
 
     def call(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer a call."""
@@ -87,6 +95,9 @@ class MadeUp:
             self.seen.append((unit, values_in((args, kwargs))))
         tensors, structure = self._values[unit, nth]
         fresh = [alias(t.clone().requires_grad_()) if t.requires_grad else t.clone() for t in tensors]
+        for leaf, tensor in enumerate(fresh):
+            if (unit, nth, leaf) in self.unknown:
+                self.gives_unknown(tensor)
         given, ports = Given(args, kwargs), self._trace.ports.get((unit, nth))
         if ports is None:
             return given.put_together(fresh, structure)

@@ -72,6 +72,8 @@ MIXING = {
     "attention over samples": lambda h: (h @ h.T).softmax(-1) @ h,
     "a gradient": normed_by_gradient,
     "one for all": lambda h: h if h.mean() > 9 else h * h.mean(),
+    "those before": lambda h: h.cumsum(0),
+    "the one before": lambda h: h - torch.cat([torch.zeros_like(h[:1]), h[:-1]]),
 }
 
 
@@ -112,6 +114,20 @@ def said_of(layers, **options):
 @pytest.mark.parametrize("name", MIXING)
 def test_a_layer_that_mixes_samples_is_warned_of_with_its_name_and_class(name):
     assert said_of({2: lambda: Mixing(MIXING[name])}) == [("training_step", "net.2 (Mixing)")]
+
+
+class AlongTheFirst(nn.LSTM):
+    """As `nn.LSTM` is by default: time comes first, and each row is taken for a moment."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, dtype=torch.float64)
+
+    def forward(self, h):
+        return super().forward(h)[0]
+
+
+def test_a_recurrent_layer_along_the_samples_is_warned_of():
+    assert said_of({2: AlongTheFirst}) == [("training_step", "net.2 (AlongTheFirst)")]
 
 
 def test_the_first_and_the_last_are_found_and_all_are_in_one_warning():
