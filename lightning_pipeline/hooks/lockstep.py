@@ -146,8 +146,9 @@ class Reads:
         spread: Callable[[Mapping[str, Set[int]]], None],
     ) -> None:  # fmt: skip
         self._split, self._meeting, self._gather, self._spread = split, meeting, gather, spread
-        # Those of the whole module lack nothing, unless hooks are yet to set what ends them early.
-        self._looked_at = {trace.step: trace for trace in split.known.traces if not trace.ended_early}
+        # The step that the module was cut by lacks nothing, unless hooks are yet to set what ends it early.
+        traces = [trace for trace in split.known.traces if trace.step == split.cut.trace.step]
+        self._looked_at = {trace.step: trace for trace in traces if not trace.ended_early}
 
     def bring(self, step: str, first: Callable[[], Sequence[Any]]) -> None:
         """All ranks call this before a batch.

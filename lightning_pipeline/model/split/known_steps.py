@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +100,8 @@ class KnownSteps:
         if not cut.trace.is_made_up:
             self._known[cut.trace.step] = cut.trace, cut.liveness()
         for trace in later:
-            self._know(trace)
+            with suppress(SplitError):  # one that cannot be cut is run whole when it comes, see `refusal`
+                self._know(trace)
 
     def __contains__(self, step: str) -> bool:
         return step in self._known

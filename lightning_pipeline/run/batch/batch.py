@@ -264,7 +264,7 @@ class Batch:
             self._share_what_is_left()
             steps.split.settled(self.step)
             output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
-            replay(steps.module, report, self.parts.batch_size)
+            replay(steps.module, report, None)
         return loss_of(report), output
 
     def _report(self) -> Any:
