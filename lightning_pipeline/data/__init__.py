@@ -5,7 +5,14 @@ from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
 from lightning_pipeline.data.mappings import of_class, unfillable, with_values
 from lightning_pipeline.data.merge import merge_outputs
-from lightning_pipeline.data.microbatch import batch_size_of, how_cut, rebuilt, signature_of, split_batch
+from lightning_pipeline.data.microbatch import (
+    SharedPlaces,
+    batch_size_of,
+    how_cut,
+    rebuilt,
+    signature_of,
+    split_batch,
+)
 from lightning_pipeline.data.position import Position
 from lightning_pipeline.data.samples import has_samples, items_of
 
@@ -13,6 +20,7 @@ __all__ = [
     "EarlyLoaders",
     "Feed",
     "Position",
+    "SharedPlaces",
     "batch_size_of",
     "has_samples",
     "how_cut",

@@ -103,6 +103,42 @@ def how_cut(batch: Any, part: Any) -> tuple[list[Cut], list[Cut]]:
     return [one for one in places if one.whole != one.part], [one for one in places if one.whole == one.part]
 
 
+class SharedPlaces:
+    """Places of batches that were as long for another number of samples: all samples share what is there.
+
+    Class weights from the collate function are no samples in a last batch of as many samples as classes.
+    """
+
+    def __init__(self) -> None:
+        self._lengths: dict[str, int] = {}
+        self._seen: set[tuple[int, ...]] = set()
+
+    def learn(self, batch: Any, part: Any, shape: tuple[int, ...]) -> None:
+        """Look at a batch and its first micro-batch, once for each shape, such as its number of samples."""
+        if shape not in self._seen:
+            self._seen.add(shape)
+            whole = how_cut(batch, part)[1]
+            self._lengths |= {name: of[0] for name, of, _ in whole if name not in self._lengths}
+
+    def kept(self, batch: Any, part: Any) -> Any:
+        """A micro-batch with what stands in such places whole."""
+        return self._kept(batch, part, "batch") if self._lengths else part
+
+    def _kept(self, value: Any, part: Any, name: str) -> Any:
+        if isinstance(value, Tensor | np.ndarray):
+            return value if value.ndim and self._lengths.get(name) == value.shape[0] else part
+        own = items_of(part)
+        if not own or len(own) != len(items_of(value)):
+            return part
+        keys = list(value) if isinstance(value, Mapping) else range(len(own))
+        found = zip(keys, items_of(value), own, strict=True)
+        made = [self._kept(item, of_part, f"{name}[{key!r}]") for key, item, of_part in found]
+        if all(mine is before for mine, before in zip(made, own, strict=True)):
+            return part
+        following = iter(made)
+        return rebuilt(part, lambda item, key: next(following))
+
+
 def _places(value: Any, part: Any, name: str) -> Iterator[Cut]:
     """Tensors and arrays with a dimension, in order; a list that was cut is one place."""
     if isinstance(value, Tensor | np.ndarray):

@@ -247,9 +247,11 @@ class FakeRun:
 
     def _in_other_sizes(self, call: Call) -> Call | None:
         """What an earlier call returned, with the sizes of this one; None where that is not clear."""
+        module = self._observed.patches.units[call.unit].module
+        own = {size for weight in module.parameters() for size in weight.shape}
         for known in filter(self._fits_ports, self._observed.seen):
             if known.unit == call.unit:
-                specs = known.resized(call.inputs)
+                specs = known.resized(call.inputs, own)
                 if specs is not None:
                     return replace(known, specs=specs)
         return None

@@ -2,7 +2,7 @@
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import NoneType
@@ -91,8 +91,13 @@ class Call:
     asked: Structure = NOTHING
     closed: bool = True
 
-    def resized(self, inputs: Inputs) -> list[TensorSpec] | None:
-        """Its output tensors where others come in; None where a size could stand for several."""
+    def resized(self, inputs: Inputs, own: Collection[int] = ()) -> list[TensorSpec] | None:
+        """Its output tensors where others come in; None where a size could stand for several.
+
+        Args:
+            inputs: Shapes and types of what comes in.
+            own: Sizes that the unit has itself, such as the width of a layer.
+        """
         if inputs == self.inputs:
             return self.specs
         then, now = ([(len(shape), dtype) for shape, dtype in given] for given in (self.inputs, inputs))
@@ -104,7 +109,8 @@ class Call:
                 sizes.setdefault(one, set()).add(other)
         changed = {one: others for one, others in sizes.items() if others != {one}}
         if any(
-            len(changed.get(size, ())) > 1 or (size in changed and spec.shape.count(size) > 1)
+            len(changed.get(size, ())) > 1
+            or (size in changed and (size in own or spec.shape.count(size) > 1))
             for spec in self.specs
             for size in spec.shape
         ):

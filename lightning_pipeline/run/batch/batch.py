@@ -29,7 +29,7 @@ from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.batch.advice import Advice
 from lightning_pipeline.run.batch.as_one import Compared, extras_of, told_otherwise, with_numbers
-from lightning_pipeline.run.batch.parts import Parts, split_arguments
+from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.run.batch.returned import ReturnedNumbers, as_told, checked, merge_of, told_of
@@ -59,6 +59,7 @@ class Steps:
         reads_outputs: Whether a hook of any rank may read what an evaluating step returned.
         reordering: Plans the training batches anew, once it has seen some.
         warned: Of what a warning has been given.
+        shared: By step, places of its batches that all samples share.
         reports: From the last stage to the others.
         returned: Puts numbers together that steps return.
     """
@@ -81,6 +82,7 @@ class Steps:
     reads_outputs: Callable[[str], bool] = lambda step: False
     reordering: Replanner | None = None
     warned: set[Hashable] = field(default_factory=set)
+    shared: dict[str, SharedPlaces] = field(default_factory=dict)
     reports: ReportChannel = field(init=False)
     returned: ReturnedNumbers = field(init=False)
 
@@ -214,7 +216,10 @@ class Batch:
     def _split(self) -> None:
         steps = self._steps
         at_least = steps.at_least if self.trains else 1
-        self.parts = split_arguments(steps.module, self.args, steps.num_microbatches, at_least=at_least)
+        shared = steps.shared.setdefault(self.step, SharedPlaces())
+        self.parts = split_arguments(
+            steps.module, self.args, steps.num_microbatches, at_least=at_least, shared=shared
+        )
         total = self.parts.batch_size
         if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
             self.parts = split_arguments(steps.module, self.args, 1)

@@ -10,6 +10,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline._torch import AnyBatchNorm
+from lightning_pipeline.data import SharedPlaces as SharedPlaces
 from lightning_pipeline.data import batch_size_of, has_samples, how_cut, split_batch
 from lightning_pipeline.errors import ConfigurationError, PipelineError
 
@@ -86,7 +87,7 @@ class Parts:
 
 def split_arguments(
     module: LightningModule, args: Sequence[Any], num_microbatches: int, *,
-    at_least: int = 1, says: bool = False,
+    at_least: int = 1, says: bool = False, shared: SharedPlaces | None = None,
 ) -> Parts:  # fmt: skip
     """Split the batch, the first argument of every step; the others go to each micro-batch.
 
@@ -96,6 +97,7 @@ def split_arguments(
         num_microbatches: At most so many parts.
         at_least: Samples that each part should have, where we split.
         says: Whether to warn where not everything with rows was cut.
+        shared: What is known of batches before; told of this one.
     """
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
@@ -103,7 +105,11 @@ def split_arguments(
         pairs = split_batch(batch, num_microbatches, at_least=at_least)
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
-        parts = Parts([(part, *rest) for part, _ in pairs], sizes, total, is_users=False)
+        own_rows = [part for part, _ in pairs]
+        if shared is not None and total is not None and len(pairs) > 1:
+            own_rows = [shared.kept(batch, part) for part in own_rows]
+            shared.learn(batch, own_rows[0], (total,))
+        parts = Parts([(part, *rest) for part in own_rows], sizes, total, is_users=False)
         if says and parts.has_other_rows(batch):
             rank_zero_warn(parts.how_cut(batch))
         return parts
