@@ -52,6 +52,12 @@ class Report:
         assert self.values is not None, "a step with gradients has a loss"
         return replace(self, values=torch.cat([self.values, self.values.new_tensor([factor])]), scales=True)
 
+    def without_loss(self) -> "Report":
+        """The same of a step that returns nothing."""
+        if self.loss_dtype is None or self.values is None:
+            return self
+        return replace(self, loss_dtype=None, values=self.values[1:])
+
     @property
     def factor(self) -> Tensor | None:
         """What gradients are to be multiplied with; None: nothing."""

@@ -136,6 +136,15 @@ class Advice:
             "dictionary with 'loss', unless that was on purpose",
         )
 
+    def some_without_loss(self, without: int) -> None:
+        """Some micro-batches have no loss."""
+        self.say(
+            "some losses",
+            f"{self._step} returned no loss for {without} of a batch's {self._number} micro-batches, and the "
+            "batch trains on the others: one device returns one for all of it, or none, as where a loss is "
+            "not finite. From now on such batches are looked at as one, and left out where they have none",
+        )
+
     def whole(self, total: int) -> None:
         """The batch is not cut."""
         self.say(

@@ -53,6 +53,7 @@ class Compared(NamedTuple):
         is_sure: Whether its numbers are one device's.
         has_loss: Whether its loss was compared.
         may_differ: Whether it returns what may agree in this batch by chance.
+        is_none: Whether it returns nothing.
     """
 
     told: Sequence[Otherwise] = ()
@@ -65,6 +66,7 @@ class Compared(NamedTuple):
     is_sure: bool = False
     has_loss: bool = False
     may_differ: bool = False
+    is_none: bool = False
 
     @property
     def differs(self) -> bool:
@@ -140,6 +142,7 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
         is_made=True,
         is_sure=one.is_sure,
         has_loss=one.loss is not None,
+        is_none=one.returned is None,
     )
 
 

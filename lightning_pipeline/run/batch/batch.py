@@ -147,6 +147,7 @@ class Batch:
         self.accumulate = accumulate
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         self.around_backwards: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._is_left_out = False
         self.scale_gradients: Callable[[Tensor], None] = lambda factor: None
 
     @property
@@ -173,7 +174,7 @@ class Batch:
                 self._steps.executor.run(self.plan, self._steps.split.signatures)
             loss, output = self._finish()
         if loss is None:
-            if self._steps.module.automatic_optimization:
+            if self._steps.module.automatic_optimization and not self._is_left_out:
                 self.advice.without_loss()
             return None
         return {"loss": loss, **output}
@@ -305,7 +306,21 @@ class Batch:
         self._leave(found, is_compared=is_compared)
         if found.is_sure and (numbers or recorder.guesses):
             split.as_one.each.add(self.step)
-        return with_numbers(report, {**guessed, **numbers}), self._returned_as_one(output, found)
+        report = with_numbers(report, {**guessed, **numbers})
+        if self.trains and self._is_none_for_some(found, is_compared=is_compared):
+            report = report.without_loss()
+        return report, self._returned_as_one(output, found)
+
+    def _is_none_for_some(self, found: Compared, *, is_compared: bool) -> bool:
+        """Whether the batch as one has no loss, as some of its micro-batches had none; else says so."""
+        without = sum(loss is None for loss in self.result.losses)
+        if not 0 < without < len(self.result.losses):
+            return False
+        self._steps.split.as_one.each.add(self.step)
+        self._is_left_out = found.is_sure and found.is_none
+        if not (self._is_left_out or is_compared):
+            self.advice.some_without_loss(without)
+        return self._is_left_out
 
     def _numbers_of(self, found: Compared) -> dict[tuple[str, int], float]:
         """Logged numbers that are taken from the batch as one; warns of what else differs."""

@@ -265,3 +265,20 @@ def test_a_loss_that_a_sum_decides_is_warned_of(way):
         fitted(WAYS[way], HalvedByASum)
     texts = [str(one.message) for one in said if "micro-batches" in str(one.message)]
     assert len(texts) == 1 and texts[0].startswith("what training_step returns for a batch is ")
+
+
+class LeavesOut(Written):
+    """A batch whose loss is not finite, which one of its micro-batches shows."""
+
+    def training_step(self, batch, batch_idx):
+        x, y, _, place = batch
+        each = (self.net(x) - y).square().mean(1)
+        loss = torch.where(place == 9, torch.inf, each).mean()
+        return loss if torch.isfinite(loss) else None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_batch_without_a_finite_loss_is_left_out(way):
+    with warnings.catch_warnings(action="ignore"):
+        found, expected = fitted(WAYS[way], LeavesOut)[0], fitted(None, LeavesOut)[0]
+    assert_same((found, {}), (expected, {}))
