@@ -36,7 +36,7 @@ from lightning_pipeline.hooks.call_values import (
 )
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Meeting
-from lightning_pipeline.model.tensors import user_line
+from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.model.trace import Runner, UnitPatches
 from lightning_pipeline.ranks import Company
 from lightning_pipeline.schedules import Plan
@@ -381,6 +381,12 @@ class RemoteUnits:
             )
         if self._answering or not self._is_open:
             raise SplitError(f"a backward through {name} runs after the hook that called it has ended")
+        if any(gradient is not None and is_placeholder(gradient) for gradient in gradients):
+            raise SplitError(
+                f"the gradient that comes to {name} goes by weights of another stage, as where a loss is "
+                "multiplied with a norm of theirs: run that backward by itself, or scale by a number that "
+                "on_train_batch_end has read"
+            )
         with self._aside():
             digest = zlib.crc32(repr([g is None or checksum(g) for g in gradients]).encode())
             told = self._round(_BACKWARD, passage.unit, digest)

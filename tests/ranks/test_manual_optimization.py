@@ -177,3 +177,45 @@ def test_a_run_is_resumed_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
     expected = fitted(None)
     for found in ranks(2)(resumed, {"stages": 2}, tmp_path / "saved", group=False):
         assert_same(found, expected)
+
+
+class Penalized(pl.LightningModule):
+    """A loss that reads weights of one layer, which is on one of the stages."""
+
+    def __init__(self, layer: int, scales: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.automatic_optimization = False
+        self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+        self.layer, self.scales = layer, scales
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.net(batch[0]).square().mean()
+        weight = self.net[self.layer].weight
+        loss = loss * weight.norm() if self.scales else loss + 0.1 * weight.abs().sum()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def penalized(pipeline: Any, layer: int, scales: bool = False) -> Any:
+    inputs = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    module = Penalized(layer, scales)
+    trainer(pipeline, max_epochs=2).fit(module, DataLoader(TensorDataset(inputs), batch_size=4))
+    return weights(module), {}
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+def test_a_penalty_of_a_layers_weights_is_that_of_one_device(ranks: Ranks, layer: int) -> None:
+    expected = penalized(None, layer)
+    for found in ranks(2)(penalized, {"stages": 2}, layer, group=False):
+        assert_same(found, expected)
+
+
+def test_a_gradient_that_goes_by_weights_of_another_stage_is_refused_in_words(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="the gradient that comes to .* goes by weights of another stage"):
+        ranks(2)(penalized, {"stages": 2}, 0, True, group=False)
