@@ -120,3 +120,23 @@ def test_the_mean_of_an_epoch_weighs_batches_as_lightning_does(ranks):
     expected = mean_of_an_epoch(None)
     for found in ranks(2)(mean_of_an_epoch, PIPELINE, group=False):
         assert found == pytest.approx(expected, rel=1e-6)
+
+
+class Halves(Regression):
+    """What a micro-batch rounds, the batch rounds otherwise."""
+
+    def training_step(self, batch, batch_idx):
+        loss = mse_loss(self.net(batch["x"]), batch["y"])
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(batch["x"]) // 2)
+        return loss
+
+
+def mean_of_halves(pipeline):
+    run = trainer(pipeline, max_epochs=1, limit_val_batches=0)
+    run.fit(Halves(), DataLoader(scaled_batches(), batch_size=None))
+    return float(run.callback_metrics["loss"])
+
+
+def test_a_batch_size_that_is_rounded_is_that_of_the_batch():
+    found = mean_of_halves({"stages": 1, "schedule": "1F1B", "num_microbatches": 4})
+    assert found == pytest.approx(mean_of_halves(None), rel=1e-6)

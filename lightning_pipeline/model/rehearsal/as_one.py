@@ -47,6 +47,7 @@ class Heard(NamedTuple):
         left: What is small of what stands in the places of the step then, by label.
         returned: What it returned.
         writes: What it gave to loggers.
+        batch_sizes: What it said of how many samples numbers are of, likewise by name.
         is_sure: Whether what units gave is put together as they would have given it for the batch as one.
     """
 
@@ -57,6 +58,7 @@ class Heard(NamedTuple):
     returned: Any = None
     writes: Sequence[Any] = ()
     is_sure: bool = False
+    batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
 
 
 class _LinesOfReads(TorchFunctionMode):
@@ -195,12 +197,15 @@ class ToldAsOne:
 
     def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
         logged, reads, counts = dict[tuple[str, int], float](), _LinesOfReads(self._root), Counter[str]()
+        batch_sizes = dict[tuple[str, int], int]()
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for name, value in _numbers(*given):
                 if not reads.is_unknown(value):
                     number = value.detach() if isinstance(value, Tensor) else value
                     logged[name, counts[name]] = float(number)
+                if isinstance(size := given[1].get("batch_size"), int):
+                    batch_sizes[name, counts[name]] = size
                 counts[name] += 1
 
         begun = nullcontext() if state is None else state.as_begun()
@@ -221,7 +226,7 @@ class ToldAsOne:
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
         returned = map_tensors(Tensor.detach, result)
-        return Heard(told, logged, reads.lines, left, returned, writes)
+        return Heard(told, logged, reads.lines, left, returned, writes, batch_sizes=batch_sizes)
 
     def _draws(self) -> Any:
         """Where random numbers stand."""

@@ -54,6 +54,7 @@ class Compared(NamedTuple):
         has_loss: Whether its loss was compared.
         may_differ: Whether it returns what may agree in this batch by chance.
         is_none: Whether it returns nothing.
+        batch_sizes: Of how many samples it says that numbers are, likewise, if that is sure.
     """
 
     told: Sequence[Otherwise] = ()
@@ -67,6 +68,7 @@ class Compared(NamedTuple):
     has_loss: bool = False
     may_differ: bool = False
     is_none: bool = False
+    batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
 
     @property
     def differs(self) -> bool:
@@ -143,6 +145,7 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
         is_sure=one.is_sure,
         has_loss=one.loss is not None,
         is_none=one.returned is None,
+        batch_sizes=one.batch_sizes if one.is_sure else {},
     )
 
 
@@ -179,6 +182,17 @@ def with_numbers(report: Report, numbers: Mapping[tuple[str, int], float]) -> Re
                 values[position] = number
             position += 1
     return replace(report, values=values)
+
+
+def with_batch_sizes(report: Report, sizes: Mapping[tuple[str, int], int]) -> Report:
+    """A batch's report with what the batch as one says of how many samples its numbers are."""
+    counts, entries = Counter[str](), []
+    for entry in report.entries:
+        known = sizes.get((entry.name, counts[entry.name]))
+        counts[entry.name] += 1
+        differs = entry.batch_size is not None and known is not None and known != entry.batch_size
+        entries.append(replace(entry, batch_size=known) if differs else entry)
+    return replace(report, entries=tuple(entries)) if entries != list(report.entries) else report
 
 
 def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:

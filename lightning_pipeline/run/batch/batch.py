@@ -28,7 +28,13 @@ from lightning_pipeline.model.split import Doubts, SplitModel
 from lightning_pipeline.model.state import late_values, put_late_values
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.batch.advice import Advice
-from lightning_pipeline.run.batch.as_one import Compared, extras_of, told_otherwise, with_numbers
+from lightning_pipeline.run.batch.as_one import (
+    Compared,
+    extras_of,
+    told_otherwise,
+    with_batch_sizes,
+    with_numbers,
+)
 from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
@@ -305,6 +311,9 @@ class Batch:
         self._write(found.writes)
         self._leave(found, is_compared=is_compared)
         if found.is_sure and (numbers or recorder.guesses):
+            split.as_one.each.add(self.step)
+        before, report = report, with_batch_sizes(report, found.batch_sizes)
+        if report is not before:
             split.as_one.each.add(self.step)
         report = with_numbers(report, {**guessed, **numbers})
         if self.trains and self._is_none_for_some(found, is_compared=is_compared):
