@@ -381,11 +381,12 @@ class RemoteUnits:
             )
         if self._answering or not self._is_open:
             raise SplitError(f"a backward through {name} runs after the hook that called it has ended")
+        assert self._meeting is not None, "a call is answered inside a hook"
+        gradients = self._meeting.whole(tuple(gradients))  # weights of other stages may have a part in them
         if any(gradient is not None and is_placeholder(gradient) for gradient in gradients):
             raise SplitError(
-                f"the gradient that comes to {name} goes by weights of another stage, as where a loss is "
-                "multiplied with a norm of theirs: run that backward by itself, or scale by a number that "
-                "on_train_batch_end has read"
+                f"the gradient that comes to {name} goes by weights of another stage in a way that is not "
+                "followed: run that backward by itself, or scale by a number that on_train_batch_end has read"
             )
         with self._aside():
             digest = zlib.crc32(repr([g is None or checksum(g) for g in gradients]).encode())
@@ -418,6 +419,7 @@ class RemoteUnits:
     def _gradients_here(self, passage: "_Passage", found: list[Any]) -> list[Tensor | None]:
         if passage.own is not None:
             own, passage.own = passage.own, None
+            self._note_names(passage, own)
             return own
         here: list[Tensor | None] = []
         for held, sent in zip(passage.held, found, strict=True):
@@ -425,7 +427,15 @@ class RemoteUnits:
                 here.append(torch.empty_like(held) if sent else None)  # stands for another stage's
             else:
                 here.append(arrived([sent], self._device)[0])
+        self._note_names(passage, here)
         return here
+
+    def _note_names(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> None:
+        """Gradients of weights, which code may ask for by themselves, come from these on all ranks."""
+        assert self._meeting is not None, "a call is answered inside a hook"
+        for held, gradient in zip(passage.held, gradients, strict=True):
+            if gradient is not None and isinstance(held, nn.Parameter):
+                self._meeting.sources.note(gradient, self._meeting.sources.of(held))
 
 
 @dataclass

@@ -179,43 +179,59 @@ def test_a_run_is_resumed_where_it_was(ranks: Ranks, tmp_path: Path) -> None:
         assert_same(found, expected)
 
 
-class Penalized(pl.LightningModule):
-    """A loss that reads weights of one layer, which is on one of the stages."""
+def added(module: Any, loss: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    return loss + 0.1 * weight.abs().sum()
 
-    def __init__(self, layer: int, scales: bool) -> None:
+
+def added_of_all(module: Any, loss: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    return loss + 0.1 * sum(each.square().sum() for each in module.parameters())
+
+
+def scaled(module: Any, loss: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    return loss * weight.norm()
+
+
+def balanced(module: Any, loss: Tensor, other: Tensor, weight: Tensor) -> Tensor:
+    """By the gradients of one layer, as a VQGAN balances its losses."""
+    (one,) = torch.autograd.grad(loss, weight, retain_graph=True)
+    (two,) = torch.autograd.grad(other, weight, retain_graph=True)
+    return loss + (one.norm() / (two.norm() + 1e-4)).clamp(0, 1e4).detach() * other
+
+
+class Weighed(pl.LightningModule):
+    """A loss in which weights of other stages have a part."""
+
+    def __init__(self, layer: int, function: Any) -> None:
         super().__init__()
         torch.manual_seed(4)
         self.automatic_optimization = False
         self.net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
-        self.layer, self.scales = layer, scales
+        self.layer, self.function = layer, function
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        optimizer = self.optimizers()
-        loss = self.net(batch[0]).square().mean()
-        weight = self.net[self.layer].weight
-        loss = loss * weight.norm() if self.scales else loss + 0.1 * weight.abs().sum()
+        optimizer, out = self.optimizers(), self.net(batch[0])
+        loss = self.function(self, out.square().mean(), out.abs().mean(), self.net[self.layer].weight)
         optimizer.zero_grad()
         self.manual_backward(loss)
         optimizer.step()
+        self.log("loss", loss)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def penalized(pipeline: Any, layer: int, scales: bool = False) -> Any:
+def weighed(pipeline: Any, layer: int, function: Any) -> Any:
     inputs = torch.randn(12, WIDTH, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    module = Penalized(layer, scales)
-    trainer(pipeline, max_epochs=2).fit(module, DataLoader(TensorDataset(inputs), batch_size=4))
-    return weights(module), {}
+    module, run = Weighed(layer, function), trainer(pipeline, max_epochs=2)
+    run.fit(module, DataLoader(TensorDataset(inputs), batch_size=4))
+    return weights(module), {"loss": float(run.callback_metrics["loss"])}
 
 
 @pytest.mark.parametrize("layer", [0, 3])
-def test_a_penalty_of_a_layers_weights_is_that_of_one_device(ranks: Ranks, layer: int) -> None:
-    expected = penalized(None, layer)
-    for found in ranks(2)(penalized, {"stages": 2}, layer, group=False):
+@pytest.mark.parametrize("function", [added, added_of_all, scaled, balanced])
+def test_a_loss_in_which_weights_have_a_part_is_that_of_one_device(
+    ranks: Ranks, layer: int, function: Any
+) -> None:
+    expected = weighed(None, layer, function)
+    for found in ranks(2)(weighed, {"stages": 2}, layer, function, group=False):
         assert_same(found, expected)
-
-
-def test_a_gradient_that_goes_by_weights_of_another_stage_is_refused_in_words(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="the gradient that comes to .* goes by weights of another stage"):
-        ranks(2)(penalized, {"stages": 2}, 0, True, group=False)

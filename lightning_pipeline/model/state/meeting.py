@@ -66,6 +66,13 @@ _GRADIENT: Any = cast(Any, Tensor).grad.__get__
 _SET: Any = [SET_DATA, cast(Any, Tensor).grad.__set__]
 
 
+_aten = torch.ops.aten
+_FILLED: dict[Any, float | None] = {
+    _aten.ones_like.default: 1, _aten.zeros_like.default: 0, _aten.full_like.default: None
+}  # fmt: skip
+"""What makes a tensor in the form of another one, with this number, or the one that it is given."""
+
+
 class Sources:
     """Which of the module's tensors a tensor comes from, by its memory; views of placeholders share it too.
 
@@ -214,6 +221,10 @@ class Meeting:
         named = any(self._names(tensor) for tensor in tensors_in((args, kwargs)))
         if not named:
             return func(*args, **kwargs)
+        if func in _FILLED and args[0].numel() == 1:  # such as what a backward begins with: all ranks know it
+            number = _FILLED[func]
+            value: Any = args[1] if number is None else number
+            return torch.full(args[0].shape, value, dtype=args[0].dtype, device=args[0].device)
         if func._schema.name.startswith("aten::_foreach_"):
             return self._each(func, args, kwargs)
         if func._schema.name == "aten::equal":
