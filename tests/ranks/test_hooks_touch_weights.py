@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_pipeline.errors import PlaceholderError
 from lightning_pipeline.model.state import meeting
-from tests.pool import Pool
+from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import Regression, assert_same, fit
 
 Ranks = Callable[[int], Pool]
@@ -124,6 +124,22 @@ class StartsAnew(Regression):
                 nn.init.normal_(layer.bias)
 
 
+class TakesPartsOfAVector(Regression):
+    """As an optimizer without gradients does, for which all weights are one vector."""
+
+    def on_train_epoch_end(self) -> None:
+        weights = list(self.parameters())
+        vector = torch.linspace(-0.2, 0.2, sum(one.numel() for one in weights), dtype=weights[0].dtype)
+        nn.utils.vector_to_parameters(vector, weights)
+
+
+class TakesOnePartTwice(Regression):
+    def on_train_epoch_end(self) -> None:
+        vector = torch.full((1000,), 0.1, dtype=torch.float64)
+        for weight in self.parameters():
+            weight.data = vector[: weight.numel()].view_as(weight)
+
+
 class FlattensAll(Regression):
     def on_train_batch_end(self, *args: Any) -> None:
         nn.utils.parameters_to_vector(self.parameters()).norm().item()
@@ -177,6 +193,7 @@ def test_a_whole_model_made_one_value_in_a_hook_is_refused(ranks: Ranks) -> None
         ChangesTogether,
         ChangesEach,
         StartsAnew,
+        TakesPartsOfAVector,
     ],
 )
 def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
@@ -186,3 +203,8 @@ def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
     written = partial(fit, writes=str(tmp_path / "two"))
     for found in ranks(2)(written, {"stages": 2, "num_microbatches": 4}, cls):
         assert_same(found, expected)
+
+
+def test_weights_that_share_a_part_of_a_vector_are_refused(ranks: Ranks) -> None:
+    with pytest.raises(RankFailure, match="two weights are given the same part of a vector"):
+        ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, TakesOnePartTwice)

@@ -73,6 +73,12 @@ _FILLED: dict[Any, float | None] = {
 """What makes a tensor in the form of another one, with this number, or the one that it is given."""
 
 
+def _is_part(tensor: Tensor) -> bool:
+    """Whether its memory is a part of that of a larger tensor."""
+    is_plain = tensor.layout is torch.strided and not tensor.is_meta
+    return is_plain and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
+
+
 class Sources:
     """Which of the module's tensors a tensor comes from, by its memory; views of placeholders share it too.
 
@@ -146,6 +152,9 @@ class Meeting:
         compare: Callable[[Callable[[Any], list[Any]]], None],
     ) -> None:  # fmt: skip
         self._compare = compare
+        self._parts: dict[
+            int, tuple[StorageWeakRef, list[tuple[int, int]]]
+        ] = {}  # given to weights in a hook
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
         self._gather, self._enter, self._leave = gather, enter, leave
@@ -161,6 +170,7 @@ class Meeting:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         self._inside = True
+        self._parts.clear()
         try:
             with (
                 self._modes[0],
@@ -349,9 +359,28 @@ class Meeting:
             return value
         if not self._who(names) <= self._who(self._names(value)):
             value = self.whole(value)
+        is_part = not is_placeholder(value) and _is_part(value)
+        if is_part:
+            self._note_part(value)
         if is_placeholder(tensor) and not is_placeholder(value):
-            value = self._absent.make(next(iter(names)), TensorSpec.of(value)._replace(requires_grad=False))
-        return value
+            return self._absent.make(next(iter(names)), TensorSpec.of(value)._replace(requires_grad=False))
+        return value.clone() if is_part else value  # else the vector would count as this tensor's, here alone
+
+    def _note_part(self, value: Tensor) -> None:
+        """Parts of a vector are copied, so that what follows is one device's only where they are apart."""
+        begin = int(value.storage_offset())
+        end = (
+            begin + 1 + int(sum((n - 1) * by for n, by in zip(value.shape, value.stride(), strict=True) if n))
+        )
+        key = storage_key(value)
+        kept, parts = self._parts.get(key, (StorageWeakRef(value.untyped_storage()), []))
+        if any(begin < other and one < end for one, other in parts):
+            raise SplitError(
+                "two weights are given the same part of a vector, so that a change of one is one of the "
+                "other: give each a copy (`weight.data = part.clone()`)"
+            )
+        parts.append((begin, end))
+        self._parts[key] = kept, parts
 
     def whole(self, value: Any, *, any_size: bool = False) -> Any:
         """A value with the tensors in it complete on every rank; every rank calls this.
