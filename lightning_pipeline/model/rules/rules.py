@@ -163,7 +163,8 @@ def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any
     if isinstance(start, dict):
         return results[-1]
     if isinstance(start, list | deque):
-        return one_by_one(start, results, sizes, merge)
+        of_samples = [len(result) - len(start) for result in results] == list(sizes) and max(sizes) > 1
+        return (joined if of_samples else one_by_one)(start, results, sizes, merge)
     if isinstance(start, set):
         return joined(start, results, sizes, merge)
     if all(isinstance(value, int) and not isinstance(value, bool) for value in (start, *results)):
