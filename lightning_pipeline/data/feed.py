@@ -48,10 +48,11 @@ class Feed:
         self._shares = how == "broadcast" and len(ranks) > 1
         self._looked_at: list[Peekable] = []
         self._prepared: list[tuple[Any, Any]] = []
+        self._looks = False
         self.moved = 0
-        """Batches moved to the device so far; what is drawn meanwhile follows from it."""
+        """Batches moved to the device so far."""
         self.seed = 0
-        """Of random numbers drawn while a batch moves to the device; the same on all ranks."""
+        """Of random numbers drawn while a batch is looked at before the run; the same on all ranks."""
 
     def first(self, loaders: Any) -> tuple[Any] | None:
         """The first batch of a loader, or of each of a collection, before any loop has them; all ranks call.
@@ -147,11 +148,11 @@ class Feed:
     @contextmanager
     def not_counted(self) -> Iterator[None]:
         """Inside, batches that move are none of the run's."""
-        before = self.moved
+        before, self._looks = (self.moved, self._looks), True
         try:
             yield
         finally:
-            self.moved = before
+            self.moved, self._looks = before
 
     def check(self, batch: Any, batch_idx: int, step: str) -> None:
         """Compare the first batches of every epoch over the stages.
@@ -164,7 +165,7 @@ class Feed:
 
     @contextmanager
     def alike(self, module: LightningModule | None) -> Iterator[None]:
-        """Inside, random numbers are the same on all stages of the replica, and new for every batch.
+        """Inside, random numbers are the same on all stages of the replica: those of one device.
 
         Args:
             module: Whose hooks may draw; without any of the user's nothing is done.
@@ -172,6 +173,16 @@ class Feed:
         self.moved += 1
         if module is None or not moves_batches_itself(module):
             yield
-            return
-        with seeded(self.seed, self._replica, self.moved):
+        elif self._looks:
+            with seeded(self.seed, self._replica, self.moved):
+                yield
+        else:
+            self._make_states_equal()
             yield
+
+    def _make_states_equal(self) -> None:
+        """Code that one rank alone runs may have drawn since the last batch."""
+        if len(self._ranks) > 1:
+            states = random_states()
+            if len(set(self._gather(zlib.crc32(repr(states).encode())))) > 1:
+                set_random_states(self._outlet.share(lambda: states))
