@@ -174,13 +174,13 @@ class OwnDivisor(NamedTuple):
     Attributes:
         weight: What the quotient is multiplied with to be the micro-batch's part of the batch's dividend.
         total: Its part of the batch's divisor.
-        least: What the batch's divisor is at least.
+        least: What the batch's divisor is at least, as after `clamp(min=...)`.
         is_count: Whether it is the number of values of a mean: of none, nothing has a gradient but 0.
     """
 
     weight: float
     total: float
-    least: float = 0.0
+    least: float = -math.inf
     is_count: bool = False
 
 
@@ -193,7 +193,7 @@ class Share(NamedTuple):
     and `apart` a value that its terms do not have as it is: it may be 0/0 where they count for nothing.
     `read` says of a Python number which of those that the step reads it is, and `made_up` that the whole
     batch's step had a made-up one in its place. `own` is what a quotient of two sums that units decide is
-    divided by, `floor` what a sum is after `clamp(min=...)`; both are lost otherwise.
+    divided by, `floor` the part of a sum before `clamp(min=...)`, and this bound; both are lost otherwise.
     """
 
     terms: tuple[tuple[float, Tensor], ...]
@@ -205,7 +205,7 @@ class Share(NamedTuple):
     read: int = 0
     made_up: bool = False
     own: "OwnDivisor | None" = None
-    floor: tuple[float, float, float] | None = None
+    floor: tuple[float, float] | None = None
 
     def total(self) -> Tensor | None:
         """The part as a number; None where nothing counts."""

@@ -271,6 +271,7 @@ class Follower:
         if self._is_doubtful(shares, share):
             return None
         if share is not None and share.own is not None:
+            self._compare_computed(shares, loss)
             return self._own_share(share.own, loss)
         is_astray = bool(shares.strayed) and (share is None or bool(share.lost))
         if is_astray and self.tries():
@@ -308,7 +309,9 @@ class Follower:
     def _own_share(self, own: OwnDivisor, loss: Tensor) -> Share:
         """What units divide by is known when all micro-batches have run: until then by about as much."""
         self._own.append(own)
-        if own.weight <= 0 or not math.isfinite(own.weight):
+        if not own.weight:  # 0/0 counts for nothing; of more over nothing the dividend is not known
+            if bool(loss.detach().isinf()):
+                raise self._lost("where a micro-batch divides by nothing")
             return Share(())
         if self._about is None:
             self._about = own.weight / (self._fractions[self._number] or 1.0)
@@ -336,7 +339,7 @@ class Follower:
         if self._about is not None:
             factor = self._about / divisor if divisor else math.nan
             return factor, factor
-        is_zero = divisor > 0 or all(one.is_count for one in self._own)
+        is_zero = bool(divisor) or all(one.is_count for one in self._own)
         return 0.0 if divisor else math.nan, 0.0 if is_zero else math.nan
 
     def tries(self) -> bool:

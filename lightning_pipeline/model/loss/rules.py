@@ -248,25 +248,22 @@ def _own_divisor(step: Step) -> OwnDivisor | None:
     here = float(divisor)
     if not math.isfinite(here) or (isinstance(divisor, Tensor) and divisor.requires_grad):
         return None
-    factor = one.terms[0][0]
+    weight = one.terms[0][0] * here
     if other.floor is not None:
-        of_other, total, least = other.floor
-        return OwnDivisor(factor * here, total, least) if of_other == factor else None
-    if other.lost or not any(f == factor for f, _ in other.terms):
+        return OwnDivisor(weight, *other.floor)
+    if other.lost:
         return None
-    total = sum(f * float(tensor) for f, tensor in other.terms)
-    return OwnDivisor(factor * here, total)
+    return OwnDivisor(weight, sum(f * float(tensor) for f, tensor in other.terms))
 
 
-def at_least(func: Any, args: Any, kwargs: Any, share: Share) -> tuple[float, float, float] | None:
-    """What a sum is after `clamp(min=...)`: its factor, its part, and the bound; None of anything else."""
+def at_least(func: Any, args: Any, kwargs: Any, share: Share) -> tuple[float, float] | None:
+    """The part of a sum before `clamp(min=...)`, and the bound; None of anything else."""
     bound = kwargs.get("min", args[1] if len(args) > 1 else None)
     if func not in AT_LEAST or len(args) > 2 or "max" in kwargs or not isinstance(bound, int | float):
         return None
-    if share.lost or len(share.terms) != 1 or share.terms[0][1].numel() != 1:
+    if share.lost or any(tensor.numel() != 1 for _, tensor in share.terms):
         return None
-    factor, tensor = share.terms[0]
-    return factor, factor * float(tensor), float(bound)
+    return sum(f * float(tensor) for f, tensor in share.terms), float(bound)
 
 
 def mean_of_picked(

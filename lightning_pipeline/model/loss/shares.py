@@ -175,7 +175,8 @@ class Shares:
         """Whether values decide which samples are taken, and not which of what has none, such as a weight."""
         if func is Tensor.__getitem__:
             places = indices(args[1])
-            picks = has_mask(places) or (isinstance(args[1], list) and bool(grows(seen, 0, args[0])))
+            listed = isinstance(args[1], list) and self.whole.reads  # such as what `mask.tolist()` says
+            picks = has_mask(places) or (listed and bool(grows(seen, 0, args[0])))
         elif func in TAKING_ROWS:
             places, picks = (*args[2:], *kwargs.values()), False
         else:

@@ -72,6 +72,18 @@ def repeated(out, y):
     return out.repeat_interleave(1 + (out.detach()[:, 0] > 0).long(), 0).square().mean()
 
 
+def by_signs(out, y):
+    """A divisor that is below 0 in some micro-batches."""
+    each, weight = (out - y).square().mean(1), out.detach()[:, 0]
+    return (weight * each).sum() / weight.sum()
+
+
+def over_a_mean(out, y):
+    each = (out - y).square().mean(1)
+    sure = torch.exp(-each.detach())
+    return 0.1 * (sure * each).sum() / sure.mean()
+
+
 def by_classes(out, y):
     """Cross entropy of the samples whose loss is large, as segmentation has it."""
     each = torch.nn.functional.cross_entropy(out, y.argmax(1), reduction="none")
@@ -80,7 +92,7 @@ def by_classes(out, y):
 
 DIVIDED = [
     hardest, hardest_if_any, hardest_by_places, self_paced, self_paced_softly, weighted_means, beside_little,
-    by_a_number, what_is_a_number, repeated, by_classes,
+    by_a_number, what_is_a_number, repeated, by_classes, by_signs, over_a_mean,
 ]  # fmt: skip
 
 
@@ -152,6 +164,31 @@ def beside_a_mean(out, y):
     return mse_loss(out, y) + hardest(out, y)
 
 
-def test_what_is_added_to_a_mean_is_refused_with_its_line():
-    with pytest.raises(SplitError, match="cannot be followed from .*test_divisors_of_the_model.py"):
-        said_of(lambda: fitted(WAYS["four"], lambda: Divided(beside_a_mean)))
+def over_few(out, y):
+    """Of all samples over those that the model is sure of, of which a micro-batch has none."""
+    each = (out - y).square().mean(1)
+    return each.sum() / (each.detach() < 1.0).sum()
+
+
+@pytest.mark.parametrize(
+    ("function", "where"),
+    [
+        (beside_a_mean, "from .*test_divisors_of_the_model.py"),
+        (over_few, "where a micro-batch divides by nothing"),
+    ],
+)
+def test_what_cannot_be_divided_at_the_end_is_refused(function, where):
+    with pytest.raises(SplitError, match=f"cannot be followed {where}"):
+        said_of(lambda: fitted(WAYS["four"], lambda: Divided(function)))
+
+
+def of_nothing(out, y):
+    each = (out - y).square().mean(1)
+    kept = each.detach() < -1.0
+    return (each * kept).sum() / kept.sum()
+
+
+def test_a_batch_divided_by_nothing_is_left_out_where_gradients_are_looked_at():
+    before = weights(Divided(of_nothing))
+    found, _ = said_of(lambda: fitted({**WAYS["four"], "on_nonfinite": "skip"}, lambda: Divided(of_nothing)))
+    assert_same((found[0], {}), (before, {}))

@@ -46,6 +46,10 @@ def where_there_are_some(self, out, y, mask):
     return mse_loss(out[places], y[places]) if places.numel() else out.new_zeros((), requires_grad=True)
 
 
+def always_the_first(self, out, y, mask):
+    return mse_loss(out[[0]], y[[0]])
+
+
 def a_weight_by_mask(self, out, y, mask):
     return mse_loss(out, y) + 0.1 * self.weight[self.kept_weights].square().sum()
 
@@ -82,3 +86,10 @@ def test_a_loss_over_picked_samples_is_one_devices(function, way):
         expected, logs, _ = fitted(None, lambda: Picks(function))
     assert_same((found, {}), (expected, {}))
     assert logged == pytest.approx(logs, rel=1e-6)
+
+
+def test_samples_at_places_that_are_always_the_same_are_not_taken_for_picked():
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fitted(WAYS["two"], lambda: Picks(always_the_first))
+    assert [one for one in said if "in another way than by adding up" in str(one.message)]
