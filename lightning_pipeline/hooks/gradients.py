@@ -127,11 +127,12 @@ class GradientHooks:
         self._parameters = list(parameters)[::-1]  # about in the order of a backward
         self._changing: list[tuple[Tensor, Hooks]] = []
         self._after: list[tuple[Tensor, Hooks]] = []
-        self._has_changed = False
+        self._has_changed = self._has_warned = False
 
     def warn_of_scaling(self) -> None:
         """Gradients are multiplied after hooks have seen them."""
-        if self._has_changed:
+        if self._has_changed and not self._has_warned:
+            self._has_warned = True
             warnings.warn(
                 "the loss is divided by what the model decides (a mean over the samples that it finds hard), "
                 "which is known when all micro-batches have run: what `register_hook` on a parameter was "

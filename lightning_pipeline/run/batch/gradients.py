@@ -40,7 +40,7 @@ class Gradients:
         self._split, self._groups, self._failure, self._placement = split, groups, failure, placement
         self._finite: AgreedGradients | None = None
         self._reports: ReportChannel | None = None
-        self.aside = SetAside()
+        self.aside, self._by_nothing = SetAside(), False
         self.list_anew()
 
     def list_anew(self) -> None:
@@ -48,7 +48,7 @@ class Gradients:
         split, rank = self._split, self._groups.rank
         self._parameters = [parameter for _, parameter in split.owned_parameters()]
         self._hooks = GradientHooks(self._parameters)
-        self._given = set[int]()  # which steps with such losses give gradients
+        self._given = set[int]()  # which steps give gradients whose loss the model's own count divides
         self.counted_elsewhere = {
             id(shared.parameter) for shared in split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != rank
@@ -79,6 +79,7 @@ class Gradients:
         """
         if self._finite is not None:
             self._finite.counts = stepping
+        self._by_nothing = False
         unseen = zeroed_unseen(trainer, trainer.fit_loop.batch_idx)
         self.aside.begin(self._parameters, drop=unseen)
         if unseen:
@@ -111,6 +112,7 @@ class Gradients:
         """
         self._hooks.warn_of_scaling()
         ran = bool(factor.isfinite()) and bool(factor)
+        self._by_nothing = bool(factor.isnan())
         with torch.no_grad():
             for parameter in self._parameters:
                 if not ran and id(parameter) in self._given:
@@ -137,7 +139,12 @@ class Gradients:
 
     def not_finite(self) -> list[str]:
         """Gradients that are inf or nan before a step, in words, the same on every rank."""
-        return [] if self._finite is None else self._finite.found()
+        if self._finite is None:
+            return []
+        return [
+            *self._finite.found(),
+            *(["all, as the loss is divided by nothing"] if self._by_nothing else []),
+        ]
 
     def clip(
         self, parameters: Iterable[Tensor], max_norm: float, device: torch.device, *, error_if_nonfinite: bool
