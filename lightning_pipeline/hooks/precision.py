@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks.optimizers import own_groups
-from lightning_pipeline.model.tensors import is_placeholder
 
 _SERVED = (Precision, MixedPrecision, HalfPrecision, DoublePrecision)
 
@@ -40,9 +39,6 @@ class _OfStages(Precision):
 
     @override
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
-        if is_placeholder(tensor) and tensor.numel() == 1 and not (args or "gradient" in kwargs):
-            # A loss in which weights of other stages have a part has no value here, but gradients have.
-            kwargs["gradient"] = torch.ones(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         self.pipeline_backward(
             lambda: super(_OfStages, self).backward(tensor, model, optimizer, *args, **kwargs)
         )

@@ -140,6 +140,27 @@ class TakesOnePartTwice(Regression):
             weight.data = vector[: weight.numel()].view_as(weight)
 
 
+class UsesTheVectorLater(TakesPartsOfAVector):
+    """On one device the vector follows the weights that are trained in between."""
+
+    vector = None
+
+    def on_train_epoch_end(self) -> None:
+        if self.vector is not None:
+            self.norm = self.vector.norm().item()
+        weights = list(self.parameters())
+        self.vector = torch.linspace(-0.2, 0.2, sum(one.numel() for one in weights), dtype=weights[0].dtype)
+        nn.utils.vector_to_parameters(self.vector, weights)
+
+
+class ChangesTheVector(TakesPartsOfAVector):
+    def on_train_epoch_end(self) -> None:
+        weights = list(self.parameters())
+        vector = torch.zeros(sum(one.numel() for one in weights), dtype=weights[0].dtype)
+        nn.utils.vector_to_parameters(vector, weights)
+        vector.fill_(0.1)
+
+
 class FlattensAll(Regression):
     def on_train_batch_end(self, *args: Any) -> None:
         nn.utils.parameters_to_vector(self.parameters()).norm().item()
@@ -205,6 +226,16 @@ def test_a_hook_that_reads_and_changes_weights_gives_that_of_one_device(
         assert_same(found, expected)
 
 
-def test_weights_that_share_a_part_of_a_vector_are_refused(ranks: Ranks) -> None:
-    with pytest.raises(RankFailure, match="two weights are given the same part of a vector"):
-        ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, TakesOnePartTwice)
+@pytest.mark.parametrize(
+    ("cls", "words"),
+    [
+        (TakesOnePartTwice, "two weights are given the same part of a vector"),
+        (UsesTheVectorLater, "a vector whose parts weights were given is used again"),
+        (ChangesTheVector, "a vector whose parts weights were given is used again"),
+    ],
+)
+def test_weights_that_share_memory_with_a_vector_are_refused(
+    ranks: Ranks, cls: type[Regression], words: str
+) -> None:
+    with pytest.raises(RankFailure, match=words):
+        ranks(2)(fit, {"stages": 2, "num_microbatches": 4}, cls)

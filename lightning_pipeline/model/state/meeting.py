@@ -33,6 +33,7 @@ from lightning_pipeline._torch import (
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.model.places import Place
 from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
+from lightning_pipeline.model.state.given_parts import GivenParts, is_part
 from lightning_pipeline.model.tensors import (
     SET_DATA,
     TensorSpec,
@@ -71,12 +72,6 @@ _FILLED: dict[Any, float | None] = {
     _aten.ones_like.default: 1, _aten.zeros_like.default: 0, _aten.full_like.default: None
 }  # fmt: skip
 """What makes a tensor in the form of another one, with this number, or the one that it is given."""
-
-
-def _is_part(tensor: Tensor) -> bool:
-    """Whether its memory is a part of that of a larger tensor."""
-    is_plain = tensor.layout is torch.strided and not tensor.is_meta
-    return is_plain and tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size()
 
 
 class Sources:
@@ -152,9 +147,7 @@ class Meeting:
         compare: Callable[[Callable[[Any], list[Any]]], None],
     ) -> None:  # fmt: skip
         self._compare = compare
-        self._parts: dict[
-            int, tuple[StorageWeakRef, list[tuple[int, int]]]
-        ] = {}  # given to weights in a hook
+        self._parts = GivenParts()
         self._absent, self.sources, self._holders = absent, sources, holders
         self._everyone = frozenset(range(num_ranks))
         self._gather, self._enter, self._leave = gather, enter, leave
@@ -170,7 +163,7 @@ class Meeting:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         self._inside = True
-        self._parts.clear()
+        self._parts.begin()
         try:
             with (
                 self._modes[0],
@@ -228,13 +221,17 @@ class Meeting:
         """Run an operation, with what it needs of other ranks."""
         if func.namespace == "prim":
             return func(*args, **kwargs)
+        if self._parts:
+            self._parts.check(tensors_in((args, kwargs)), written_tensors(func, args, kwargs))
         named = any(self._names(tensor) for tensor in tensors_in((args, kwargs)))
         if not named:
             return func(*args, **kwargs)
         if func in _FILLED and args[0].numel() == 1:  # such as what a backward begins with: all ranks know it
             number = _FILLED[func]
             value: Any = args[1] if number is None else number
-            return torch.full(args[0].shape, value, dtype=args[0].dtype, device=args[0].device)
+            return torch.full(
+                args[0].shape, value, dtype=kwargs.get("dtype") or args[0].dtype, device=args[0].device
+            )
         if func._schema.name.startswith("aten::_foreach_"):
             return self._each(func, args, kwargs)
         if func._schema.name == "aten::equal":
@@ -359,28 +356,11 @@ class Meeting:
             return value
         if not self._who(names) <= self._who(self._names(value)):
             value = self.whole(value)
-        is_part = not is_placeholder(value) and _is_part(value)
-        if is_part:
-            self._note_part(value)
+        if not is_placeholder(value) and is_part(value):
+            value = self._parts.copy(value)  # the vector would count as this tensor's, on this rank alone
         if is_placeholder(tensor) and not is_placeholder(value):
-            return self._absent.make(next(iter(names)), TensorSpec.of(value)._replace(requires_grad=False))
-        return value.clone() if is_part else value  # else the vector would count as this tensor's, here alone
-
-    def _note_part(self, value: Tensor) -> None:
-        """Parts of a vector are copied, so that what follows is one device's only where they are apart."""
-        begin = int(value.storage_offset())
-        end = (
-            begin + 1 + int(sum((n - 1) * by for n, by in zip(value.shape, value.stride(), strict=True) if n))
-        )
-        key = storage_key(value)
-        kept, parts = self._parts.get(key, (StorageWeakRef(value.untyped_storage()), []))
-        if any(begin < other and one < end for one, other in parts):
-            raise SplitError(
-                "two weights are given the same part of a vector, so that a change of one is one of the "
-                "other: give each a copy (`weight.data = part.clone()`)"
-            )
-        parts.append((begin, end))
-        self._parts[key] = kept, parts
+            value = self._absent.make(next(iter(names)), TensorSpec.of(value)._replace(requires_grad=False))
+        return value
 
     def whole(self, value: Any, *, any_size: bool = False) -> Any:
         """A value with the tensors in it complete on every rank; every rank calls this.
