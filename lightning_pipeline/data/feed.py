@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pipeline._lightning import loaders_in, moves_batches_itself
 from lightning_pipeline._torch import tree_leaves, tree_unflatten
-from lightning_pipeline.data.draws import random_states, seeded, set_random_states
+from lightning_pipeline.data.draws import random_states, set_random_states
 from lightning_pipeline.data.fingerprint import (
     CHECKED_BATCHES,
     Gather,
@@ -49,10 +49,6 @@ class Feed:
         self._looked_at: list[Peekable] = []
         self._prepared: list[tuple[Any, Any]] = []
         self._looks = False
-        self.moved = 0
-        """Batches moved to the device so far."""
-        self.seed = 0
-        """Of random numbers drawn while a batch is looked at before the run; the same on all ranks."""
 
     def first(self, loaders: Any) -> tuple[Any] | None:
         """The first batch of a loader, or of each of a collection, before any loop has them; all ranks call.
@@ -146,13 +142,13 @@ class Feed:
         return prepared
 
     @contextmanager
-    def not_counted(self) -> Iterator[None]:
-        """Inside, batches that move are none of the run's."""
-        before, self._looks = (self.moved, self._looks), True
+    def looking(self) -> Iterator[None]:
+        """Inside, batches that move are none of the run's, and random numbers are alike already."""
+        before, self._looks = self._looks, True
         try:
             yield
         finally:
-            self.moved, self._looks = before
+            self._looks = before
 
     def check(self, batch: Any, batch_idx: int, step: str) -> None:
         """Compare the first batches of every epoch over the stages.
@@ -170,19 +166,9 @@ class Feed:
         Args:
             module: Whose hooks may draw; without any of the user's nothing is done.
         """
-        self.moved += 1
-        if module is None or not moves_batches_itself(module):
-            yield
-        elif self._looks:
-            with seeded(self.seed, self._replica, self.moved):
-                yield
-        else:
-            self._make_states_equal()
-            yield
-
-    def _make_states_equal(self) -> None:
-        """Code that one rank alone runs may have drawn since the last batch."""
-        if len(self._ranks) > 1:
-            states = random_states()
+        draws = module is not None and moves_batches_itself(module)
+        if draws and not self._looks and len(self._ranks) > 1:
+            states = random_states()  # code that one rank alone runs may have drawn since the last batch
             if len(set(self._gather(zlib.crc32(repr(states).encode())))) > 1:
                 set_random_states(self._outlet.share(lambda: states))
+        yield

@@ -161,7 +161,7 @@ class EarlyLoaders:
     def _moved(self, batch: Any, step: str) -> Any:
         """Through the user's transfer hooks, which note nothing of it."""
         trainer = self._trainer
-        with self._undone(step), self._feed.not_counted(), self.shown():
+        with self._undone(step), self._feed.looking(), self.shown():
             batch = _lightning.prepared_batch(trainer, batch)
             return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 

@@ -104,29 +104,26 @@ def how_cut(batch: Any, part: Any) -> tuple[list[Cut], list[Cut]]:
 
 
 class SharedPlaces:
-    """Places of batches that were as long for another number of samples: all samples share what is there.
+    """Places of batches that once were longer or shorter than the samples: all of these share what is there.
 
-    Class weights from the collate function are no samples in a last batch of as many samples as classes.
+    Class weights from the collate function are no samples in a last batch of as many samples as classes, nor
+    are the objects of all images in a batch that has as many of them as images.
     """
 
     def __init__(self) -> None:
-        self._lengths: dict[str, int] = {}
-        self._seen: set[tuple[int, ...]] = set()
+        self._names: set[str] = set()
 
-    def learn(self, batch: Any, part: Any, shape: tuple[int, ...]) -> None:
-        """Look at a batch and its first micro-batch, once for each shape, such as its number of samples."""
-        if shape not in self._seen:
-            self._seen.add(shape)
-            whole = how_cut(batch, part)[1]
-            self._lengths |= {name: of[0] for name, of, _ in whole if name not in self._lengths}
+    def learn(self, batch: Any, part: Any) -> None:
+        """Look at a batch and its first micro-batch."""
+        self._names.update(name for name, _, _ in how_cut(batch, part)[1])
 
     def kept(self, batch: Any, part: Any) -> Any:
         """A micro-batch with what stands in such places whole."""
-        return self._kept(batch, part, "batch") if self._lengths else part
+        return self._kept(batch, part, "batch") if self._names else part
 
     def _kept(self, value: Any, part: Any, name: str) -> Any:
         if isinstance(value, Tensor | np.ndarray):
-            return value if value.ndim and self._lengths.get(name) == value.shape[0] else part
+            return value if name in self._names else part
         own = items_of(part)
         if not own or len(own) != len(items_of(value)):
             return part

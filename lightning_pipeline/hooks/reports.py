@@ -164,13 +164,12 @@ def loss_of(report: Report) -> Tensor | None:
     return report.values[0].to(report.loss_dtype)
 
 
-def replay(module: LightningModule, report: Report, batch_size: int | None) -> None:
+def replay(module: LightningModule, report: Report) -> None:
     """Make the recorded calls of `self.log`, as this rank's own.
 
     Args:
         module: The LightningModule.
-        report: The same on every rank.
-        batch_size: Samples of the whole batch; `None` leaves it to Lightning.
+        report: The same on every rank. Where the user gave no batch size, Lightning looks for it.
     """
     position = int(report.loss_dtype is not None)
     for entry in report.entries:
@@ -179,11 +178,10 @@ def replay(module: LightningModule, report: Report, batch_size: int | None) -> N
             assert report.values is not None, "a report with dtypes has values"
             value = report.values[position].to(entry.dtype)
             position += 1
-        size = batch_size if entry.batch_size is None else entry.batch_size
         logged: Any = value
         options = dict(entry.options)
         if entry.metric is not None:
             logged = module.get_submodule(entry.metric)
             logged._forward_cache = value
             options["metric_attribute"] = entry.metric
-        type(module).log(module, entry.name, logged, batch_size=size, **options)
+        type(module).log(module, entry.name, logged, batch_size=entry.batch_size, **options)

@@ -416,8 +416,7 @@ class CheckpointHooks(Running, PlainStrategy):
         return [numbers.get(id(bare(c.scheduler.optimizer)), 0) for c in self.lr_scheduler_configs]
 
     def _position(self) -> dict[str, Any]:
-        pipeline = self._running
-        return {**pipeline.position.state(), "seed": pipeline.seed, "moved": pipeline.feed.moved}
+        return {**self._running.position.state(), "seed": self._running.seed}
 
     @pipelined
     @override

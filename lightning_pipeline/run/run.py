@@ -106,9 +106,8 @@ class Pipeline:
         """Go on where the saved run stood in its data and random numbers; `None`: that is not known."""
         self.position.resume(stood)
         if stood is not None:
-            self.seed = self.feed.seed = stood["seed"]
+            self.seed = stood["seed"]
             self.stages.reseed(self.seed)
-            self.feed.moved = stood["moved"]
 
     # Steps
 

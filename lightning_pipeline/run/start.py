@@ -132,7 +132,7 @@ class Splitting:
             built: The weights that the module has not yet.
         """
         run, trainer = self._run, self._trainer
-        run.seed = run.feed.seed = seed_of_run(run.members.from_zero)
+        run.seed = seed_of_run(run.members.from_zero)
         run.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
         early = EarlyLoaders(trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer))

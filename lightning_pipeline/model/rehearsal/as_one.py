@@ -61,7 +61,7 @@ class Heard(NamedTuple):
     batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
 
 
-class _LinesOfReads(TorchFunctionMode):
+class _ReadsSeen(TorchFunctionMode):
     """Notes where numbers of tensors become Python's or NumPy's, and what is made of made-up values.
 
     Args:
@@ -196,7 +196,7 @@ class ToldAsOne:
             self._told.made_up, self._told.as_batch = 0.0, False
 
     def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
-        logged, reads, counts = dict[tuple[str, int], float](), _LinesOfReads(self._root), Counter[str]()
+        logged, reads, counts = dict[tuple[str, int], float](), _ReadsSeen(self._root), Counter[str]()
         batch_sizes = dict[tuple[str, int], int]()
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:

@@ -276,7 +276,7 @@ class Batch:
             self._share_what_is_left()
             steps.split.settled(self.step)
             output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
-            replay(steps.module, report, None)
+            replay(steps.module, report)
         return loss_of(report), output
 
     def _report(self) -> Any:

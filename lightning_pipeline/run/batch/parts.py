@@ -105,11 +105,11 @@ def split_arguments(
         pairs = split_batch(batch, num_microbatches, at_least=at_least)
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
-        own_rows = [part for part, _ in pairs]
-        if shared is not None and total is not None and len(pairs) > 1:
-            own_rows = [shared.kept(batch, part) for part in own_rows]
-            shared.learn(batch, own_rows[0], (total,))
-        parts = Parts([(part, *rest) for part in own_rows], sizes, total, is_users=False)
+        microbatches = [part for part, _ in pairs]
+        if shared is not None and len(pairs) > 1:
+            microbatches = [shared.kept(batch, part) for part in microbatches]
+            shared.learn(batch, microbatches[0])
+        parts = Parts([(part, *rest) for part in microbatches], sizes, total, is_users=False)
         if says and parts.has_other_rows(batch):
             rank_zero_warn(parts.how_cut(batch))
         return parts
