@@ -3,6 +3,9 @@
 `benchmarks/random_losses.py` runs more of them.
 """
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 from tests.random_losses import Call, LossProgram, loss_outcome_of, loss_program
@@ -120,3 +123,23 @@ def test_a_loss_times_a_number_that_was_read_is_refused() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2, 300_328])
 def test_a_random_loss_is_that_of_the_batch_or_said_to_be_none(seed: int) -> None:
     loss_outcome_of(loss_program(seed))
+
+
+def _of_what_is_not_kept(how: str, **changes: Any) -> LossProgram:
+    """Code reads values of a layer where the model decides so, which nobody knows before."""
+    rows = "F.binary_cross_entropy_with_logits(o[:, 0], m.double(), reduction='none')"
+    hidden = "h.abs().mean(1).masked_fill(~m, 0.0).detach() > 0.3"
+    chosen = f"({rows}[{hidden}].mean() if ((o[:, 0] > 0).double() > 0.8).any() else o.sum() * 0)"
+    drawn = loss_program(300_328)
+    value = how.format(f"({chosen} > 1 - F.gaussian_nll_loss(o, y, torch.ones_like(o)))")
+    call = drawn.calls[0]._replace(values=(value,))
+    return replace(drawn, loss="F.mse_loss(o, y)", calls=(call,), **changes)
+
+
+def test_what_was_not_kept_for_the_batch_as_one_is_not_guessed() -> None:
+    assert loss_outcome_of(_of_what_is_not_kept("{}")).startswith("warned")
+
+
+def test_a_number_that_is_read_of_it_is_that_of_the_micro_batches() -> None:
+    """It is 0 for all of them and for the batch, and 1 for values that are made up."""
+    assert loss_outcome_of(_of_what_is_not_kept("float({})", validates=False)) == "equal"
