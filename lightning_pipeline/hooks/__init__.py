@@ -9,8 +9,8 @@ from lightning_pipeline.hooks.loggers import StepWrites, Write, complete_in_logg
 from lightning_pipeline.hooks.metrics import SharedMetrics
 from lightning_pipeline.hooks.nonfinite import AgreedGradients, FiniteSteps, first_not_finite
 from lightning_pipeline.hooks.optimizers import (
+    Calls,
     OwnParts,
-    called_once,
     exchange,
     give_gradients,
     give_states,
@@ -28,6 +28,7 @@ from lightning_pipeline.hooks.step_logs import LogRecorder
 __all__ = [
     "AgreedGradients",
     "Beside",
+    "Calls",
     "EpochEndHooks",
     "FiniteSteps",
     "GradientHooks",
@@ -46,7 +47,6 @@ __all__ = [
     "UncutBatch",
     "Write",
     "answer_calls",
-    "called_once",
     "complete_in_loggers",
     "exchange",
     "first_not_finite",

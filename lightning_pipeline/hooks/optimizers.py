@@ -227,17 +227,22 @@ def give_gradients(parameters: Mapping[str, nn.Parameter], told: Iterable[Mappin
             parameter.grad = known[name].received(parameter.device)["grad"]
 
 
-def refuse_unserved(optimizers: Iterable[Optimizer]) -> None:
-    """Refuse optimizers that run the step a number of times which each rank decides for itself.
+def refuse_unserved(optimizers: Iterable[Optimizer], ranks: int) -> None:
+    """Refuse optimizers whose number of steps each rank would decide from its own stages.
+
+    Args:
+        optimizers: Of the run.
+        ranks: On which the stages are. One has the whole model, so that nothing is refused.
 
     Raises:
         ConfigurationError: For LBFGS.
     """
     for optimizer in optimizers:
-        if isinstance(optimizer, LBFGS):
+        if ranks > 1 and isinstance(optimizer, LBFGS):
             raise ConfigurationError(
                 "LBFGS runs the step several times per batch and decides from one stage's parameters how "
-                "often: with PipelineStrategy use an optimizer that runs it once, such as torch.optim.AdamW"
+                "often: with stages on several ranks use an optimizer that runs it once, such as "
+                "torch.optim.AdamW"
             )
 
 
@@ -274,22 +279,37 @@ def _refuse_gradient(group: str, gradient: Tensor) -> None:
     )
 
 
-def called_once(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
-    """A closure that refuses to be called twice.
+class Calls:
+    """A closure that all ranks of a pipeline call equally often.
 
-    Raises:
-        ConfigurationError: On the second call: stages may differ in how often they call.
+    Most optimizers call it once. One that calls it again (LBFGS, sharpness-aware minimization) runs the step
+    for the batch again, for which each stage waits for the others.
+
+    Args:
+        closure: Of Lightning: the step, its backward and the hooks around them.
+        gather: Collects an object of every rank of this replica and refuses ranks that gather for something
+            else.
     """
-    calls = 0
 
-    def once() -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > 1:
-            raise ConfigurationError(
-                f"{type(optimizer).__name__} runs the step more than once per batch; the stages of a "
-                "pipeline cannot: use an optimizer that calls its closure once"
-            )
-        return closure()
+    def __init__(self, closure: Callable[[], Any], gather: Callable[[Any, str], list[Any]]) -> None:
+        self._closure, self._gather = closure, gather
+        self._calls = 0
 
-    return once
+    def __call__(self) -> Any:
+        """Call it.
+
+        Raises:
+            MessageError: Other ranks have no further call.
+        """
+        self._calls += 1
+        if self._calls > 1:
+            self._gather(self._calls, f"call {self._calls} of an optimizer's closure for one batch")
+        return self._closure()
+
+    def end(self) -> None:
+        """After the optimizer's step: no rank calls it again.
+
+        Raises:
+            MessageError: Others do.
+        """
+        self._gather(self._calls, "the end of an optimizer's step")

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from lightning_pipeline.checkpoint.contents import Owns, names_by_identity, owned_by
 from lightning_pipeline.hooks import (
+    Calls,
     HooksElsewhere,
     OwnParts,
-    called_once,
     exchange,
     give_gradients,
     give_states,
@@ -58,8 +58,7 @@ class Whole:
         """It stays where it is."""
 
     def adopt(self, optimizers: Sequence[Optimizer]) -> None:
-        """Refuse optimizers that cannot be served."""
-        refuse_unserved(optimizers)
+        """They list what is here."""
 
     def take_in(self) -> None:
         """What hooks add to it is there."""
@@ -210,7 +209,7 @@ class StagesHeld:
         Raises:
             ConfigurationError: One that cannot be served.
         """
-        refuse_unserved(optimizers)
+        refuse_unserved(optimizers, self._placement.num_ranks)
         exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
         if self._module.automatic_optimization:  # else every rank runs the step whole
             self._undo.append(refuse_strangers(optimizers, self._module))
@@ -233,13 +232,19 @@ class StagesHeld:
             closure: Of that step.
 
         Yields:
-            The closure, which may be called once.
+            The closure, which all ranks call equally often.
         """
         try:
-            with self.meeting.aside() if is_torchs(optimizer) else self.meeting.hook():
-                yield called_once(closure, optimizer)
-                self.own_parts.put_back()
-                self.own_parts.show_states(optimizer, self.split, self._members.gather)
+            if is_torchs(optimizer):
+                with self.meeting.aside():
+                    yield closure  # once, but for LBFGS, which has the whole model here
+            else:
+                calls = Calls(closure, self._members.gather)
+                with self.meeting.hook():
+                    yield calls
+                    calls.end()
+            self.own_parts.put_back()
+            self.own_parts.show_states(optimizer, self.split, self._members.gather)
         finally:
             self.own_parts.put_back()
             self.meeting.changed()
