@@ -15,12 +15,11 @@ import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lightning_pipeline import data
 from lightning_pipeline.errors import SplitError, StageFailedError
@@ -381,53 +380,110 @@ class RemoteUnits:
             )
         if self._answering or not self._is_open:
             raise SplitError(f"a backward through {name} runs after the hook that called it has ended")
-        assert self._meeting is not None, "a call is answered inside a hook"
-        gradients = self._meeting.whole(tuple(gradients))  # weights of other stages may have a part in them
-        if any(gradient is not None and is_placeholder(gradient) for gradient in gradients):
-            raise SplitError(
-                f"the gradient that comes to {name} goes by weights of another stage in a way that is not "
-                "followed: run that backward by itself, or scale by a number that on_train_batch_end has read"
-            )
+        gradients = self._complete_gradients(passage, gradients)
+        twice = torch.is_grad_enabled()
         with self._aside():
-            digest = zlib.crc32(repr([g is None or checksum(g) for g in gradients]).encode())
+            digest = zlib.crc32(repr([twice, *(g is None or checksum(g) for g in gradients)]).encode())
             told = self._round(_BACKWARD, passage.unit, digest)
             if len(set(told.values())) != 1:
                 raise self._refusal(told)
             found = self._company.share(
                 f"the backward of {name}", lambda: self._gradients_of(passage, gradients), passage.owner
             )
-        return self._gradients_here(passage, found)
+        here = self._gradients_here(passage, found)
+        if twice:
+            here = self._with_second_gradients(passage, gradients, here, [flows for _, flows in found])
+        passage.own, passage.seeds = None, ()
+        self._note_names(passage, here)
+        return here
+
+    def _complete_gradients(
+        self, passage: "_Passage", gradients: Sequence[Tensor | None]
+    ) -> Sequence[Tensor | None]:
+        """The same gradients on all ranks, where weights of other stages have a part in them."""
+        name = self._name(passage.unit)
+        assert self._meeting is not None, "a call is answered inside a hook"
+        whole: Sequence[Tensor | None] = self._meeting.whole(tuple(gradients))
+        if any(gradient is not None and is_placeholder(gradient) for gradient in whole):
+            raise SplitError(
+                f"the gradient that comes to {name} goes by weights of another stage in a way that is not "
+                "followed: run that backward by itself, or scale by a number that on_train_batch_end has read"
+            )
+        changed = any(one is not other for one, other in zip(whole, gradients, strict=True))
+        if changed and any(gradient is not None and gradient.requires_grad for gradient in gradients):
+            raise SplitError(
+                f"a backward with create_graph=True comes to {name} with a gradient that goes by weights of "
+                "another stage, and these cannot be differentiated again: read the weights in a unit, or "
+                "keep both in one with PipelineStrategy(units=[...])"
+            )
+        return whole
 
     def _gradients_of(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> Any:
-        """On the rank that has the unit: the gradients that others need, and which there are."""
+        """On the rank of the unit: gradients that others need, or which there are; which of them flow on."""
         assert passage.made is not None, "this rank ran the unit"
-        pairs = [(r, g) for r, g in zip(passage.roots, gradients, strict=True) if g is not None]
+        twice = torch.is_grad_enabled()
+        passage.seeds = [None if g is None else _leaf(g) if twice else g for g in gradients]
+        pairs = [(r, g) for r, g in zip(passage.roots, passage.seeds, strict=True) if g is not None]
         if not pairs:
             passage.own = [None] * len(passage.made.inputs)
         else:
             roots, seeds = zip(*pairs, strict=True)
             passage.own = list(
-                torch.autograd.grad(roots, passage.made.inputs, seeds, retain_graph=True, allow_unused=True)
+                torch.autograd.grad(
+                    roots,
+                    passage.made.inputs,
+                    seeds,
+                    retain_graph=True,
+                    create_graph=twice,
+                    allow_unused=True,
+                )
             )
         inputs = len(passage.made.inputs) - len(self._parameters(passage.unit))
         sent: list[Any] = []
         for number, (held, gradient) in enumerate(zip(passage.held, passage.own, strict=True)):
             needed = number < inputs or id(held) in self._shared
-            sent.append(portable([gradient])[0] if needed and gradient is not None else gradient is not None)
+            value = portable([gradient])[0] if needed and gradient is not None else gradient is not None
+            sent.append((value, gradient is not None and gradient.requires_grad))
         return sent
 
     def _gradients_here(self, passage: "_Passage", found: list[Any]) -> list[Tensor | None]:
+        """Without a graph: this rank's own, those that were sent, and what stands for weights' elsewhere."""
         if passage.own is not None:
-            own, passage.own = passage.own, None
-            self._note_names(passage, own)
-            return own
+            return [gradient if gradient is None else gradient.detach() for gradient in passage.own]
         here: list[Tensor | None] = []
-        for held, sent in zip(passage.held, found, strict=True):
+        for held, (sent, _) in zip(passage.held, found, strict=True):
             if isinstance(sent, bool):
                 here.append(torch.empty_like(held) if sent else None)  # stands for another stage's
             else:
-                here.append(arrived([sent], self._device)[0])
-        self._note_names(passage, here)
+                here.append(arrived([sent], self._device)[0].detach())
+        return here
+
+    def _with_second_gradients(
+        self, passage: "_Passage", gradients: Sequence[Tensor | None], here: list[Tensor | None],
+        flows: Sequence[bool],
+    ) -> list[Tensor | None]:  # fmt: skip
+        """New tensors, from which gradients flow to the unit's arguments and weights and to what came back.
+
+        Args:
+            passage: Of the call, whose backward has run with a graph.
+            gradients: That came back, as this rank has them.
+            here: What was made of them.
+            flows: Which of these have a graph on the rank of the unit.
+        """
+        flowing = [number for number, flow in enumerate(flows) if flow]
+        if not flowing:
+            return here
+        held = [*(g for g in gradients if g is not None and g.requires_grad), *passage.held]
+        made, roots = None, list[Tensor]()
+        if passage.made is not None:
+            assert passage.own is not None, "the gradients were just worked out"
+            seeds = [seed for seed in passage.seeds if seed is not None and seed.requires_grad]
+            made = replace(passage.made, inputs=[*seeds, *passage.made.inputs])
+            roots = [one for number in flowing if (one := passage.own[number]) is not None]
+        again = _Passage(self, passage.unit, passage.owner, made, held, passage.together, roots)
+        given = [one for number in flowing if (one := here[number]) is not None]
+        for number, tensor in zip(flowing, _Through.apply(again, given, *held), strict=True):  # type: ignore[no-untyped-call]
+            here[number] = tensor
         return here
 
     def _note_names(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> None:
@@ -451,6 +507,7 @@ class _Passage:
         together: Whether all ranks made the call.
         roots: What the unit gave, on its rank in the graph of its own.
         own: On that rank, the gradients that were just worked out.
+        seeds: On that rank, what they were worked out from.
     """
 
     units: RemoteUnits
@@ -461,6 +518,7 @@ class _Passage:
     together: bool
     roots: Sequence[Tensor] = ()
     own: list[Tensor | None] | None = None
+    seeds: Sequence[Tensor | None] = ()
 
 
 class _Through(torch.autograd.Function):
@@ -473,7 +531,6 @@ class _Through(torch.autograd.Function):
         return tuple(given)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
         return None, None, *ctx.passage.units.backward(ctx.passage, gradients)
 
