@@ -103,6 +103,9 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
             compares its samples needs (InfoNCE, CLIP), instead of once for each micro-batch. The last stage
             keeps what its units return for all micro-batches. Needs a schedule that finishes all forwards
             first: "GPipe" or "LoopedBFS".
+        whole_steps: Whether every rank runs `training_step` on whole batches and calls layers of other stages
+            by message, one after the other, as with manual optimization: for steps that cannot be cut, such
+            as one that takes a gradient through layers. The numbers are those of one device.
 
     Raises:
         ConfigurationError: Settings that cannot work; all of them are named.
@@ -137,6 +140,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         gather_weights: Literal["auto", "all", "rank_zero", "none"] = "auto",
         on_nonfinite: Literal["ignore", "skip", "raise"] = "ignore",
         loss_over_batch: bool = False,
+        whole_steps: bool = False,
     ) -> None:
         self._settings = read_settings(
             stages=stages,
@@ -163,6 +167,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
             gather_weights=gather_weights,
             on_nonfinite=on_nonfinite,
             loss_over_batch=loss_over_batch,
+            whole_steps=whole_steps,
         )
         self._accumulating = self._in_step = self._comes = False
         self._told: dict[tuple[int, str | None], Any] = {}
@@ -415,7 +420,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         if self.is_one_device:
             return super().training_step(*args, **kwargs)
         batch = self._running.training_batch([*args, *kwargs.values()], stepping=not self._accumulating)
-        if self._by_hand:
+        if self.trains_whole:
             return batch.train()
         with self._telling():
             outputs = batch.train()
@@ -458,14 +463,11 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
         finally:
             self._accumulating = False
 
-    @property
-    def _by_hand(self) -> bool:
-        return self.lightning_module is not None and not self.lightning_module.automatic_optimization
-
     def _backward(self, run: Callable[[], None]) -> None:
         """Called by the precision plugin in the place of a backward, which the step has run."""
-        if self._by_hand:
-            run()
+        if self.trains_whole:
+            with self._running.split.in_hook():
+                run()
             self._running.split.after_backward()
         else:
             self._running.split.put_gradients_back(stepping=not self._accumulating)

@@ -16,11 +16,11 @@ class DetachingCallback(Callback):
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         one_device = getattr(trainer.strategy, "is_one_device", True)  # other strategies are refused later
-        if stage == "fit" and not (pl_module.automatic_optimization or one_device):
+        if stage == "fit" and getattr(trainer.strategy, "trains_whole", False) and not one_device:
             raise ConfigurationError(
-                f"{type(self).__name__} measures the actions of a schedule, and with manual optimization "
-                "every rank runs whole batches, layers called one after the other: leave it out, or use "
-                "StageMemoryMonitor, which works with both"
+                f"{type(self).__name__} measures the actions of a schedule, and with manual optimization or "
+                "whole_steps=True every rank runs whole batches, layers called one after the other: leave it "
+                "out, or use StageMemoryMonitor, which works with both"
             )
 
     def detach(self) -> None:

@@ -11,7 +11,8 @@ import pickle
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors import is_placeholder
 
 _GIVEN, _MADE, _NODE, _MODULE = range(4)
+_DEVICES = ("cpu", "cuda")
 _NO_NODES = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 Load = Callable[[tuple[int, Any]], Any]
@@ -241,6 +243,40 @@ class Before:
         """Numbers of tensors that were written into."""
         pairs = enumerate(zip(self._given.tensors, self._tensors, strict=True))
         return [number for number, (tensor, version) in pairs if _version(tensor) != version]
+
+
+class Modes:
+    """In which modes a unit is called: those of autograd, autocast and of its own modules.
+
+    Args:
+        unit: That is called.
+    """
+
+    def __init__(self, unit: nn.Module) -> None:
+        self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        self.autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES
+        ]
+        self.training = [module.training for module in unit.modules()]
+
+    @contextmanager
+    def entered(self, unit: nn.Module) -> Iterator[None]:
+        """Run in these on another rank."""
+        modules = list(unit.modules())
+        before = [module.training for module in modules]
+        for module, mode in zip(modules, self.training, strict=True):
+            module.training = mode
+        try:
+            with ExitStack() as stack:
+                for kind, enabled, dtype in self.autocast:
+                    if enabled != torch.is_autocast_enabled(kind):
+                        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+                stack.enter_context(torch.inference_mode(self.inference))
+                stack.enter_context(torch.set_grad_enabled(self.gradients))
+                yield
+        finally:
+            for module, mode in zip(modules, before, strict=True):
+                module.training = mode
 
 
 def _attributes(unit: nn.Module) -> dict[tuple[int, str], Any]:

@@ -12,9 +12,12 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 
+from lightning_pipeline._lightning import NO_LOSS
 from lightning_pipeline.data import random_states, set_random_states
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.hooks.metrics import SharedMetrics
@@ -67,12 +70,13 @@ class LockSteps:
             self._decided[step] = refused
         return self._decided[step]
 
-    def run(self, step: str, args: Sequence[Any]) -> Any:
+    def run(self, step: str, args: Sequence[Any], *, backward_follows: bool = False) -> Any:
         """Run a step; all ranks of the replica call.
 
         Args:
             step: Its name.
             args: Of the whole batch.
+            backward_follows: Whether Lightning runs one through the loss, which stays in its graph then.
 
         Returns:
             What the step returned, on every rank.
@@ -80,7 +84,14 @@ class LockSteps:
         self._draw_alike()
         with self._meeting.hook(), self._metrics.in_step(), self._context():
             output = step_function(self._module, step)(*args)
-            return self._meeting.whole(output)
+            whole = self._meeting.whole(output)
+            if backward_follows and output is None:
+                return NO_LOSS
+            if not backward_follows or whole is output:
+                return whole
+            if isinstance(output, Mapping):
+                return {**whole, "loss": _WithValue.apply(output["loss"], whole["loss"])}  # type: ignore[no-untyped-call]
+            return _WithValue.apply(output, whole)  # type: ignore[no-untyped-call]
 
     def batch(self, step: str, args: Sequence[Any]) -> "UncutBatch":
         """A batch of such a step.
@@ -89,7 +100,8 @@ class LockSteps:
             step: Its name.
             args: Of the whole batch.
         """
-        return UncutBatch(self, step, args, keeps=self._keeps)
+        follows = step == "training_step" and self._module.automatic_optimization
+        return UncutBatch(self, step, args, keeps=self._keeps, backward_follows=follows)
 
     def _draw_alike(self) -> None:
         """Code between the units draws the same random numbers on all ranks."""
@@ -97,6 +109,18 @@ class LockSteps:
         found = self._replica.numbers("comparing random states", [place])
         if any(one != found[0] for one in found):
             set_random_states(self._from_last.share(random_states))
+
+
+class _WithValue(torch.autograd.Function):
+    """A loss in the graph of this rank, with the value of all: weights of other stages have a part in it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
 
 
 class UncutBatch:
@@ -107,19 +131,23 @@ class UncutBatch:
         step: Name of the user's method.
         args: Its arguments.
         keeps: Whether this rank gets what a step of evaluation returns.
+        backward_follows: Whether Lightning runs a backward through the loss of the step.
 
     Attributes:
         around: Made around the step.
     """
 
-    def __init__(self, steps: LockSteps, step: str, args: Sequence[Any], *, keeps: bool) -> None:
+    def __init__(
+        self, steps: LockSteps, step: str, args: Sequence[Any], *, keeps: bool, backward_follows: bool
+    ) -> None:  # fmt: skip
         self._steps, self._step, self._args, self._keeps = steps, step, args, keeps
+        self._backward_follows = backward_follows
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def train(self) -> Any:
         """Run a training step, in which the user's backwards are; what it returns is on every rank."""
         with self.around():
-            return self._steps.run(self._step, self._args)
+            return self._steps.run(self._step, self._args, backward_follows=self._backward_follows)
 
     def evaluate(self) -> Any:
         """Run a step of validation, test or predict; what it returns is on the last stage, as elsewhere."""

@@ -13,8 +13,8 @@ unit draws move on all of them. Where all ranks call, gradients flow through: in
 import pickle
 import traceback
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_pipeline.errors import SplitError, StageFailedError
 from lightning_pipeline.hooks.call_values import (
     Answer,
     Before,
+    Modes,
     Packed,
     Values,
     arrived,
@@ -48,43 +49,8 @@ _DOES = {
     _CALL: "calls a unit",
     _BACKWARD: "runs a backward",
 }
-_DEVICES = ("cpu", "cuda")
 Told = dict[int, tuple[int, int, int]]
 """By global rank: what it is at, the unit or call, and a number that differs where arguments do."""
-
-
-class Modes:
-    """In which modes a unit is called: those of autograd, autocast and of its own modules.
-
-    Args:
-        unit: That is called.
-    """
-
-    def __init__(self, unit: nn.Module) -> None:
-        self.gradients, self.inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        self.autocast = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _DEVICES
-        ]
-        self.training = [module.training for module in unit.modules()]
-
-    @contextmanager
-    def entered(self, unit: nn.Module) -> Iterator[None]:
-        """Run in these on another rank."""
-        modules = list(unit.modules())
-        before = [module.training for module in modules]
-        for module, mode in zip(modules, self.training, strict=True):
-            module.training = mode
-        try:
-            with ExitStack() as stack:
-                for kind, enabled, dtype in self.autocast:
-                    if enabled != torch.is_autocast_enabled(kind):
-                        stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-                stack.enter_context(torch.inference_mode(self.inference))
-                stack.enter_context(torch.set_grad_enabled(self.gradients))
-                yield
-        finally:
-            for module, mode in zip(modules, before, strict=True):
-                module.training = mode
 
 
 @dataclass
@@ -383,7 +349,10 @@ class RemoteUnits:
         gradients = self._complete_gradients(passage, gradients)
         twice = torch.is_grad_enabled()
         with self._aside():
-            digest = zlib.crc32(repr([twice, *(g is None or checksum(g) for g in gradients)]).encode())
+            marks = [
+                g is None or number in passage.of_weights or checksum(g) for number, g in enumerate(gradients)
+            ]
+            digest = zlib.crc32(repr([twice, *marks]).encode())
             told = self._round(_BACKWARD, passage.unit, digest)
             if len(set(told.values())) != 1:
                 raise self._refusal(told)
@@ -403,25 +372,32 @@ class RemoteUnits:
         """The same gradients on all ranks, where weights of other stages have a part in them."""
         name = self._name(passage.unit)
         assert self._meeting is not None, "a call is answered inside a hook"
-        whole: Sequence[Tensor | None] = self._meeting.whole(tuple(gradients))
+        at_owner = passage.of_weights
+        told = [None if number in at_owner else gradient for number, gradient in enumerate(gradients)]
+        whole: Sequence[Tensor | None] = self._meeting.whole(tuple(told))
         if any(gradient is not None and is_placeholder(gradient) for gradient in whole):
             raise SplitError(
                 f"the gradient that comes to {name} goes by weights of another stage in a way that is not "
                 "followed: run that backward by itself, or scale by a number that on_train_batch_end has read"
             )
-        changed = any(one is not other for one, other in zip(whole, gradients, strict=True))
-        if changed and any(gradient is not None and gradient.requires_grad for gradient in gradients):
+        changed = any(one is not other for one, other in zip(whole, told, strict=True))
+        if changed and any(gradient is not None and gradient.requires_grad for gradient in told):
             raise SplitError(
                 f"a backward with create_graph=True comes to {name} with a gradient that goes by weights of "
                 "another stage, and these cannot be differentiated again: read the weights in a unit, or "
                 "keep both in one with PipelineStrategy(units=[...])"
             )
-        return whole
+        return [gradients[number] if number in at_owner else one for number, one in enumerate(whole)]
 
     def _gradients_of(self, passage: "_Passage", gradients: Sequence[Tensor | None]) -> Any:
         """On the rank of the unit: gradients that others need, or which there are; which of them flow on."""
         assert passage.made is not None, "this rank ran the unit"
         twice = torch.is_grad_enabled()
+        if any(gradient is not None and is_placeholder(gradient) for gradient in gradients):
+            raise SplitError(
+                f"a gradient of weights' gradients of {self._name(passage.unit)} goes by weights of another "
+                "stage: keep both in one unit with PipelineStrategy(units=[...])"
+            )
         passage.seeds = [None if g is None else _leaf(g) if twice else g for g in gradients]
         pairs = [(r, g) for r, g in zip(passage.roots, passage.seeds, strict=True) if g is not None]
         if not pairs:
@@ -481,6 +457,8 @@ class RemoteUnits:
             made = replace(passage.made, inputs=[*seeds, *passage.made.inputs])
             roots = [one for number in flowing if (one := passage.own[number]) is not None]
         again = _Passage(self, passage.unit, passage.owner, made, held, passage.together, roots)
+        weights = len(passage.held) - len(self._parameters(passage.unit))
+        again.of_weights = {place for place, number in enumerate(flowing) if number >= weights}
         given = [one for number in flowing if (one := here[number]) is not None]
         for number, tensor in zip(flowing, _Through.apply(again, given, *held), strict=True):  # type: ignore[no-untyped-call]
             here[number] = tensor
@@ -508,6 +486,7 @@ class _Passage:
         roots: What the unit gave, on its rank in the graph of its own.
         own: On that rank, the gradients that were just worked out.
         seeds: On that rank, what they were worked out from.
+        of_weights: Places among its outputs of gradients of the unit's weights, which have values there only.
     """
 
     units: RemoteUnits
@@ -519,6 +498,7 @@ class _Passage:
     roots: Sequence[Tensor] = ()
     own: list[Tensor | None] | None = None
     seeds: Sequence[Tensor | None] = ()
+    of_weights: Set[int] = frozenset()
 
 
 class _Through(torch.autograd.Function):

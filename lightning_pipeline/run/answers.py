@@ -144,6 +144,12 @@ class Answers(Running):
         """Samples in the last training batch of this replica; `None` where the batch does not tell."""
         return self._stages.batch_size
 
+    @property
+    def trains_whole(self) -> bool:
+        """Whether every rank runs `training_step` whole: with manual optimization, or by `whole_steps`."""
+        module = self.lightning_module
+        return module is not None and self._settings.trains_whole(automatic=module.automatic_optimization)
+
     def gather_from_pipeline(self, value: Any) -> list[Any]:
         """A picklable value of every rank of this replica, by pipeline rank; all of them must call."""
         run = self._run

@@ -138,6 +138,11 @@ class StagesHeld:
         self._equal: list[Tensor] = []
         self._undo: list[Callable[[], Any]] = []
 
+    @property
+    def _trains_whole(self) -> bool:
+        """Whether every rank runs the training step whole."""
+        return self._settings.trains_whole(automatic=self._module.automatic_optimization)
+
     def hold(self) -> None:
         """The ranks know which of them have what; all call, before hooks of the user's run."""
         members, split = self._members, self.split
@@ -211,7 +216,7 @@ class StagesHeld:
         """
         refuse_unserved(optimizers, self._placement.num_ranks)
         exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
-        if self._module.automatic_optimization:  # else every rank runs the step whole
+        if not self._trains_whole:
             self._undo.append(refuse_strangers(optimizers, self._module))
         self.own_parts = OwnParts(optimizers)
 

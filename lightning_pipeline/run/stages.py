@@ -142,7 +142,7 @@ class Stages(StagesHeld):
             groups.replica, members.from_last, groups.pipeline, self._settings.loss_weighting,
             self._settings.loss_over_batch, num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
-        looks = self._settings.on_nonfinite != "ignore" and self._module.automatic_optimization
+        looks = self._settings.on_nonfinite != "ignore" and not self._trains_whole
         if looks and trainer.training and scaled is None:
             self.gradients.look(self.steps.reports)  # a gradient scaler decides by itself
         run = self.run
@@ -189,7 +189,7 @@ class Stages(StagesHeld):
         trainer = self._trainer
         self.take_in()
         self.steps.split.as_one.epoch = trainer.current_epoch
-        if not self._module.automatic_optimization:
+        if self._trains_whole:
             self._uncut_begins()
             return self.lockstep.batch("training_step", args)
         self.reads.bring("training_step", self._first_part(args))

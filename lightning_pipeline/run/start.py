@@ -30,7 +30,6 @@ from lightning_pipeline.run.batch import (
 from lightning_pipeline.run.in_step import RanksInStep, is_refusal, quits, saver_of
 from lightning_pipeline.run.run import Pipeline
 from lightning_pipeline.run.setup import (
-    BY_HAND,
     Cut,
     Cutting,
     FirstCall,
@@ -41,6 +40,7 @@ from lightning_pipeline.run.setup import (
     lazy_layers,
     make_lazy_layers,
     materialize,
+    runs_whole,
     seed_of_run,
     steered,
     summarize_before_split,
@@ -201,8 +201,8 @@ class Splitting:
 
     def _headline(self, parts: Parts, number: int) -> str:
         settings, trains = self._settings, self._trainer.training
-        if trains and not self._module.automatic_optimization:
-            return BY_HAND
+        if trains and settings.trains_whole(automatic=self._module.automatic_optimization):
+            return runs_whole("whole_steps=True" if settings.whole_steps else "Manual optimization")
         plan = self._plans.plan(len(parts.args), forward_only=not trains)
         replicas = self._run.groups.numbering.replicas
         text = headline(

@@ -1,6 +1,6 @@
 """The arguments of `PipelineStrategy`: read, checked, and refused all at once."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ def read_settings(
     gather_weights: object = "auto",
     on_nonfinite: object = "ignore",
     loss_over_batch: object = False,
+    whole_steps: object = False,
     title: str = "PipelineStrategy cannot be set up",
 ) -> Settings:
     """Check every argument; `title` begins the message.
@@ -84,11 +85,27 @@ def read_settings(
         gather_weights=_one_of("gather_weights", gather_weights, GATHER_WEIGHTS, problems),
         on_nonfinite=_one_of("on_nonfinite", on_nonfinite, NONFINITE, problems),
         loss_over_batch=_flag("loss_over_batch", loss_over_batch, problems),
+        whole_steps=_flag("whole_steps", whole_steps, problems),
     )
     if loss_over_batch is True:
         _check_over_batch(made, known_stages, settings["num_microbatches"], str(loss_weighting), problems)
+    _check_whole_steps(settings, problems)
     problems.refuse(title)
     return Settings(**settings)  # type: ignore[arg-type]  # each was checked above
+
+
+def _check_whole_steps(settings: Mapping[str, Any], problems: Problems) -> None:
+    """Nothing goes by micro-batches where steps run whole."""
+    if settings["whole_steps"] and settings["loss_over_batch"]:
+        problems.append(
+            "whole_steps=True runs the step on the whole batch, and so its loss is that of the batch: leave "
+            "loss_over_batch out"
+        )
+    if settings["whole_steps"] and settings["on_nonfinite"] != "ignore":
+        problems.append(
+            f"on_nonfinite={settings['on_nonfinite']!r} is told of gradients with a batch's micro-batches, "
+            "and whole_steps=True has none: leave one of them out"
+        )
 
 
 def _count(name: str, value: object, problems: Problems) -> int:

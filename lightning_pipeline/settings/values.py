@@ -37,6 +37,15 @@ class Settings:
     gather_weights: str = "auto"
     on_nonfinite: str = "ignore"
     loss_over_batch: bool = False
+    whole_steps: bool = False
+
+    def trains_whole(self, *, automatic: bool) -> bool:
+        """Whether every rank runs `training_step` whole, and each backward when it is asked for.
+
+        Args:
+            automatic: The module's `automatic_optimization`.
+        """
+        return self.whole_steps or not automatic
 
     def edge_backend(self, device: torch.device, backend: str) -> str | None:
         """The backend that moves tensors from device to device; None where they go through host memory.

@@ -45,7 +45,9 @@ class Adversarial(pl.LightningModule):
         mix = torch.linspace(0, 1, len(real), dtype=real.dtype)[:, None]
         between = (mix * real + (1 - mix) * fake).requires_grad_()
         score = self.critic(between)
-        (slope,) = torch.autograd.grad(score, between, torch.ones_like(score), create_graph=True, retain_graph=True)
+        (slope,) = torch.autograd.grad(
+            score, between, torch.ones_like(score), create_graph=True, retain_graph=True
+        )
         return ((slope.norm(2, dim=1) - 1) ** 2).mean()
 
     def of_real(self, real: Tensor, fake: Tensor) -> Tensor:

@@ -342,11 +342,13 @@ class Replay(GlueRun):
             return SplitError(
                 f"{what}, which is not what {self._view.step} did when it was traced: a value computed by "
                 f"the model steers the code at {route.trace.steered_at}. What is computed may follow from "
-                f"it, and which units are called may not: {way_out}{line}"
+                f"it, and which units are called may not: {way_out}; or whole_steps=True, one stage after "
+                f"the other{line}"
             )
         return SplitError(
             f"{what}, which is not what {self._view.step} did when it was traced: the path through the "
             "model varies by something that stages do not follow, such as shapes or the clock. Choose by "
             "an attribute, a drawn number or what is in the batch, or put the choice into the forward of one "
-            f"module and keep that whole with PipelineStrategy(units=['<its name>']){line}"
+            f"module and keep that whole with PipelineStrategy(units=['<its name>']); or whole_steps=True, "
+            f"one stage after the other{line}"
         )

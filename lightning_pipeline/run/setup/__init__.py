@@ -3,7 +3,7 @@
 from lightning_pipeline.run.setup.checks import check_run, compare_modules, compare_optimizers, compare_runs
 from lightning_pipeline.run.setup.cut import Cut, Cutting, materialize
 from lightning_pipeline.run.setup.forwards import around_forwards
-from lightning_pipeline.run.setup.headline import BY_HAND, batch_statistics, headline, steered, too_small
+from lightning_pipeline.run.setup.headline import batch_statistics, headline, runs_whole, steered, too_small
 from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
@@ -22,7 +22,6 @@ from lightning_pipeline.run.setup.whole import (
 )
 
 __all__ = [
-    "BY_HAND",
     "Cut",
     "Cutting",
     "FirstCall",
@@ -44,6 +43,7 @@ __all__ = [
     "make_whole",
     "materialize",
     "move",
+    "runs_whole",
     "seed_of_run",
     "start_equal",
     "steered",

@@ -69,14 +69,19 @@ def check_run(module: LightningModule) -> None:
 
 
 def _training(module: LightningModule) -> Iterator[str]:
-    policy = module.trainer.strategy._settings.on_nonfinite  # type: ignore[attr-defined]
+    settings: Settings = module.trainer.strategy._settings  # type: ignore[attr-defined]
+    policy = settings.on_nonfinite
     if not module.automatic_optimization and policy != "ignore":
         yield (
             f"on_nonfinite={policy!r} looks at gradients before Lightning's own steps, and manual "
             "optimization makes its steps itself: leave it out"
         )
-    if module.automatic_optimization and is_overridden("backward", module):
-        yield "it overrides backward, but each stage runs its own part of backward per micro-batch: remove it"
+    whole = settings.trains_whole(automatic=module.automatic_optimization)
+    if not whole and is_overridden("backward", module):
+        yield (
+            "it overrides backward, but each stage runs its own part of backward per micro-batch: remove "
+            "it, or use whole_steps=True, which is slower"
+        )
 
 
 def _steps(module: LightningModule) -> Iterator[str]:

@@ -117,7 +117,7 @@ class Cutting:
                 trace.way_out = trials.whole(units)
             return partition(trace, num_stages, how=how, tried=trials.finer)
 
-        whole = trains and not self._module.automatic_optimization
+        whole = trains and self._settings.trains_whole(automatic=self._module.automatic_optimization)
         with as_the_loop_will(self._trainer, step):
             chosen = self._chosen(choose, step, built, whole=whole)
             if trains and not chosen.trace.is_made_up:

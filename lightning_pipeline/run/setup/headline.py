@@ -5,12 +5,20 @@ from collections.abc import Iterable
 from lightning_pipeline.recording import Event
 from lightning_pipeline.schedules import Costs, Plan, Schedule, simulate
 
-BY_HAND = (
-    "Manual optimization: every rank runs training_step on its replica's whole batch, without micro-batches, "
-    "and calls layers of other stages by message. The numbers are those of one device; the stages work one "
-    "after the other"
-)
 _PAYS_FROM = 2e-3  # seconds of a stage's forward; below it handing work out takes longer than the work
+
+
+def runs_whole(why: str) -> str:
+    """Of a run whose training steps are not cut.
+
+    Args:
+        why: What asks for it.
+    """
+    return (
+        f"{why}: every rank runs training_step on its replica's whole batch, without micro-batches, and "
+        "calls layers of other stages by message. The numbers are those of one device; the stages work one "
+        "after the other"
+    )
 
 
 def headline(

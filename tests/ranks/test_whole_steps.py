@@ -1,0 +1,139 @@
+"""`whole_steps=True`: training steps that no pipeline can cut are run whole by every rank, as on one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_pipeline.callbacks import BubbleMonitor
+from lightning_pipeline.errors import PipelineError
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+
+
+class Forces(Regression):
+    """Fits a value and its slope, as models of molecules do."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        x = x.detach().requires_grad_()
+        energy = self.net(x).sum(1)
+        (force,) = torch.autograd.grad(energy.sum(), x, create_graph=True)
+        loss = nn.functional.mse_loss(energy, y.sum(1)) + nn.functional.mse_loss(force, 0.1 * x.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+
+class Steers(Regression):
+    """Which layer comes next follows from what the one before gave."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        hidden = self.net[:4](batch[0])
+        for _ in range(3):
+            hidden = torch.tanh(hidden)
+            if hidden.abs().mean() > 0.2:
+                hidden = self.net[4](hidden)
+        loss = nn.functional.mse_loss(self.net[5:](hidden), batch[1])
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return {"loss": loss, "hidden": hidden.detach().mean()}
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.history += [float(outputs["loss"]), float(outputs["hidden"])]
+
+
+class Penalized(Regression):
+    """Weights of all stages stand in the loss, which decides too."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch) + 0.01 * sum(p.square().sum() for p in self.parameters())
+        self.log("loss", loss, prog_bar=True)
+        return loss if batch_idx != 1 else None
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.history += [float(outputs["loss"])] if outputs else [-1.0]
+
+
+class Adapts(Regression):
+    """Learns weights from which one step on other samples helps (MAML), through calls with other weights."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        before = nn.functional.mse_loss(self.net(x[:2]), y[:2])
+        slopes = torch.autograd.grad(before, list(self.net.parameters()), create_graph=True)
+        named = zip(self.net.named_parameters(), slopes, strict=True)
+        adapted = {name: weight - 0.1 * slope for (name, weight), slope in named}
+        loss = nn.functional.mse_loss(functional_call(self.net, adapted, (x[2:],)), y[2:])
+        self.log("loss", loss)
+        return loss
+
+
+class Doubled(Regression):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        super().backward(2 * loss, *args, **kwargs)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "clipped and accumulated": {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2},
+}
+
+
+def fit(kind: type[Regression], pipeline: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    module = kind()
+    pipeline = {**pipeline, "whole_steps": True, "step_timeout": 20} if pipeline else None
+    run = trainer(pipeline, max_epochs=2, **options)
+    run.fit(module, loader(), loader(seed=4))
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logged), [*module.history, float(run.global_step)]
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("kind", [Forces, Steers, Penalized, Adapts, Doubled])
+def test_a_step_is_that_of_one_device(ranks: Ranks, kind: Any, options: str, stages: int) -> None:
+    expected, history = fit(kind, None, OPTIONS[options])
+    for found, seen in ranks(stages)(fit, kind, {"stages": stages}, OPTIONS[options]):
+        assert_same(found, expected)
+        assert seen == pytest.approx(history, rel=1e-9)
+
+
+def replicated(pipeline: dict[str, Any] | None) -> Any:
+    """Each replica has a half of a batch."""
+    module = Forces()
+    options: dict[str, Any] = {"use_distributed_sampler": False}
+    run = trainer({**pipeline, "step_timeout": 20} if pipeline else None, max_epochs=2, **options)
+    rows = slice(None)
+    if pipeline:
+        part = run.strategy.replica_index
+        rows = slice(4 * part, 4 * part + 4)
+    halves = [[one[rows] for one in batch] for batch in list(loader())[:2]]
+    data = TensorDataset(*(torch.stack(each) for each in zip(*halves, strict=True)))
+    run.fit(module, DataLoader(data, batch_size=None, shuffle=False))
+    return weights(module), {}
+
+
+def test_replicas_average_their_gradients(ranks: Ranks) -> None:
+    assert all(len(batch[0]) == 8 for batch in list(loader())[:2])
+    expected = replicated(None)
+    pipeline = {"stages": 2, "data_parallel_size": 2, "whole_steps": True}
+    for found in ranks(4)(replicated, pipeline, group=False):
+        assert_same(found, expected)
+
+
+def refused(pipeline: dict[str, Any], options: dict[str, Any]) -> str:
+    with pytest.raises(PipelineError) as told:
+        trainer({"stages": 2, "whole_steps": True, **pipeline}, **options).fit(Forces(), loader())
+    return str(told.value)
+
+
+def test_what_goes_by_micro_batches_is_refused_beside_it(ranks: Ranks) -> None:
+    assert "leave loss_over_batch out" in refused({"loss_over_batch": True, "schedule": "GPipe"}, {})
+    assert "has none: leave one of them out" in refused({"on_nonfinite": "skip"}, {})
+    for told in ranks(2)(refused, {}, {"callbacks": [BubbleMonitor()]}):
+        assert "BubbleMonitor measures the actions of a schedule" in told
