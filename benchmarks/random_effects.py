@@ -18,13 +18,15 @@ from jsonargparse import auto_cli
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.effect_programs import outcomes_of, random_effects
+from tests.effect_programs import outcomes_of, random_effects, run_whole
 from tests.pool import Pool
 
 _AT_ONCE = 10
 
 
-def main(programs: int = 400, first: int = 0, ranks: int = 2, arrays: bool = False) -> None:
+def main(
+    programs: int = 400, first: int = 0, ranks: int = 2, arrays: bool = False, whole_steps: bool = False
+) -> None:  # fmt: skip
     """Run programs and print a count of what happened.
 
     Args:
@@ -32,6 +34,7 @@ def main(programs: int = 400, first: int = 0, ranks: int = 2, arrays: bool = Fal
         first: Seed of the first.
         ranks: Processes that hold the stages.
         arrays: Whether half of what they change are NumPy arrays.
+        whole_steps: Whether every rank runs the steps whole.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
@@ -40,6 +43,7 @@ def main(programs: int = 400, first: int = 0, ranks: int = 2, arrays: bool = Fal
     for start in range(first, first + programs, _AT_ONCE):
         seeds = range(start, min(start + _AT_ONCE, first + programs))
         made = [random_effects(seed, ranks, arrays=arrays) for seed in seeds]
+        made = list(map(run_whole, made)) if whole_steps else made
         for seed, program, end in zip(seeds, made, outcomes_of(made, pool), strict=True):
             kind = end.partition(":")[0]
             counts[kind] += 1

@@ -23,7 +23,9 @@ from tests.pool import Pool
 from tests.random_losses import LossProgram, loss_outcome_of, loss_program, outcome_on
 
 
-def main(programs: int = 1000, first: int = 0, ranks: int = 1, seconds: float = math.inf) -> None:
+def main(
+    programs: int = 1000, first: int = 0, ranks: int = 1, seconds: float = math.inf, whole_steps: bool = False
+) -> None:  # fmt: skip
     """Run programs and print a count of what happened.
 
     Args:
@@ -31,6 +33,7 @@ def main(programs: int = 1000, first: int = 0, ranks: int = 1, seconds: float = 
         first: Seed of the first.
         ranks: Stages; one of them runs in this process.
         seconds: Begin no program after this time.
+        whole_steps: Whether every one of several ranks runs the steps whole.
     """
     for name in ("lightning.pytorch", "torch._subclasses.fake_tensor", "lightning_pipeline"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -39,7 +42,7 @@ def main(programs: int = 1000, first: int = 0, ranks: int = 1, seconds: float = 
         if ranks > 1:
             pool = Pool(ranks)
             stack.callback(pool.close)
-            run = partial(outcome_on, pool, ranks)
+            run = partial(outcome_on, pool, ranks, whole_steps=whole_steps)
         run_all("losses", loss_program, partial(_silently, run), range(first, first + programs), seconds)
 
 

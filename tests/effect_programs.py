@@ -10,7 +10,7 @@ import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -529,6 +529,11 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple | deque | set):
         return [_plain(item) for item in value]
     return value
+
+
+def run_whole(program: Program) -> Program:
+    """The same one, with steps that every rank runs whole."""
+    return replace(program, pipeline={"stages": program.pipeline["stages"], "whole_steps": True})
 
 
 def random_effects(seed: int, stages: int = 2, *, arrays: bool = False) -> Program:

@@ -608,12 +608,13 @@ def loss_outcome_of(program: LossProgram) -> str:
     return compare(program, fitted(program, {"stages": 1, **dict(program.options)}), expected)
 
 
-def outcome_on(pool: Any, ranks: int, program: LossProgram) -> str:
+def outcome_on(pool: Any, ranks: int, program: LossProgram, *, whole_steps: bool = False) -> str:
     """Run a program on a pool of ranks, a stage each: the worst end of all. See `loss_outcome_of`."""
     expected = reference_of(program)
     if expected is None:
         return "no reference"
-    found: list[Fitted | str] = pool(fitted, program, {"stages": ranks, **dict(program.options)})
+    options = {"whole_steps": True} if whole_steps else dict(program.options)
+    found: list[Fitted | str] = pool(fitted, program, {"stages": ranks, **options})
     warned = [
         text for one in found if isinstance(one, Fitted) for text in one.warned
     ]  # users read all ranks'

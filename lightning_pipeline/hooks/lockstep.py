@@ -82,7 +82,7 @@ class LockSteps:
             What the step returned, on every rank.
         """
         self._draw_alike()
-        with self._meeting.hook(), self._metrics.in_step(), self._context():
+        with self._meeting.hook(), self._metrics.in_whole_step(), self._context():
             output = step_function(self._module, step)(*args)
             whole = self._meeting.whole(output)
             if backward_follows and output is None:

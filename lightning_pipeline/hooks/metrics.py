@@ -37,10 +37,11 @@ class SharedMetrics:
         self._steps = 0
         self._asked: Counter[str] = Counter()  # how often since the last step, by name
         self._posted: list[str] = []
-        self._gathers: dict[str, Any] = {"distributed_available_fn": _not_here}
-        if outlet.is_source:
-            several = replicas is not None and replicas.size() > 1
-            self._gathers = {"process_group": replicas} if several else {"distributed_available_fn": _alone}
+        several = replicas is not None and replicas.size() > 1
+        whole: dict[str, Any] = (
+            {"process_group": replicas} if several else {"distributed_available_fn": _alone}
+        )
+        self._gathers = whole if outlet.is_source else {**whole, "distributed_available_fn": _not_here}
         self._undo: list[Undo] = []
         self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
         self._share(named_metrics(module))
@@ -102,6 +103,23 @@ class SharedMetrics:
         self._posted.append(key)
         with self.local():
             return self._board.post(key, partial(compute, *args, **kwargs))
+
+    @contextmanager
+    def in_whole_step(self) -> Iterator[None]:
+        """For the time of a step that every rank runs whole: each gives metrics the values of the batch."""
+        one_alone = self._gathers.get("process_group") is None
+        here = [
+            patch(
+                metric, "distributed_available_fn", _alone if one_alone else own["distributed_available_fn"]
+            )
+            for metric, own in self._own.values()
+            if "distributed_available_fn" in own
+        ]
+        try:
+            with self.in_step():
+                yield
+        finally:
+            all_undone(here)()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -326,11 +326,11 @@ class RemoteUnits:
         if not (any(answer.flows) and self._flows(unit, given)):
             return plain
         inputs = [tensor for tensor in given.tensors if tensor.requires_grad]
-        held = [*inputs, *self._parameters(unit)]
-        passage = _Passage(self, unit, owner, made if owner == self._company.rank else None, held, together)
+        own, weights = made if owner == self._company.rank else None, self._parameters(unit)
+        passage = _Passage(self, unit, owner, own, inputs, weights, together)
         flowing = [number for number, flows in enumerate(answer.flows) if flows]
         given_out = [plain[number] for number in flowing]
-        through = _Through.apply(passage, given_out, *held)  # type: ignore[no-untyped-call]
+        through = _Through.apply(passage, given_out, *passage.held)  # type: ignore[no-untyped-call]
         passage.roots = [answer.made[number] for number in flowing]
         for number, tensor in zip(flowing, through, strict=True):
             plain[number] = tensor
@@ -400,24 +400,19 @@ class RemoteUnits:
             )
         passage.seeds = [None if g is None else _leaf(g) if twice else g for g in gradients]
         pairs = [(r, g) for r, g in zip(passage.roots, passage.seeds, strict=True) if g is not None]
-        if not pairs:
-            passage.own = [None] * len(passage.made.inputs)
-        else:
+        passage.own = [None] * len(passage.made.inputs)
+        asked = [number for number, one in enumerate(passage.made.inputs) if one.requires_grad]
+        if pairs and asked:  # else all were frozen since
             roots, seeds = zip(*pairs, strict=True)
-            passage.own = list(
-                torch.autograd.grad(
-                    roots,
-                    passage.made.inputs,
-                    seeds,
-                    retain_graph=True,
-                    create_graph=twice,
-                    allow_unused=True,
-                )
+            inputs = [passage.made.inputs[number] for number in asked]
+            found = torch.autograd.grad(
+                roots, inputs, seeds, retain_graph=True, create_graph=twice, allow_unused=True
             )
-        inputs = len(passage.made.inputs) - len(self._parameters(passage.unit))
+            for number, one in zip(asked, found, strict=True):
+                passage.own[number] = one
         sent: list[Any] = []
         for number, (held, gradient) in enumerate(zip(passage.held, passage.own, strict=True)):
-            needed = number < inputs or id(held) in self._shared
+            needed = number < len(passage.given) or id(held) in self._shared
             value = portable([gradient])[0] if needed and gradient is not None else gradient is not None
             sent.append((value, gradient is not None and gradient.requires_grad))
         return sent
@@ -449,18 +444,20 @@ class RemoteUnits:
         flowing = [number for number, flow in enumerate(flows) if flow]
         if not flowing:
             return here
-        held = [*(g for g in gradients if g is not None and g.requires_grad), *passage.held]
+        given = [*(g for g in gradients if g is not None and g.requires_grad), *passage.given]
         made, roots = None, list[Tensor]()
         if passage.made is not None:
             assert passage.own is not None, "the gradients were just worked out"
             seeds = [seed for seed in passage.seeds if seed is not None and seed.requires_grad]
             made = replace(passage.made, inputs=[*seeds, *passage.made.inputs])
             roots = [one for number in flowing if (one := passage.own[number]) is not None]
-        again = _Passage(self, passage.unit, passage.owner, made, held, passage.together, roots)
-        weights = len(passage.held) - len(self._parameters(passage.unit))
-        again.of_weights = {place for place, number in enumerate(flowing) if number >= weights}
-        given = [one for number in flowing if (one := here[number]) is not None]
-        for number, tensor in zip(flowing, _Through.apply(again, given, *held), strict=True):  # type: ignore[no-untyped-call]
+        again = _Passage(
+            self, passage.unit, passage.owner, made, given, passage.weights, passage.together, roots
+        )  # fmt: skip
+        weights_from = len(passage.given)
+        again.of_weights = {place for place, number in enumerate(flowing) if number >= weights_from}
+        plain = [one for number in flowing if (one := here[number]) is not None]
+        for number, tensor in zip(flowing, _Through.apply(again, plain, *again.held), strict=True):  # type: ignore[no-untyped-call]
             here[number] = tensor
         return here
 
@@ -481,7 +478,8 @@ class _Passage:
         unit: That was called.
         owner: The global rank that has it.
         made: What it gave, on that rank.
-        held: Of this rank: tensors among the arguments, then parameters or what stands for them.
+        given: Of this rank: tensors among the arguments.
+        weights: Of this rank: the unit's parameters that required gradients at the call, or stand-ins.
         together: Whether all ranks made the call.
         roots: What the unit gave, on its rank in the graph of its own.
         own: On that rank, the gradients that were just worked out.
@@ -493,12 +491,18 @@ class _Passage:
     unit: int
     owner: int
     made: _Given | None
-    held: list[Tensor]
+    given: list[Tensor]
+    weights: list[nn.Parameter]
     together: bool
     roots: Sequence[Tensor] = ()
     own: list[Tensor | None] | None = None
     seeds: Sequence[Tensor | None] = ()
     of_weights: Set[int] = frozenset()
+
+    @property
+    def held(self) -> list[Tensor]:
+        """What gradients flow to."""
+        return [*self.given, *self.weights]
 
 
 class _Through(torch.autograd.Function):

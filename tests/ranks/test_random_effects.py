@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from tests.effect_programs import Program, Statement, outcomes_of, random_effects
+from tests.effect_programs import Program, Statement, outcomes_of, random_effects, run_whole
 from tests.pool import Pool
 from tests.whole import chosen
 
@@ -12,6 +12,12 @@ Ranks = Callable[[int], Pool]
 def test_random_effects_are_those_of_one_device(ranks: Ranks) -> None:
     seeds = chosen((0, 3, 5, 6, 9, 10, 14, 15, 16, 87, 117), 0, 3, 6, 9, 10)
     programs = [random_effects(seed) for seed in seeds]
+    assert outcomes_of(programs, ranks(2)) == ["equal"] * len(programs)
+
+
+def test_random_effects_of_steps_that_run_whole_are_those_of_one_device(ranks: Ranks) -> None:
+    """One of them freezes weights between the forward and the backward."""
+    programs = [run_whole(random_effects(seed, arrays=seed % 2 == 1)) for seed in chosen(range(30, 40), 6, 7)]
     assert outcomes_of(programs, ranks(2)) == ["equal"] * len(programs)
 
 

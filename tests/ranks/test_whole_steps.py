@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanAbsoluteError
 
 from lightning_pipeline.callbacks import BubbleMonitor
 from lightning_pipeline.errors import PipelineError
@@ -73,6 +74,48 @@ class Adapts(Regression):
         return loss
 
 
+class Measured(Regression):
+    """Metrics that are called, updated and asked, in a step that looks at values; validation looks at them, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.worst = MeanAbsoluteError().set_dtype(torch.float64)
+        self.checked = MeanAbsoluteError().set_dtype(torch.float64)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        if out.mean() > -100:
+            out = out * 1.0
+        loss = nn.functional.mse_loss(out, batch[1])
+        self.log("here", self.worst(out, batch[1]), on_step=True, on_epoch=True)
+        self.error.update(out.detach(), batch[1])
+        self.log("error", self.error, on_step=True, on_epoch=True)
+        self.history.append(float(self.worst.compute()))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.net[:4](batch[0])
+        out = self.net[4:](hidden if hidden.mean() > -100 else -hidden)
+        self.log("val_here", self.checked(out, batch[1]))
+        self.log("val_checked", self.checked, on_epoch=True)
+
+    def on_train_epoch_end(self) -> None:
+        self.history.append(float(self.worst.compute()))
+
+
+class MeasuredByHand(Measured):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        loss = super().training_step(batch, batch_idx)
+        optimizer = self.optimizers()
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+
+
 class Doubled(Regression):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(2 * loss, *args, **kwargs)
@@ -86,7 +129,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def fit(kind: type[Regression], pipeline: dict[str, Any] | None, options: dict[str, Any]) -> Any:
     module = kind()
-    pipeline = {**pipeline, "whole_steps": True, "step_timeout": 20} if pipeline else None
+    if pipeline:
+        pipeline = {**pipeline, "whole_steps": kind is not MeasuredByHand, "step_timeout": 20}
     run = trainer(pipeline, max_epochs=2, **options)
     run.fit(module, loader(), loader(seed=4))
     logged = {name: float(value) for name, value in run.callback_metrics.items()}
@@ -95,10 +139,17 @@ def fit(kind: type[Regression], pipeline: dict[str, Any] | None, options: dict[s
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", [Forces, Steers, Penalized, Adapts, Doubled])
+@pytest.mark.parametrize("kind", [Forces, Steers, Penalized, Adapts, Measured, Doubled])
 def test_a_step_is_that_of_one_device(ranks: Ranks, kind: Any, options: str, stages: int) -> None:
     expected, history = fit(kind, None, OPTIONS[options])
     for found, seen in ranks(stages)(fit, kind, {"stages": stages}, OPTIONS[options]):
+        assert_same(found, expected)
+        assert seen == pytest.approx(history, rel=1e-9)
+
+
+def test_metrics_that_a_step_by_hand_calls_are_those_of_one_device(ranks: Ranks) -> None:
+    expected, history = fit(MeasuredByHand, None, {})
+    for found, seen in ranks(2)(fit, MeasuredByHand, {"stages": 2}, {}):
         assert_same(found, expected)
         assert seen == pytest.approx(history, rel=1e-9)
 
