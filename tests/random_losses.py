@@ -619,10 +619,18 @@ def outcome_on(pool: Any, ranks: int, program: LossProgram, *, whole_steps: bool
         text for one in found if isinstance(one, Fitted) for text in one.warned
     ]  # users read all ranks'
     together = [one if isinstance(one, str) else one._replace(warned=warned) for one in found]
+    if whole_steps:  # what is completed over ranks is logged after the rest
+        expected = _by_name(expected)
+        together = [one if isinstance(one, str) else _by_name(one) for one in together]
     return max(
         (compare(program, one, expected) for one in together),
         key=lambda end: ("equal", "refused", "warned").index(end.partition(":")[0]),
     )
+
+
+def _by_name(found: Fitted) -> Fitted:
+    """With the rows in the order of their names, those of one name in that of the batches."""
+    return found._replace(rows=sorted(found.rows, key=lambda row: row[0]))
 
 
 def reference_of(program: LossProgram) -> Fitted | None:

@@ -27,7 +27,6 @@ from lightning_pipeline.run.batch import (
     StagesMeter,
     Steps,
     reordering_by,
-    split_arguments,
     watch_memory,
 )
 from lightning_pipeline.run.held import StagesHeld
@@ -192,7 +191,7 @@ class Stages(StagesHeld):
         if self._trains_whole:
             self._uncut_begins()
             return self.lockstep.batch("training_step", args)
-        self.reads.bring("training_step", self._first_part(args))
+        self.reads.bring("training_step", self._first_part("training_step", args))
         of_run = trainer.fit_loop.total_batch_idx  # epochs may be counted anew by a resume
         batch = Batch(self.steps, "training_step", args, (of_run,), trainer.accumulate_grad_batches)
 
@@ -217,7 +216,7 @@ class Stages(StagesHeld):
         trainer = self._trainer
         self.take_in()
         self.steps.split.as_one.epoch = trainer.current_epoch
-        first = self._first_part(args)
+        first = self._first_part(step, args)
         uncut = self.lockstep.takes(step, first)
         aside = nullcontext if uncut else self.meeting.aside
         batch: Batch | UncutBatch = Batch(self.steps, step, args, (trainer.current_epoch, batch_idx))
@@ -237,9 +236,9 @@ class Stages(StagesHeld):
         batch.around = around
         return batch
 
-    def _first_part(self, args: Sequence[Any]) -> Callable[[], Sequence[Any]]:
+    def _first_part(self, step: str, args: Sequence[Any]) -> Callable[[], Sequence[Any]]:
         """Gives the arguments of a batch's first micro-batch."""
-        return lambda: split_arguments(self._module, args, self.steps.num_microbatches).args[0]
+        return lambda: self.steps.cut(step, args).parts.args[0]
 
     def _uncut_begins(self) -> None:
         """A batch comes whose step runs whole, and may leave something in the units that it calls."""

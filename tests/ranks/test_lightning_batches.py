@@ -4,6 +4,7 @@ import io
 import itertools
 import logging
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, default_collate
 from transformers import BatchEncoding
 
+from lightning_pipeline.errors import PipelineError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, fit, loader, trainer, weights
 from tests.unit.runtime.test_microbatch import ReadOnly, Written
@@ -305,3 +307,60 @@ def test_packed_texts_of_other_lengths_train_as_on_one_device(ranks: Ranks) -> N
     expected = fit_texts(None)
     for found in ranks(2)(fit_texts, {"stages": 2, "num_microbatches": 2}):
         assert_same(found, expected)
+
+
+class OfTwoLoaders(Regression):
+    """The last batches of its loaders have other lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        one, other = batch["one"], batch["other"]
+        loss = self.loss(one) + 0.1 * self.net(other[0]).square().mean()
+        self.log("loss", loss, on_epoch=True, batch_size=len(one[0]))
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("out", self.net(batch["one"][0]).mean() + self.net(batch["other"][0]).mean(), batch_size=1)
+
+
+def fit_two_loaders(pipeline: dict[str, Any] | None) -> Any:
+    module, run = OfTwoLoaders(), trainer(pipeline)
+    loaders = {"one": loader(22), "other": loader(20, seed=5)}  # 8, 8, 6 and 8, 8, 4
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(module, CombinedLoader(loaders, "min_size"), CombinedLoader(loaders, "min_size"))
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logs), [str(one.message) for one in told]
+
+
+def test_a_later_batch_whose_samples_are_not_told_is_one_micro_batch(ranks: Ranks) -> None:
+    expected, _ = fit_two_loaders(None)
+    pipeline = {"stages": 2, "num_microbatches": 2}
+    found = ranks(2)(fit_two_loaders, pipeline, group=False)
+    for one, _ in found:
+        assert_same(one, expected)
+    told = [text for _, texts in found for text in texts if "is one micro-batch" in text]
+    assert any(
+        "for it cannot be cut as those before it: the parts of a batch have lengths" in t for t in told
+    )
+
+
+class Related(Regression):
+    """A graph: a row and a column for each sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        near = batch_idx + torch.ones(8, 8, dtype=x.dtype)
+        return nn.functional.mse_loss(self.net(near @ x), y)
+
+
+def fit_related(pipeline: dict[str, Any]) -> str:
+    with pytest.raises(PipelineError) as told:
+        trainer(pipeline).fit(Related(), loader())
+    return "\n".join([str(told.value), *getattr(told.value, "__notes__", [])])
+
+
+def test_a_step_that_is_not_traced_for_its_samples_says_how_it_was_cut(ranks: Ranks) -> None:
+    for text in ranks(2)(fit_related, {"stages": 2, "num_microbatches": 2}, group=False):
+        assert "cannot be traced" in text
+        assert "The step ran on micro-batches of 4 of the batch's 8 samples" in text
+        assert "(an adjacency matrix) is cut by rows alone" in text

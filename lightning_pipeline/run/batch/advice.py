@@ -37,6 +37,14 @@ class Advice:
             self._warned.add(kind)
             rank_zero_warn(text)
 
+    def not_cut(self, refusal: Exception) -> None:
+        """The batch cannot be split, and those before it could."""
+        self.say(
+            ("not cut", self._step),
+            f"a batch of {self._step} is one micro-batch, and the stages work one after the other, for it "
+            f"cannot be cut as those before it: {refusal}",
+        )
+
     def unsplit(self, batch: Any) -> None:
         """The batch has nothing to split."""
         self.say(

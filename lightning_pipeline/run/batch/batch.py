@@ -35,7 +35,7 @@ from lightning_pipeline.run.batch.as_one import (
     with_batch_sizes,
     with_numbers,
 )
-from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_arguments
+from lightning_pipeline.run.batch.parts import Cut, Parts, SharedPlaces, cut_arguments, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.run.batch.returned import ReturnedNumbers, as_told, checked, merge_of, told_of
@@ -103,6 +103,22 @@ class Steps:
     def _whole_begins(self) -> None:
         self.recorder.whole_begins()
         self.returned.whole_begins()
+
+    def cut(self, step: str, args: Sequence[Any], *, at_least: int = 1) -> Cut:
+        """A batch, split; one that cannot be, after others of the step that could, is one micro-batch.
+
+        Args:
+            step: Name of the user's method.
+            args: Its arguments.
+            at_least: Samples that each part should have.
+
+        Returns:
+            The parts, and why it was not split.
+        """
+        known = self.shared.get(step)
+        found = cut_arguments(self.module, args, self.num_microbatches, known, at_least=at_least)
+        self.shared[step] = found.shared
+        return found
 
     @property
     def merges_itself(self) -> bool:
@@ -222,16 +238,21 @@ class Batch:
 
     def _split(self) -> None:
         steps = self._steps
-        at_least = steps.at_least if self.trains else 1
-        shared = steps.shared.setdefault(self.step, SharedPlaces())
-        self.parts = split_arguments(
-            steps.module, self.args, steps.num_microbatches, at_least=at_least, shared=shared
+        self.parts, refusal, _ = steps.cut(
+            self.step, self.args, at_least=steps.at_least if self.trains else 1
         )
         total = self.parts.batch_size
+        if refusal is not None:
+            self.advice.not_cut(refusal)
         if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
             self.parts = split_arguments(steps.module, self.args, 1)
             self.advice.whole(total)
-        elif self.trains and total is None and steps.num_microbatches > len(self.parts.args):
+        elif (
+            refusal is None
+            and self.trains
+            and total is None
+            and steps.num_microbatches > len(self.parts.args)
+        ):
             self.advice.unsplit(self.args[0])
         asked, sizes = self.accumulate or 1, self.parts.sizes
         if steps.loss_over_batch:

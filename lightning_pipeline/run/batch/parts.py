@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_pipeline._torch import AnyBatchNorm
 from lightning_pipeline.data import SharedPlaces as SharedPlaces
 from lightning_pipeline.data import batch_size_of, has_samples, how_cut, split_batch
-from lightning_pipeline.errors import ConfigurationError, PipelineError
+from lightning_pipeline.errors import ConfigurationError, PipelineError, SplitError
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Parts:
         try:
             yield
         except Exception as error:
-            by_size = not isinstance(error, PipelineError | MemoryError | torch.OutOfMemoryError)
+            cause = error.__cause__ if isinstance(error, SplitError) else error  # of a step's trace
+            by_size = not isinstance(cause, PipelineError | MemoryError | torch.OutOfMemoryError | None)
             for text in (self.how_cut(batch), self._how_large() if by_size else ""):
                 if text and text not in getattr(error, "__notes__", ()):
                     error.add_note(text)
@@ -55,7 +56,8 @@ class Parts:
         return (
             f"The step ran on micro-batches of {sizes} of the batch's {self.batch_size} samples. What fails "
             "with so few (the largest three, a variance) needs fewer micro-batches: num_microbatches=1 has "
-            "them all."
+            "them all. What relates samples with each other (an adjacency matrix) is cut by rows alone, "
+            "unless `split_batch(batch, num_microbatches)` on the LightningModule cuts it."
         )
 
     def how_cut(self, batch: Any) -> str:
@@ -83,6 +85,46 @@ class Parts:
             return False
         _, whole = how_cut(batch, self.args[0][0])
         return any(of[0] > 1 for _, of, _ in whole)
+
+
+class Cut(NamedTuple):
+    """A batch that was to be split.
+
+    Attributes:
+        parts: It, in one or several.
+        refusal: Why it is not split; None where nothing was in the way.
+        shared: What is known of places of its batches that all samples share.
+    """
+
+    parts: Parts
+    refusal: ConfigurationError | None
+    shared: SharedPlaces
+
+
+def cut_arguments(
+    module: LightningModule, args: Sequence[Any], num_microbatches: int, known: SharedPlaces | None, *,
+    at_least: int = 1,
+) -> Cut:  # fmt: skip
+    """As `split_arguments`; a batch that cannot be split, after others that could, is one micro-batch.
+
+    Args:
+        module: See `split_arguments`.
+        args: Of the step.
+        num_microbatches: At most so many parts.
+        known: Of batches of this step before; None before the first.
+        at_least: Samples that each part should have.
+
+    Raises:
+        ConfigurationError: The first batch cannot be split.
+    """
+    shared = SharedPlaces() if known is None else known
+    try:
+        parts = split_arguments(module, args, num_microbatches, at_least=at_least, shared=shared)
+    except ConfigurationError as error:
+        if known is None:
+            raise
+        return Cut(split_arguments(module, args, 1), error, shared)
+    return Cut(parts, None, shared)
 
 
 def split_arguments(
