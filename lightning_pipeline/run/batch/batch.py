@@ -325,7 +325,7 @@ class Batch:
         is_compared = found.has_loss if self.trains else found.is_made
         if looks:
             self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
-        if not is_compared:
+        if not is_compared and report.num_values:  # else nothing is weighed
             self.result.say_doubt()
         if mixes and looks:
             self._settle_mixing(is_compared and (self.trains or found.is_sure))

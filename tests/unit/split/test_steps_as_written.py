@@ -282,3 +282,23 @@ def test_a_batch_without_a_finite_loss_is_left_out(way):
     with warnings.catch_warnings(action="ignore"):
         found, expected = fitted(WAYS[way], LeavesOut)[0], fitted(None, LeavesOut)[0]
     assert_same((found, {}), (expected, {}))
+
+
+class EverySecond(Written):
+    """Trains nothing on every second batch."""
+
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    def step(self, out, y, mask, place, index):
+        return mse_loss(out, y)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_nothing_is_said_of_the_weights_of_a_batch_without_a_loss(way):
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = fitted(WAYS[way], EverySecond)[0]
+    texts = [str(one.message) for one in said if "micro-batch" in str(one.message)]
+    assert len(texts) == 1 and "returned no loss for any of a batch's" in texts[0]
+    assert_same((found, {}), (fitted(None, EverySecond)[0], {}))
