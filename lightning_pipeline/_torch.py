@@ -90,6 +90,13 @@ def in_a_transform() -> bool:
     return _C._functorch.maybe_current_level() is not None
 
 
+def beneath_transforms(tensor: torch.Tensor) -> torch.Tensor:
+    """What `torch.func.vmap`, `grad` and the like have wrapped. Since 2.0. Until torch tells in public."""
+    while _C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def in_forward_mode() -> bool:
     """Whether forward-mode derivatives are computed. Since 1.8. Until torch tells in public."""
     forward: Any = torch.autograd.forward_ad

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline import data
+from lightning_pipeline._torch import in_a_transform
 from lightning_pipeline.errors import SplitError, StageFailedError
 from lightning_pipeline.hooks.call_values import (
     Answer,
@@ -108,7 +109,7 @@ class RemoteUnits:
         self._company, self._device = company, device
         self._values = Values(root)
         self._shared = _held_twice(patches, holder)
-        self._answering = False
+        self._answering = self._in_backward = False
         self._place = 0
         self._meeting: Meeting | None = None
 
@@ -193,7 +194,18 @@ class RemoteUnits:
         """Answer a call of a unit. See `Runner`."""
         apart = len(self._company.ranks) == 1 or self._answering
         if apart or self._meeting is None or not self._is_open:
+            if self._in_backward and self._holder(unit) != self._company.rank:
+                raise SplitError(
+                    f"{self._name(unit)} is called by a region of torch.utils.checkpoint that one rank's "
+                    "backward runs again: let each region hold layers of one stage, or take "
+                    f"use_reentrant=True [at {user_line(self._root)}]"
+                )
             return self._idle.call(unit, args, kwargs)
+        if in_a_transform():
+            raise SplitError(
+                f"{self._name(unit)} is called under torch.func (vmap, grad, ...), which cannot be split "
+                f"[at {user_line(self._root)}]"
+            )
         value = self._meeting.whole((args, kwargs))
         with self._aside():
             given = self._values.pack(value, self._name(unit))
@@ -405,9 +417,13 @@ class RemoteUnits:
         if pairs and asked:  # else all were frozen since
             roots, seeds = zip(*pairs, strict=True)
             inputs = [passage.made.inputs[number] for number in asked]
-            found = torch.autograd.grad(
-                roots, inputs, seeds, retain_graph=True, create_graph=twice, allow_unused=True
-            )
+            self._in_backward = True
+            try:
+                found = torch.autograd.grad(
+                    roots, inputs, seeds, retain_graph=True, create_graph=twice, allow_unused=True
+                )
+            finally:
+                self._in_backward = False
             for number, one in zip(asked, found, strict=True):
                 passage.own[number] = one
         sent: list[Any] = []

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
+from torch.func import functional_call, grad, jacrev, vmap
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
@@ -116,6 +117,33 @@ class MeasuredByHand(Measured):
         optimizer.step()  # type: ignore[union-attr]
 
 
+class Transforms(Regression):
+    """Functions of its own under `torch.func`, and a region that is run again, reentrant."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        slopes = vmap(grad(lambda row: row.sin().sum()))(x)
+        out = checkpoint(self.net, slopes.requires_grad_(), use_reentrant=True)
+        norms = vmap(lambda row: row.square().sum())(out)
+        loss = nn.functional.mse_loss(out, y) + 0.1 * norms.mean()
+        self.log("loss", loss)
+        return loss
+
+
+class OfLayers(Regression):
+    """A derivative by `torch.func` through layers of all ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return vmap(jacrev(self.net))(batch[0]).square().mean()
+
+
+class OneRegion(Regression):
+    """Layers of all ranks in a region that one backward runs again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(checkpoint(self.net, batch[0], use_reentrant=False), batch[1])
+
+
 class Doubled(Regression):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         super().backward(2 * loss, *args, **kwargs)
@@ -139,7 +167,7 @@ def fit(kind: type[Regression], pipeline: dict[str, Any] | None, options: dict[s
 
 @pytest.mark.parametrize("stages", [2, 3])
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("kind", [Forces, Steers, Penalized, Adapts, Measured, Doubled])
+@pytest.mark.parametrize("kind", [Forces, Steers, Penalized, Adapts, Measured, Transforms, Doubled])
 def test_a_step_is_that_of_one_device(ranks: Ranks, kind: Any, options: str, stages: int) -> None:
     expected, history = fit(kind, None, OPTIONS[options])
     for found, seen in ranks(stages)(fit, kind, {"stages": stages}, OPTIONS[options]):
@@ -177,10 +205,17 @@ def test_replicas_average_their_gradients(ranks: Ranks) -> None:
         assert_same(found, expected)
 
 
-def refused(pipeline: dict[str, Any], options: dict[str, Any]) -> str:
+def refused(pipeline: dict[str, Any], options: dict[str, Any], kind: type[Regression] = Forces) -> str:
     with pytest.raises(PipelineError) as told:
-        trainer({"stages": 2, "whole_steps": True, **pipeline}, **options).fit(Forces(), loader())
+        trainer({"stages": 2, "whole_steps": True, **pipeline}, **options).fit(kind(), loader())
     return str(told.value)
+
+
+def test_what_one_rank_cannot_run_for_another_is_refused(ranks: Ranks) -> None:
+    for told in ranks(2)(refused, {"step_timeout": 20}, {}, OfLayers):
+        assert "'net.0' is called under torch.func (vmap, grad, ...), which cannot be split" in told
+    for told in ranks(2)(refused, {"step_timeout": 20}, {}, OneRegion):
+        assert "let each region hold layers of one stage, or take use_reentrant=True" in told
 
 
 def test_what_goes_by_micro_batches_is_refused_beside_it(ranks: Ranks) -> None:

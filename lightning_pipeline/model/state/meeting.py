@@ -23,6 +23,7 @@ from lightning_pipeline._torch import (
     DisableTorchFunctionSubclass,
     FakeTensor,
     TorchDispatchMode,
+    beneath_transforms,
     current_function_mode,
     disable_current_modes,
     pop_function_mode,
@@ -98,6 +99,7 @@ class Sources:
             return _NOTHING
         if self._stale:
             self._look()
+        tensor = beneath_transforms(tensor)
         key = storage_key(tensor)
         entry = self._known.get(key) or self._derived.get(key)
         if entry is not None:
