@@ -417,13 +417,10 @@ class RemoteUnits:
         if pairs and asked:  # else all were frozen since
             roots, seeds = zip(*pairs, strict=True)
             inputs = [passage.made.inputs[number] for number in asked]
-            self._in_backward = True
-            try:
+            with self._in_own_backward(passage.weights):
                 found = torch.autograd.grad(
                     roots, inputs, seeds, retain_graph=True, create_graph=twice, allow_unused=True
                 )
-            finally:
-                self._in_backward = False
             for number, one in zip(asked, found, strict=True):
                 passage.own[number] = one
         sent: list[Any] = []
@@ -432,6 +429,21 @@ class RemoteUnits:
             value = portable([gradient])[0] if needed and gradient is not None else gradient is not None
             sent.append((value, gradient is not None and gradient.requires_grad))
         return sent
+
+    @contextmanager
+    def _in_own_backward(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
+        """Inside, hooks on gradients of weights are not called: they are when these come to the weights."""
+        hooks = [weight._backward_hooks for weight in weights if weight._backward_hooks]
+        held = [dict(one) for one in hooks]
+        for one in hooks:
+            one.clear()
+        self._in_backward = True
+        try:
+            yield
+        finally:
+            self._in_backward = False
+            for one, calls in zip(hooks, held, strict=True):
+                one.update(calls)
 
     def _gradients_here(self, passage: "_Passage", found: list[Any]) -> list[Tensor | None]:
         """Without a graph: this rank's own, those that were sent, and what stands for weights' elsewhere."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -242,7 +243,7 @@ class StagesHeld:
         try:
             if is_torchs(optimizer):
                 with self.meeting.aside():
-                    yield closure  # once, but for LBFGS, which has the whole model here
+                    yield closure if self._module.automatic_optimization else self._as_a_hook(closure)
             else:
                 calls = Calls(closure, self._members.gather)
                 with self.meeting.hook():
@@ -254,12 +255,21 @@ class StagesHeld:
             self.own_parts.put_back()
             self.meeting.changed()
 
+    def _as_a_hook(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's own closure, of manual optimization; Lightning's calls hooks of the user's."""
+
+        @wraps(closure)
+        def run() -> Any:
+            with self.meeting.hook():
+                return closure()
+
+        return run
+
     # ---- what is here
 
     def to_device(self, device: torch.device) -> None:
-        """Move this rank's parameters, buffers and metrics."""
-        if device.type != "cpu":
-            move(self._module, device)
+        """Move this rank's parameters, buffers and metrics, which take a data type of it, on the CPU too."""
+        move(self._module, device)
 
     def names(self) -> dict[int, str]:
         """Names of this rank's parameters in the whole module, by `id`."""

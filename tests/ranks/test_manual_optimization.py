@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+from torchmetrics import MeanMetric
 
 from lightning_pipeline.callbacks import BubbleMonitor, PipelineTimeline, StageMemoryMonitor
 from tests.pool import Pool, RankFailure
@@ -235,3 +236,87 @@ def test_a_loss_in_which_weights_have_a_part_is_that_of_one_device(
     expected = weighed(None, layer, function)
     for found in ranks(2)(weighed, {"stages": 2}, layer, function, group=False):
         assert_same(found, expected)
+
+
+class Steps(pl.LightningModule):
+    """A small network that one `training_step` of its own trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(6)
+        self.automatic_optimization = False
+        layers = (nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+        self.net = nn.Sequential(*layers).double()
+        self.seen: list[float] = []
+
+    def loss(self, batch: Any) -> Tensor:
+        spread = torch.arange(WIDTH, dtype=torch.float64) / WIDTH
+        return nn.functional.mse_loss(self.net(batch[0].double().sum(1, keepdim=True) * spread), spread[:1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        loss = self.loss(batch)
+        optimizer.zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+        self.seen.append(float(loss))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.02)
+
+
+def doubled(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad.mul_(2)
+
+
+class HooksOnWeights(Steps):
+    """Hooks on gradients of weights of each stage, which a backward calls once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: gradient * 0.5 + 0.1)
+            parameter.register_post_accumulate_grad_hook(doubled)
+
+
+class ByClosure(Steps):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+
+        def closure() -> Tensor:
+            loss = self.loss(batch)
+            optimizer.zero_grad()  # type: ignore[union-attr]
+            self.manual_backward(loss)
+            self.seen.append(float(loss))
+            return loss
+
+        optimizer.step(closure=closure)  # type: ignore[union-attr]
+
+
+class Means(Steps):
+    """A metric that was given a data type: where Lightning moves it, it forgets that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = MeanMetric().set_dtype(torch.float64)
+
+    def loss(self, batch: Any) -> Tensor:
+        loss = super().loss(batch)
+        self.seen.append(float(self.mean(loss.detach())))
+        return loss
+
+
+def stepped(kind: type[Steps], pipeline: dict[str, Any] | None) -> Any:
+    module = kind()
+    trainer(pipeline).fit(module, loader(1))
+    return (weights(module), {}), module.seen
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("kind", [HooksOnWeights, ByClosure, Means])
+def test_a_step_of_its_own_is_that_of_one_device(ranks: Ranks, kind: type[Steps], stages: int) -> None:
+    expected, losses = stepped(kind, None)
+    for found, seen in ranks(stages)(stepped, kind, {"stages": stages}, group=False):
+        assert_same(found, expected)
+        assert seen == pytest.approx(losses, rel=1e-12)
