@@ -52,6 +52,14 @@ ROWS: dict[str, tuple[str, ...]] = {
         "{'stages': 1, 'num_microbatches': 2}",
     ),
     "tests/ranks/test_checkpoint_settings.py::test_checksums_are_those_that_were_asked_for": ("off",),
+    "tests/ranks/test_closures.py::test_one_rank_runs_the_step_as_often_as_its_optimizer_asks": (
+        "quasi-two stages", "repeats-one stage", "wolfe-one stage", "sharpness-two stages",
+    ),
+    "tests/ranks/test_manual_optimization.py::test_a_step_of_its_own_is_that_of_one_device": ("*-3",),
+    "tests/ranks/test_second_derivatives.py::test_a_loss_of_gradients_is_that_of_one_device": ("3-*",),
+    "tests/ranks/test_whole_steps.py::test_a_step_is_that_of_one_device": (
+        "*-plain-*", "[A-EG-Z]*-3", "Forces-*-2",
+    ),
     "tests/ranks/test_compiled_module.py::test_a_compiled_module_trains_as_an_uncompiled_one": ("1-*",),
     "tests/ranks/test_configure_optimizers.py::test_groups_are_those_of_one_device_on_every_stage": (
         "ByNumber", "BySlice", "ByPosition",

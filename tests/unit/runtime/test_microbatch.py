@@ -363,7 +363,9 @@ def test_an_error_of_a_step_says_how_many_samples_micro_batches_have() -> None:
         batch[:2].topk(3, 0)
     assert raised.value.__notes__ == [
         "The step ran on micro-batches of 2 of the batch's 6 samples. What fails with so few (the largest "
-        "three, a variance) needs fewer micro-batches: num_microbatches=1 has them all."
+        "three, a variance) needs fewer micro-batches: num_microbatches=1 has them all. What relates "
+        "samples with each other (an adjacency matrix) is cut by rows alone, unless `split_batch(batch, "
+        "num_microbatches)` on the LightningModule cuts it."
     ]
     parts = split_arguments(LightningModule(), [batch], 1)
     with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
