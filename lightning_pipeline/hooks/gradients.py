@@ -17,6 +17,20 @@ Hooks = dict[int, Callable[[Any], Any]]
 _MODULE, _NONE = "module ", (0, 0)
 
 
+@contextmanager
+def without_hooks(weights: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, `register_hook` of these has registered nothing: `autograd.grad` calls such hooks, too."""
+    hooks = [weight._backward_hooks for weight in weights if weight._backward_hooks]
+    held = [dict(one) for one in hooks]
+    for one in hooks:
+        one.clear()
+    try:
+        yield
+    finally:
+        for one, calls in zip(hooks, held, strict=True):
+            one.update(calls)
+
+
 def zeroed_unseen(trainer: Trainer, batch_idx: int) -> bool:
     """Whether Lightning zeroes `.grad` after this training step with no code of the user's in between.
 

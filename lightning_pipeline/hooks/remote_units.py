@@ -35,6 +35,7 @@ from lightning_pipeline.hooks.call_values import (
     checksum,
     portable,
 )
+from lightning_pipeline.hooks.gradients import without_hooks
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.model.tensors import is_placeholder, user_line
@@ -433,17 +434,12 @@ class RemoteUnits:
     @contextmanager
     def _in_own_backward(self, weights: Sequence[nn.Parameter]) -> Iterator[None]:
         """Inside, hooks on gradients of weights are not called: they are when these come to the weights."""
-        hooks = [weight._backward_hooks for weight in weights if weight._backward_hooks]
-        held = [dict(one) for one in hooks]
-        for one in hooks:
-            one.clear()
         self._in_backward = True
         try:
-            yield
+            with without_hooks(weights):
+                yield
         finally:
             self._in_backward = False
-            for one, calls in zip(hooks, held, strict=True):
-                one.update(calls)
 
     def _gradients_here(self, passage: "_Passage", found: list[Any]) -> list[Tensor | None]:
         """Without a graph: this rank's own, those that were sent, and what stands for weights' elsewhere."""
