@@ -118,8 +118,9 @@ def test_one_rank_runs_the_step_as_often_as_its_optimizer_asks(
         assert seen == pytest.approx(history, rel=1e-9)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "ZBH1"])
-@pytest.mark.parametrize("kind", ["sharpness"])
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [("sharpness", "1F1B"), ("sharpness", "ZBH1"), ("repeats", "1F1B")]
+)
 def test_stages_on_two_ranks_run_it_together(ranks: Ranks, kind: str, schedule: str) -> None:
     expected, history = fit(kind, None)
     for found, seen in ranks(2)(fit, kind, {"stages": 2, "num_microbatches": 2, "schedule": schedule}):
