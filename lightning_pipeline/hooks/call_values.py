@@ -3,7 +3,8 @@
 A unit may change what it is given: a cache of keys and values grows, an entry of a dictionary is set. So the
 answer to a call has, beside the output, the new contents of every list, dictionary or object among the
 arguments that changed; the caller's own objects get them. Tensors that did not change stay the caller's. What
-the unit sets of its own attributes, such as a loss beside its output, is told too.
+the unit sets of its own attributes, such as a loss beside its output, is told too, and a call says in which
+modes it is made.
 """
 
 import io

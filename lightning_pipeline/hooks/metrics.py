@@ -107,19 +107,14 @@ class SharedMetrics:
     @contextmanager
     def in_whole_step(self) -> Iterator[None]:
         """For the time of a step that every rank runs whole: each gives metrics the values of the batch."""
-        one_alone = self._gathers.get("process_group") is None
-        here = [
-            patch(
-                metric, "distributed_available_fn", _alone if one_alone else own["distributed_available_fn"]
-            )
-            for metric, own in self._own.values()
-            if "distributed_available_fn" in own
-        ]
+        asked, several = "distributed_available_fn", "process_group" in self._gathers
+        others = () if self._outlet.is_source else self._own.values()
+        here = all_undone([patch(metric, asked, own[asked] if several else _alone) for metric, own in others])
         try:
             with self.in_step():
                 yield
         finally:
-            all_undone(here)()
+            here()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -240,17 +240,17 @@ class StagesHeld:
         Yields:
             The closure, which all ranks call equally often.
         """
+        own, calls = is_torchs(optimizer), Calls(closure, self._members.gather)
+        automatic = self._module.automatic_optimization
         try:
-            if is_torchs(optimizer):
-                with self.meeting.aside():
-                    yield closure if self._module.automatic_optimization else self._as_a_hook(closure)
-            else:
-                calls = Calls(closure, self._members.gather)
-                with self.meeting.hook():
+            with self.meeting.aside() if own else self.meeting.hook():
+                if own:
+                    yield closure if automatic else self._as_a_hook(closure)
+                else:
                     yield calls
                     calls.end()
-            self.own_parts.put_back()
-            self.own_parts.show_states(optimizer, self.split, self._members.gather)
+                self.own_parts.put_back()
+                self.own_parts.show_states(optimizer, self.split, self._members.gather)
         finally:
             self.own_parts.put_back()
             self.meeting.changed()

@@ -238,7 +238,7 @@ class Stages(StagesHeld):
 
     def _first_part(self, step: str, args: Sequence[Any]) -> Callable[[], Sequence[Any]]:
         """Gives the arguments of a batch's first micro-batch."""
-        return lambda: self.steps.cut(step, args).parts.args[0]
+        return lambda: self.steps.cut(step, args).args[0]
 
     def _uncut_begins(self) -> None:
         """A batch comes whose step runs whole, and may leave something in the units that it calls."""

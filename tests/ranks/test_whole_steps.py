@@ -205,6 +205,18 @@ def test_replicas_average_their_gradients(ranks: Ranks) -> None:
         assert_same(found, expected)
 
 
+def named(kind: type[Regression]) -> str:
+    with pytest.raises(PipelineError) as told:
+        trainer({"stages": 2, "num_microbatches": 2}).fit(kind(), loader())
+    return str(told.value)
+
+
+@pytest.mark.parametrize("kind", [Forces, Steers])
+def test_a_refusal_of_such_a_step_names_it(ranks: Ranks, kind: type[Regression]) -> None:
+    for told in ranks(2)(named, kind):
+        assert "whole_steps=True" in told
+
+
 def refused(pipeline: dict[str, Any], options: dict[str, Any], kind: type[Regression] = Forces) -> str:
     with pytest.raises(PipelineError) as told:
         trainer({"stages": 2, "whole_steps": True, **pipeline}, **options).fit(kind(), loader())

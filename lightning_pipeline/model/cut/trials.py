@@ -51,8 +51,10 @@ class Trials:
         """A refusal of the step with these units, with what works beside."""
         works = self.whole(units)
         said = f"; what works, as a trial has shown: PipelineStrategy(units={list(works)})" if works else ""
-        way_out = "" if "whole_steps" in str(error) else "; or whole_steps=True, one stage after the other"
-        return SplitError(f"{error}{said}{way_out}")
+        return SplitError(
+            f"{error}{said}; or PipelineStrategy(whole_steps=True) runs the step whole on all ranks, one "
+            "stage after the other"
+        )
 
     def finer(self, patterns: Sequence[str]) -> bool:
         """Whether there are enough units for the stages with these patterns in place of the given ones."""

@@ -360,8 +360,7 @@ class GlueFunctions(TorchFunctionMode):
                         "penalty: the graph inside units is each stage's own, of another backward. Take it "
                         "in the forward of one module, which returns what is needed, and keep it whole: "
                         "PipelineStrategy(units=['<its name>']); with create_graph=True the loss may depend "
-                        "on it there, under any schedule. Or run the step whole on every rank, one stage "
-                        "after the other: PipelineStrategy(whole_steps=True)",
+                        "on it there, under any schedule",
                         observed.root,
                     )
             elif func is Tensor.register_hook:

@@ -35,7 +35,7 @@ from lightning_pipeline.run.batch.as_one import (
     with_batch_sizes,
     with_numbers,
 )
-from lightning_pipeline.run.batch.parts import Cut, Parts, SharedPlaces, cut_arguments, split_arguments
+from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_again, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
 from lightning_pipeline.run.batch.returned import ReturnedNumbers, as_told, checked, merge_of, told_of
@@ -104,21 +104,19 @@ class Steps:
         self.recorder.whole_begins()
         self.returned.whole_begins()
 
-    def cut(self, step: str, args: Sequence[Any], *, at_least: int = 1) -> Cut:
+    def cut(self, step: str, args: Sequence[Any], *, at_least: int = 1) -> Parts:
         """A batch, split; one that cannot be, after others of the step that could, is one micro-batch.
 
         Args:
             step: Name of the user's method.
             args: Its arguments.
             at_least: Samples that each part should have.
-
-        Returns:
-            The parts, and why it was not split.
         """
-        known = self.shared.get(step)
-        found = cut_arguments(self.module, args, self.num_microbatches, known, at_least=at_least)
-        self.shared[step] = found.shared
-        return found
+        split = split_again if step in self.shared else split_arguments
+        shared = self.shared.get(step, SharedPlaces())
+        parts = split(self.module, args, self.num_microbatches, at_least=at_least, shared=shared)
+        self.shared[step] = shared
+        return parts
 
     @property
     def merges_itself(self) -> bool:
@@ -238,21 +236,14 @@ class Batch:
 
     def _split(self) -> None:
         steps = self._steps
-        self.parts, refusal, _ = steps.cut(
-            self.step, self.args, at_least=steps.at_least if self.trains else 1
-        )
-        total = self.parts.batch_size
-        if refusal is not None:
-            self.advice.not_cut(refusal)
-        if len(self.parts.args) > 1 and total is not None and not steps.split.fits(self.step, total):
+        self.parts = steps.cut(self.step, self.args, at_least=steps.at_least if self.trains else 1)
+        total, several = self.parts.batch_size, len(self.parts.args) > 1
+        if self.parts.refusal is not None:
+            self.advice.not_cut(self.parts.refusal)
+        elif several and total is not None and not steps.split.fits(self.step, total):
             self.parts = split_arguments(steps.module, self.args, 1)
             self.advice.whole(total)
-        elif (
-            refusal is None
-            and self.trains
-            and total is None
-            and steps.num_microbatches > len(self.parts.args)
-        ):
+        elif self.trains and total is None and steps.num_microbatches > len(self.parts.args):
             self.advice.unsplit(self.args[0])
         asked, sizes = self.accumulate or 1, self.parts.sizes
         if steps.loss_over_batch:

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -24,12 +24,14 @@ class Parts:
         sizes: Samples of each micro-batch; 1 each where the batch does not tell.
         batch_size: Samples of all; `None` where the batch does not tell.
         is_users: Whether the user's `split_batch` made them.
+        refusal: Why this is one part where others of the step were cut; None where nothing was in the way.
     """
 
     args: list[tuple[Any, ...]]
     sizes: list[int]
     batch_size: int | None
     is_users: bool = True
+    refusal: ConfigurationError | None = None
 
     @contextmanager
     def explained(self, batch: Any) -> Iterator[None]:
@@ -87,46 +89,6 @@ class Parts:
         return any(of[0] > 1 for _, of, _ in whole)
 
 
-class Cut(NamedTuple):
-    """A batch that was to be split.
-
-    Attributes:
-        parts: It, in one or several.
-        refusal: Why it is not split; None where nothing was in the way.
-        shared: What is known of places of its batches that all samples share.
-    """
-
-    parts: Parts
-    refusal: ConfigurationError | None
-    shared: SharedPlaces
-
-
-def cut_arguments(
-    module: LightningModule, args: Sequence[Any], num_microbatches: int, known: SharedPlaces | None, *,
-    at_least: int = 1,
-) -> Cut:  # fmt: skip
-    """As `split_arguments`; a batch that cannot be split, after others that could, is one micro-batch.
-
-    Args:
-        module: See `split_arguments`.
-        args: Of the step.
-        num_microbatches: At most so many parts.
-        known: Of batches of this step before; None before the first.
-        at_least: Samples that each part should have.
-
-    Raises:
-        ConfigurationError: The first batch cannot be split.
-    """
-    shared = SharedPlaces() if known is None else known
-    try:
-        parts = split_arguments(module, args, num_microbatches, at_least=at_least, shared=shared)
-    except ConfigurationError as error:
-        if known is None:
-            raise
-        return Cut(split_arguments(module, args, 1), error, shared)
-    return Cut(parts, None, shared)
-
-
 def split_arguments(
     module: LightningModule, args: Sequence[Any], num_microbatches: int, *,
     at_least: int = 1, says: bool = False, shared: SharedPlaces | None = None,
@@ -159,6 +121,14 @@ def split_arguments(
     if not own_parts:
         raise ConfigurationError(f"{type(module).__name__}.split_batch returned no parts")
     return _sized([(part, *rest) for part in own_parts])
+
+
+def split_again(module: LightningModule, args: Sequence[Any], num_microbatches: int, **options: Any) -> Parts:
+    """As `split_arguments`, for a batch after others of its step: one that cannot be split is one part."""
+    try:
+        return split_arguments(module, args, num_microbatches, **options)
+    except ConfigurationError as error:
+        return replace(split_arguments(module, args, 1), refusal=error)
 
 
 def samples_of(module: LightningModule, args: Sequence[Any]) -> int | None:
