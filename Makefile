@@ -1,7 +1,8 @@
 # Each target sets up .venv by itself; only Python 3.11 or newer, git and make are assumed.
 #   make demo                        train a small GPT over two stages (ARGS="--stages 4" for four)
 #   make test                        all tests (ARGS="tests/unit" for some)
-#   make test-whole                  every row of every matrix, which takes twice as long
+#   make test-rest                   what `make test` leaves out: further rows of matrices, and slow tests
+#   make test-whole                  both, with every case of what tests go through in a loop
 #   make check                       format, lint, types
 #   make docs                        the documentation, into docs/_build/html
 #   make clean                       what the targets made
@@ -16,7 +17,7 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 SOURCES := lightning_pipeline tests examples benchmarks docs
 
-.PHONY: demo test test-whole check docs clean
+.PHONY: demo test test-rest test-whole check docs clean
 
 demo: .venv/ready
 	$(BIN)/python examples/train_gpt.py $(ARGS)
@@ -28,6 +29,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+test-rest: .venv/tested
+	$(BIN)/python -m tests.lanes --rest
 
 test-whole: .venv/tested
 	$(BIN)/python -m tests.lanes --whole

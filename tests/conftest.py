@@ -25,7 +25,7 @@ collect_ignore = ["ranks/unguarded.py"]  # trains when it is imported, as the se
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the rows that `make test` leaves out, before `-m` looks at marks."""
-    whole.mark(items, any("[" in argument for argument in config.args))
+    whole.mark(items, only_some=any("::" in argument for argument in config.args))
     lanes.check_quiet(items)
 
 

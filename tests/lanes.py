@@ -1,4 +1,4 @@
-"""Runs the suite as `make test` and CI do: `python -m tests.lanes`; with `--whole`, every row of every matrix.
+"""Runs the suite as `make test` does: `python -m tests.lanes`; with `--rest` what that leaves out, with `--whole` all.
 
 Two lanes: what measures time runs alone, after the rest, which two workers share file by file. Many tests start
 processes that watch each other's clock, on machines that others use too. Where few tests fail, each of them runs
@@ -31,11 +31,8 @@ QUIET = (
     "tests/unit/checkpoint/test_background.py",
 )
 """Files with tests that measure time: the others need not be imported for the second lane."""
-LANES = (
-    ("-n", "2", "--dist", "loadfile", "-m", "not quiet and not whole"),
-    ("-m", "quiet and not whole", *QUIET),
-)
-WHOLE = (("-n", "2", "--dist", "loadfile", "-m", "not quiet"), ("-m", "quiet", *QUIET))
+WHICH = {"": "not whole", "--rest": "whole", "--whole": "whole or not whole"}
+"""What to run, as tests/whole.py marks it."""
 FEW = 4
 TIMES = 2
 TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
@@ -43,10 +40,11 @@ TESTS_FAILED = 1  # pytest's exit code where tests ran and some of them failed
 
 def main() -> int:
     """Run both lanes and return the exit code of the first that fails, or 0."""
-    whole = sys.argv[1:] == ["--whole"]
-    if whole:
+    which = "".join(sys.argv[1:])
+    if which:
         os.environ["WHOLE"] = "1"  # for tests.whole, in the processes that run the tests
-    first, quiet = WHOLE if whole else LANES
+    first = ("-n", "2", "--dist", "loadfile", "-m", f"not quiet and ({WHICH[which]})")
+    quiet = ("-m", f"quiet and ({WHICH[which]})", *QUIET)
     with in_turns():
         codes = [run_lane(first)]
     codes.append(run_lane(quiet))

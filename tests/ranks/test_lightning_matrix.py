@@ -17,7 +17,6 @@ from lightning_pipeline.errors import PipelineError
 from tests.matrix import ELSEWHERE, ROWS, on_the_page, table
 from tests.pool import Pool, RankFailure
 from tests.ranks.lightning_cases import FEATURES, Regression, assert_same, loader, trainer, weights
-from tests.whole import marked
 
 Ranks = Callable[[int], Pool]
 TWO = {"stages": 2, "num_microbatches": 2}
@@ -34,23 +33,6 @@ TOGETHER = [
 ]  # fmt: skip
 """Of which `make test` makes one run. By itself none of them takes a line or branch of this package that no other row
 takes (coverage of both ranks by row, 2026-11-23)."""
-IN_OTHER_TESTS = [
-    "`max_epochs=1`", "`limit_train_batches=2`", "`overfit_batches=1`", "`enable_progress_bar=False`",
-    "`enable_model_summary=False`", "`accumulate_grad_batches=2`", "`gradient_clip_val=0.05`",
-    "`gradient_clip_algorithm='value'`", "`default_root_dir`, `enable_checkpointing=True`",
-    "`val_check_interval=timedelta(...)`", "`precision='bf16-mixed'`", "`logger=False`", "`TensorBoardLogger`",
-    "`ModelCheckpoint`", "`ModelCheckpoint(every_n_train_steps=2)`", "`EarlyStopping`",
-    "`StochasticWeightAveraging`", "`WeightAveraging`", "`EMAWeightAveraging`", "`BackboneFinetuning`",
-    "`ModelSummary`", "`TQDMProgressBar`",
-]  # fmt: skip
-"""What other tests of `make test` give a Trainer too."""
-LIKE_OTHERS = [
-    "`PyTorchProfiler`", "`AdvancedProfiler`", "`PassThroughProfiler`", "`limit_test_batches=1`",
-    "`limit_predict_batches=1`", "`AsyncCheckpointIO`", "`precision='16-true'`", "`check_val_every_n_epoch=2`",
-    "`enable_autolog_hparams=False`", "`inference_mode=True`", "several loggers", "`DeviceStatsMonitor`",
-    "`OnExceptionCheckpoint`", "`GradientAccumulationScheduler`",
-]  # fmt: skip
-"""What is like another row that stays: a profiler, a limit, a plugin, a precision."""
 
 
 def ran(pipeline: dict[str, Any] | None, name: str, folder: str) -> Any:
@@ -83,7 +65,7 @@ class WithTests(Regression):
         self.log("test_loss", self.loss(batch))
 
 
-@pytest.mark.parametrize("name", marked(ROWS_BY_NAME, [*TOGETHER, *IN_OTHER_TESTS, *LIKE_OTHERS]))
+@pytest.mark.parametrize("name", ROWS_BY_NAME)
 def test_what_a_trainer_is_given_does_what_the_page_says(ranks: Ranks, tmp_path: Path, name: str) -> None:
     row = ROWS_BY_NAME[name]
     found = ranks(2)(ran, TWO, name, str(tmp_path / "two"))
