@@ -483,7 +483,7 @@ class PipelineStrategy(KnownArguments, OptimizersOnDemand, Answers, CheckpointHo
     @pipelined
     @override
     def not_finite(self, optimizer: Optimizer) -> list[str]:
-        return self._running.split.gradients.not_finite()
+        return self._running.split.gradients.not_finite(optimizer)
 
     # Collectives
 

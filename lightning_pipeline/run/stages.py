@@ -141,9 +141,13 @@ class Stages(StagesHeld):
             groups.replica, members.from_last, groups.pipeline, self._settings.loss_weighting,
             self._settings.loss_over_batch, num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
-        looks = self._settings.on_nonfinite != "ignore" and not self._trains_whole
-        if looks and trainer.training and scaled is None:
-            self.gradients.look(self.steps.reports)  # a gradient scaler decides by itself
+        looks = (
+            self._settings.on_nonfinite != "ignore" and scaled is None
+        )  # a gradient scaler decides by itself
+        if looks and trainer.training and self._trains_whole:
+            self.gradients.look_at_steps(members.replica)
+        elif looks and trainer.training:
+            self.gradients.look(self.steps.reports)
         run = self.run
         run.memory = StagesMeter(
             split, split.cut, self.executor, split.programs.waiting, lambda: run.last_plan,

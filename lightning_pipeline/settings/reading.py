@@ -101,11 +101,6 @@ def _check_whole_steps(settings: Mapping[str, Any], problems: Problems) -> None:
             "whole_steps=True runs the step on the whole batch, and so its loss is that of the batch: leave "
             "loss_over_batch out"
         )
-    if settings["whole_steps"] and settings["on_nonfinite"] != "ignore":
-        problems.append(
-            f"on_nonfinite={settings['on_nonfinite']!r} is told of gradients with a batch's micro-batches, "
-            "and whole_steps=True has none: leave one of them out"
-        )
 
 
 def _count(name: str, value: object, problems: Problems) -> int:

@@ -158,11 +158,6 @@ def fit_bad(kind: str, pipeline: dict[str, Any]) -> None:
     [
         ("lbfgs", {"stages": 2}, "ConfigurationError: LBFGS"),
         ("outside", {"stages": 2}, "ConfigurationError: group 0 of optimizer 0 .* not among the module's"),
-        (
-            "manual",
-            {"stages": 2, "on_nonfinite": "raise"},
-            "ConfigurationError: Manual cannot run .*on_nonfinite='raise' looks at gradients",
-        ),
         ("steers", {"stages": 2}, "(Split|Placeholder)Error.*test_lightning_failure.py"),
         ("pruning", {"stages": 2}, "ConfigurationError.*ModelPruning"),
         ("plain", {"stages": 2, "partition": ["net.9"]}, "PartitionError: .*net.9"),

@@ -112,6 +112,58 @@ def test_a_step_that_one_replica_cannot_take_is_left_out_by_all(ranks: Ranks) ->
         assert skipped == 1
 
 
+class ByHand(LeavesOut):
+    """In manual optimization; on one device the step is left out by hand, as a schedule by hand goes on."""
+
+    def __init__(self, name: str, only: str = "") -> None:
+        super().__init__(name, only)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if self.leaves_out_by_hand and (self.trainer.current_epoch, batch_idx) == POISONED:
+            return
+        optimizer.step()
+
+    leaves_out_by_hand = False
+    optimizer_step = pl.LightningModule.optimizer_step
+
+
+class LeftOutByHand(ByHand):
+    leaves_out_by_hand = True
+
+
+def skipping_whole(kind: type[Poisoned], name: str, replicas: int, options: dict[str, Any]) -> Any:
+    pipeline = {"stages": 2, "data_parallel_size": replicas, "on_nonfinite": "skip"}
+    *found, _ = fitted({**pipeline, **options}, kind(name), 32 * replicas)
+    return found
+
+
+@pytest.mark.parametrize("name", [LAST, FIRST])
+def test_steps_that_run_whole_and_by_hand_are_left_out_by_all(ranks: Ranks, name: str) -> None:
+    expected, rates, _, _ = fitted(None, LeavesOut(name))
+    for found_weights, found_rates, skipped in ranks(2)(
+        skipping_whole, Poisoned, name, 1, {"whole_steps": True}
+    ):
+        torch.testing.assert_close(found_weights, expected, rtol=1e-10, atol=1e-12)
+        assert (found_rates, skipped) == (pytest.approx(rates), 1)
+    expected, _, _, _ = fitted(None, LeftOutByHand(name))
+    alone = skipping_whole(ByHand, name, 1, {"stages": 1})
+    for found_weights, _, skipped in [alone, *ranks(2)(skipping_whole, ByHand, name, 1, {})]:
+        torch.testing.assert_close(found_weights, expected, rtol=1e-10, atol=1e-12)
+        assert skipped == 1
+
+
+def test_replicas_leave_a_whole_step_out_together(ranks: Ranks) -> None:
+    found = ranks(4)(skipping_whole, Poisoned, FIRST, 2, {"whole_steps": True})
+    for weights_found, _, skipped in found:
+        assert all(torch.equal(weights_found[name], found[0][0][name]) for name in weights_found)
+        assert all(bool(torch.isfinite(value).all()) for value in weights_found.values())
+        assert skipped == 1
+
+
 def averaging(pipeline: dict[str, Any] | None) -> Any:
     """Finite on every replica, and beyond the largest number in the sum over them."""
     module = Poisoned(FIRST, factor=torch.finfo(torch.float64).max)
@@ -128,9 +180,9 @@ def test_gradients_whose_sum_over_replicas_overflows_are_averaged(ranks: Ranks, 
         assert found[FIRST].shape == expected[FIRST].shape
 
 
-def raising(stages: int) -> tuple[str, list[Tensor]]:
+def raising(stages: int, **pipeline: Any) -> tuple[str, list[Tensor]]:
     module = Poisoned(FIRST)
-    run = trainer({"stages": stages, "num_microbatches": min(stages, 2), "on_nonfinite": "raise"})
+    run = trainer({"stages": stages, "num_microbatches": min(stages, 2), "on_nonfinite": "raise", **pipeline})
     kept: list[Tensor] = []
 
     class Keeps(pl.Callback):
@@ -144,15 +196,20 @@ def raising(stages: int) -> tuple[str, list[Tensor]]:
     return str(caught.value), kept
 
 
-def test_raise_names_rank_stage_and_parameter_on_all_ranks(ranks: Ranks) -> None:
+def raising_whole(stages: int) -> tuple[str, list[Tensor]]:
+    return raising(stages, whole_steps=True)
+
+
+@pytest.mark.parametrize("run", [raising_whole, raising])
+def test_raise_names_rank_stage_and_parameter_on_all_ranks(ranks: Ranks, run: Any) -> None:
     before, _, _, _ = fitted(None, Poisoned(FIRST), limit_train_batches=1, max_epochs=1)
-    for text, kept in ranks(2)(raising, 2):
+    for text, kept in ranks(2)(run, 2):
         assert f"that of {FIRST} on pipeline rank 0 (global rank 1, stage 0). No weight was changed" in text
         assert kept
         for value in kept:
             same = [one for one in before.values() if one.shape == value.shape]
             assert any(torch.allclose(value, one, rtol=1e-10, atol=1e-12) for one in same)
-    assert "that of net.0.weight on global rank 0" in raising(1)[0]
+    assert "that of net.0.weight on global rank 0" in run(1)[0]
 
 
 def ignoring() -> Any:

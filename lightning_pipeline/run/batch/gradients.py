@@ -1,6 +1,6 @@
 """The gradients of a run's batches: out of `.grad` and back, summed, averaged, clipped, looked at."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Trainer
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_pipeline.hooks import (
     AgreedGradients,
@@ -18,7 +19,7 @@ from lightning_pipeline.hooks import (
 )
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.tensors import is_placeholder
-from lightning_pipeline.ranks import Failure, Groups, average_gradients, clip_by_norm, sum_shared
+from lightning_pipeline.ranks import Company, Failure, Groups, average_gradients, clip_by_norm, sum_shared
 from lightning_pipeline.schedules import Plan
 
 
@@ -39,7 +40,8 @@ class Gradients:
     def __init__(self, split: OutsideSteps, groups: Groups, failure: Failure, placement: Plan) -> None:
         self._split, self._groups, self._failure, self._placement = split, groups, failure, placement
         self._finite: AgreedGradients | None = None
-        self._reports: ReportChannel | None = None
+        self._look_again: Callable[[], None] = lambda: None
+        self._at_step: Callable[[Optimizer], list[str]] | None = None
         self.aside, self._by_nothing = SetAside(), False
         self.list_anew()
 
@@ -53,21 +55,46 @@ class Gradients:
             id(shared.parameter) for shared in split.shared
             if shared.parameter is not None and self._placement.rank_of(shared.stages[0]) != rank
         }  # fmt: skip
-        if self._reports is not None:
-            self.look(self._reports)
+        self._look_again()
 
     def look(self, reports: ReportChannel) -> None:
         """Steps depend on it: tell all ranks of gradients that are not finite, with the reports."""
+        finite = self._finite = self._agreed()
+        reports.numbers = lambda: finite.own(self.aside.totals())
+        reports.told = lambda found: finite.of_replica(self._by_rank(found))
+        self._look_again = partial(self.look, reports)
+
+    def look_at_steps(self, replica: Company) -> None:
+        """Likewise where steps run whole: ranks of a replica tell each other at each step of an optimizer.
+
+        Replicas, whose gradients are averaged by then, find the same.
+        """
+        agreed = self._agreed()
+        agreed.counts = True
+
+        def found(optimizer: Optimizer) -> list[str]:
+            listed = [one for group in optimizer.param_groups for one in group["params"]]
+            number = agreed.own((one, one.grad) for one in listed if one.grad is not None)
+            told = replica.numbers("looking whether gradients are finite", [number])
+            agreed.of_replica(self._by_rank([int(one) for (one,) in told]))
+            return agreed.found()
+
+        self._at_step = found
+        self._look_again = partial(self.look_at_steps, replica)
+
+    def _agreed(self) -> AgreedGradients:
         groups, split = self._groups, self._split
-        self._reports = reports
-        finite = self._finite = AgreedGradients(
+        return AgreedGradients(
             split.parameter_names(), split.stages_of, split.owned_parameters(), groups.replica,
             groups.numbering.replicas, groups.numbering.global_rank,
         )  # fmt: skip
-        places = dist.get_process_group_ranks(groups.pipeline)
-        ranks = groups.numbering.pipelines()[groups.replica]
-        reports.numbers = lambda: finite.own(self.aside.totals())
-        reports.told = lambda found: finite.of_replica([found[places.index(rank)] for rank in ranks])
+
+    def _by_rank(self, found: Sequence[int]) -> list[int]:
+        """What was told in the order of the replica's group, by pipeline rank."""
+        places = dist.get_process_group_ranks(self._groups.pipeline)
+        return [
+            found[places.index(rank)] for rank in self._groups.numbering.pipelines()[self._groups.replica]
+        ]
 
     @contextmanager
     def of_batch(self, trainer: Trainer, *, stepping: bool) -> Iterator[None]:
@@ -137,8 +164,10 @@ class Gradients:
             if self._finite is not None:
                 self._finite.of_all(told)
 
-    def not_finite(self) -> list[str]:
+    def not_finite(self, optimizer: Optimizer) -> list[str]:
         """Gradients that are inf or nan before a step, in words, the same on every rank."""
+        if self._at_step is not None:
+            return self._at_step(optimizer)
         if self._finite is None:
             return []
         return [

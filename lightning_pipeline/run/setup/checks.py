@@ -70,12 +70,6 @@ def check_run(module: LightningModule) -> None:
 
 def _training(module: LightningModule) -> Iterator[str]:
     settings: Settings = module.trainer.strategy._settings  # type: ignore[attr-defined]
-    policy = settings.on_nonfinite
-    if not module.automatic_optimization and policy != "ignore":
-        yield (
-            f"on_nonfinite={policy!r} looks at gradients before Lightning's own steps, and manual "
-            "optimization makes its steps itself: leave it out"
-        )
     whole = settings.trains_whole(automatic=module.automatic_optimization)
     if not whole and is_overridden("backward", module):
         yield (
