@@ -19,6 +19,7 @@ from lightning_pipeline.hooks.optimizers import (
     refuse_strangers,
     refuse_unserved,
     states_of,
+    watch_steps,
 )
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
@@ -63,5 +64,6 @@ __all__ = [
     "states_of",
     "tell_of_units",
     "units_at_end",
+    "watch_steps",
     "zeroed_unseen",
 ]

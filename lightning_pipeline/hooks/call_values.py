@@ -3,31 +3,35 @@
 A unit may change what it is given: a cache of keys and values grows, an entry of a dictionary is set. So the
 answer to a call has, beside the output, the new contents of every list, dictionary or object among the
 arguments that changed; the caller's own objects get them. Tensors that did not change stay the caller's. What
-the unit sets of its own attributes, such as a loss beside its output, is told too, and a call says in which
-modes it is made.
+the unit and hooks inside it set or fill elsewhere, such as a loss beside the output, is told too, and a call
+says in which modes it is made.
 """
 
 import io
 import pickle
+import sys
 import types
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from lightning_pipeline._torch import tree_leaves
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.places import Reach, give_values, has_values, values_of
+from lightning_pipeline.model.state import Unsent
+from lightning_pipeline.model.tensors import is_placeholder, user_line
 
-_GIVEN, _MADE, _NODE, _MODULE = range(4)
+_GIVEN, _MADE, _NODE, _MODULE, _STOOD, _FUNCTION = range(6)
 _DEVICES = ("cpu", "cuda")
 _NO_NODES = (type, types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
+_ALWAYS_SENT = frozenset({bool, int, float, complex, str, bytes, type(None)})
 Load = Callable[[tuple[int, Any]], Any]
 
 
@@ -39,11 +43,26 @@ class Packed:
         skeleton: All but the tensors, pickled.
         tensors: In the order in which they were met.
         nodes: What can be changed in place, in that order.
+        functions: Which cannot be sent, such as a lambda: each rank that makes the call has its own.
     """
 
     skeleton: bytes
     tensors: list[Tensor]
     nodes: list[Any]
+    functions: list[Any]
+
+    def sent(self, what: str) -> bytes:
+        """All but the tensors, for a rank that makes no such call itself.
+
+        Args:
+            what: For messages.
+        """
+        if self.functions:
+            raise SplitError(
+                f"{what} is given {self.functions[0].__qualname__}, which cannot be sent to the rank that "
+                f"has it: define it in a Python module, or let all ranks make the call [at {user_line()}]"
+            )
+        return self.skeleton
 
     def digest(self) -> int:
         """A number that differs where values do."""
@@ -59,16 +78,31 @@ class Answer:
     """What a call gave.
 
     Attributes:
-        skeleton: Output, and new contents of changed nodes, pickled.
+        skeleton: Output, new contents of changed nodes, and changes of what is in reach, pickled.
         made: Tensors that are new.
         flows: Whether gradients flow from each of them.
-        changed: New values of given tensors, by number.
+        changed: Which of these is the new value of a given tensor, by number.
+        reached: Whether there are such changes.
+        own: What was in the unit's reach before the call, on the rank where it ran.
     """
 
     skeleton: bytes
     made: list[Tensor]
     flows: list[bool]
-    changed: dict[int, Tensor]
+    changed: dict[int, int]
+    reached: bool
+    own: Reach | None = None
+
+    def portable(self) -> tuple[Any, ...]:
+        """As it is sent."""
+        return self.skeleton, portable(self.made), self.flows, self.changed, self.reached
+
+    @classmethod
+    def arrived(cls, sent: tuple[Any, ...], device: torch.device) -> "Answer":
+        """That another rank has sent."""
+        skeleton, made, flows, changed, reached = sent
+        new = [tensor.detach() for tensor in arrived(made, device)]
+        return cls(skeleton, new, flows, changed, reached)
 
 
 class _Pickler(pickle.Pickler):
@@ -111,6 +145,7 @@ class Values:
     """
 
     def __init__(self, root: nn.Module) -> None:
+        self._root = root
         self._names = {id(module): name for name, module in root.named_modules()}
         self._modules = dict(root.named_modules())
 
@@ -127,8 +162,12 @@ class Values:
         tensors: list[Tensor] = []
         numbers: dict[int, int] = {}
         nodes: dict[int, Any] = {}
+        functions: list[Any] = []
 
         def persistent(obj: Any) -> Any:
+            if isinstance(obj, types.FunctionType) and not _is_found_by_name(obj):
+                functions.append(obj)
+                return _FUNCTION, (len(functions) - 1, obj.__qualname__)
             if isinstance(obj, Tensor):
                 if id(obj) not in numbers:
                     numbers[id(obj)] = len(tensors)
@@ -143,24 +182,30 @@ class Values:
         skeleton = _dumped(value, persistent, what)
         if any(map(is_placeholder, tensors)):
             raise SplitError(f"{what} is called with a tensor that is on another stage")
-        return Packed(skeleton, tensors, list(nodes.values()))
+        return Packed(skeleton, tensors, list(nodes.values()), functions)
 
-    def unpack(self, skeleton: bytes, tensors: Sequence[Tensor]) -> Any:
+    def unpack(self, given: Packed, tensors: Sequence[Tensor]) -> Any:
         """A copy of a packed value, around these tensors."""
 
         def load(pid: tuple[int, Any]) -> Any:
-            return tensors[pid[1]] if pid[0] == _GIVEN else self._modules[pid[1]]
+            kind, number = pid
+            if kind == _FUNCTION:
+                return given.functions[number[0]]
+            return tensors[number] if kind == _GIVEN else self._modules[number]
 
-        return _Unpickler(skeleton, load).load()
+        return _Unpickler(given.skeleton, load).load()
 
-    def answer(self, output: Any, given: Packed, before: "Before", unit: nn.Module, what: str) -> Answer:
+    def reach(self, unit: nn.Module, given: Packed) -> Reach:
+        """What a call of a unit may change beside what it is given, as it stands now."""
+        return Reach(self._root, unit, given.functions, _OF_LIGHTNING)
+
+    def answer(self, output: Any, given: Packed, before: "Before", what: str) -> Answer:
         """Describe what a call gave.
 
         Args:
             output: Of the call.
             given: What it was called with.
-            before: As that was.
-            unit: That was called.
+            before: As that was, and what is in reach of the unit.
             what: For messages.
         """
         made: list[Tensor] = []
@@ -169,22 +214,43 @@ class Values:
         made_numbers: dict[int, int] = {}
 
         def persistent(obj: Any) -> Any:
-            if isinstance(obj, Tensor):
-                if id(obj) in numbers:
-                    return _GIVEN, numbers[id(obj)]
-                if id(obj) not in made_numbers:
-                    made_numbers[id(obj)] = len(made)
-                    made.append(obj)
-                return _MADE, made_numbers[id(obj)]
+            if id(obj) in numbers:
+                return _GIVEN, numbers[id(obj)]
+            if id(obj) in places:
+                return _NODE, places[id(obj)]
             if isinstance(obj, nn.Module):
                 return (_MODULE, self._names[id(obj)]) if id(obj) in self._names else None
-            return (_NODE, places[id(obj)]) if id(obj) in places else None
+            if (stood := before.reach.place(obj)) is not None:
+                return _STOOD, stood
+            if not isinstance(obj, Tensor):
+                return None
+            if id(obj) not in made_numbers:
+                made_numbers[id(obj)] = len(made)
+                made.append(obj)
+            return _MADE, made_numbers[id(obj)]
 
         contents = {number: _contents(given.nodes[number]) for number in before.changed_nodes()}
-        attributes = before.set_attributes(unit)
-        skeleton = _dumped((output, contents, attributes), persistent, what)
-        changed = {number: given.tensors[number] for number in before.changed_tensors()}
-        return Answer(skeleton, made, [tensor.requires_grad for tensor in made], changed)
+        changes = before.reach.changes().mapped(lambda one: one if self._can_be_sent(one) else Unsent(what))
+        skeleton = _dumped((output, contents, changes), persistent, what)
+        written = before.changed_tensors()
+        changed = {number: len(made) + place for place, number in enumerate(written)}
+        made += [given.tensors[number] for number in written]
+        flows = [tensor.requires_grad for tensor in made]
+        return Answer(skeleton, made, flows, changed, bool(changes), before.reach)
+
+    def _can_be_sent(self, value: Any) -> bool:
+        if type(value) in _ALWAYS_SENT or isinstance(value, Tensor):
+            return True
+
+        def persistent(obj: Any) -> Any:
+            named = isinstance(obj, nn.Module) and id(obj) in self._names
+            return (_MODULE, "") if named or isinstance(obj, Tensor) else None
+
+        try:
+            _dumped(value, persistent, "")
+        except SplitError:
+            return False
+        return True
 
     def apply(self, answer: Answer, made: Sequence[Tensor], given: Packed, unit: nn.Module) -> Any:
         """The output of a call, for a caller whose own arguments become what the call made of them.
@@ -195,44 +261,37 @@ class Values:
             given: What this rank would have called it with.
             unit: That was called.
         """
+        reach = answer.own or (self.reach(unit, given) if answer.reached else None)
 
         def load(pid: tuple[int, Any]) -> Any:
             kind, number = pid
             if kind == _MODULE:
                 return self._modules[number]
+            if kind == _STOOD:
+                assert reach is not None, "only changes of what is in reach refer to it"
+                return reach.stood(number)
             return {_GIVEN: given.tensors, _MADE: made, _NODE: given.nodes}[kind][number]
 
-        output, contents, attributes = _Unpickler(answer.skeleton, load).load()
-        modules = list(unit.modules())
-        for (number, name), value in attributes.items():
-            vars(modules[number])[name] = value
+        output, contents, changes = _Unpickler(answer.skeleton, load).load()
+        if reach is not None:
+            reach.do(changes, here=answer.own is not None)
         for number, content in contents.items():
             _fill(given.nodes[number], content)
-        for number, value in answer.changed.items():
-            tensor = given.tensors[number]
+        for number, place in answer.changed.items():
+            tensor, value = given.tensors[number], made[place]
             if tensor is not value:
-                with torch.no_grad():
+                with torch.set_grad_enabled(value.requires_grad):
                     tensor.copy_(value)
         return output
 
 
 class Before:
-    """Arguments, and attributes of a unit, as they are before a call."""
+    """Arguments, and what is in reach of a unit, as they are before a call."""
 
-    def __init__(self, given: Packed, unit: nn.Module) -> None:
-        self._given = given
-        self._attributes = _attributes(unit)
+    def __init__(self, given: Packed, reach: Reach) -> None:
+        self._given, self.reach = given, reach
         self._contents = [_contents(node) for node in given.nodes]  # kept, so that no `id` is used again
         self._tensors = [_version(tensor) for tensor in given.tensors]
-
-    def set_attributes(self, unit: nn.Module) -> dict[tuple[int, str], Any]:
-        """By number of the module in the unit, and name: what is another object now, and can be sent."""
-        missing = object()
-        found = {}
-        for place, value in _attributes(unit).items():
-            if self._attributes.get(place, missing) is not value and _travels(value):
-                found[place] = value
-        return found
 
     def changed_nodes(self) -> list[int]:
         """Numbers of lists, dictionaries and objects with other contents now."""
@@ -280,29 +339,24 @@ class Modes:
                 module.training = mode
 
 
-def _attributes(unit: nn.Module) -> dict[tuple[int, str], Any]:
-    return {
-        (number, name): value
-        for number, module in enumerate(unit.modules())
-        for name, value in vars(module).items()
-        if name not in _OWN_OF_MODULES
-    }
-
-
-def _travels(value: Any) -> bool:
-    """Whether it is made of tensors, numbers and text alone."""
-    leaves = tree_leaves(value)
-    return all(isinstance(leaf, Tensor | int | float | complex | str | bytes | None) for leaf in leaves)
+def _is_found_by_name(function: types.FunctionType) -> bool:
+    """Whether another process finds it in its Python module."""
+    found: Any = sys.modules.get(function.__module__)
+    for name in function.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is function
 
 
 def _is_node(obj: Any) -> bool:
-    if isinstance(obj, list | dict | set | deque):
+    if isinstance(obj, list | dict | set | deque) or has_values(obj):
         return True
     return hasattr(obj, "__dict__") and not isinstance(obj, _NO_NODES)
 
 
 def _contents(node: Any) -> tuple[Any, Any]:
-    """What is in a container, and the attributes of an object; some dictionaries have both."""
+    """What is in a container, array or generator, and an object's attributes; some have both."""
+    if has_values(node):
+        return values_of(node), None
     items: Any = None
     if isinstance(node, dict):
         items = list(node.items())
@@ -313,13 +367,17 @@ def _contents(node: Any) -> tuple[Any, Any]:
 
 def _marks(contents: tuple[Any, Any]) -> Any:
     items, attributes = contents
+    if isinstance(items, bytes):
+        return items
     seen = [tuple(map(id, item)) if isinstance(item, tuple) else id(item) for item in items or ()]
     return seen, {name: id(value) for name, value in (attributes or {}).items()}
 
 
 def _fill(node: Any, contents: tuple[Any, Any]) -> None:
     items, attributes = contents
-    if isinstance(node, dict | set):
+    if has_values(node):
+        give_values(node, items)
+    elif isinstance(node, dict | set):
         node.clear()
         node.update(items)
     elif isinstance(node, list | deque):
@@ -363,8 +421,40 @@ def arrived(tensors: Iterable[tuple[Tensor, bool, bool]], device: torch.device) 
     return found
 
 
-def arrived_by_number(
-    tensors: Mapping[int, tuple[Tensor, bool, bool]], device: torch.device
-) -> dict[int, Tensor]:
-    """The same, by number."""
-    return dict(zip(tensors, arrived(list(tensors.values()), device), strict=True))
+def refusal_of_others(
+    made: Iterable[Tensor], inputs: Iterable[Tensor], root: nn.Module, what: str
+) -> SplitError | None:
+    """The error for gradients that flow from what a call gave to what it was not given.
+
+    Args:
+        made: What it gave.
+        inputs: Where gradients may flow to: the unit's arguments and weights.
+        root: The LightningModule, which knows names.
+        what: For messages.
+    """
+    ends = list(inputs)
+    known = {id(tensor) for tensor in ends}
+    other = next((leaf for leaf in _leaves(made, ends) if id(leaf) not in known), None)
+    if other is None:
+        return None
+    names = {id(parameter): repr(name) for name, parameter in root.named_parameters()}
+    return SplitError(
+        f"gradients flow from what {what} gives to {names.get(id(other), 'a tensor')}, which is neither its "
+        "own nor given to it: give it as an argument, or keep both in one unit with "
+        f"PipelineStrategy(units=[...]) [at {user_line(root)}]"
+    )
+
+
+def _leaves(made: Iterable[Tensor], ends: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Tensors that a backward would give gradients, if it goes no further than to some."""
+    seen: set[Any] = {tensor.grad_fn for tensor in ends}
+    pending: list[Any] = [tensor.grad_fn for tensor in made]
+    while pending:
+        node = pending.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)  # of a node that adds up a gradient
+        if isinstance(leaf, Tensor):
+            yield leaf
+        pending.extend(before for before, _ in node.next_functions)

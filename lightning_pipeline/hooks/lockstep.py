@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch import Tensor
 
 from lightning_pipeline._lightning import NO_LOSS
 from lightning_pipeline.data import random_states, set_random_states
@@ -84,14 +82,9 @@ class LockSteps:
         self._draw_alike()
         with self._meeting.hook(), self._metrics.in_whole_step(), self._context():
             output = step_function(self._module, step)(*args)
-            whole = self._meeting.whole(output)
             if backward_follows and output is None:
                 return NO_LOSS
-            if not backward_follows or whole is output:
-                return whole
-            if isinstance(output, Mapping):
-                return {**whole, "loss": _WithValue.apply(output["loss"], whole["loss"])}  # type: ignore[no-untyped-call]
-            return _WithValue.apply(output, whole)  # type: ignore[no-untyped-call]
+            return self._meeting.whole_in_graph(output) if backward_follows else self._meeting.whole(output)
 
     def batch(self, step: str, args: Sequence[Any]) -> "UncutBatch":
         """A batch of such a step.
@@ -109,18 +102,6 @@ class LockSteps:
         found = self._replica.numbers("comparing random states", [place])
         if any(one != found[0] for one in found):
             set_random_states(self._from_last.share(random_states))
-
-
-class _WithValue(torch.autograd.Function):
-    """A loss in the graph of this rank, with the value of all: weights of other stages have a part in it."""
-
-    @staticmethod
-    def forward(ctx: Any, loss: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
 
 
 class UncutBatch:

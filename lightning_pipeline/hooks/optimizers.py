@@ -1,9 +1,10 @@
 """Optimizers of one stage: their groups list the whole model, and a step goes over this stage's part."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
+from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.model.split import OutsideSteps
 from lightning_pipeline.model.state import Sent
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder
-from lightning_pipeline.patching import all_undone
+from lightning_pipeline.patching import all_undone, patch
 
 _Undo = Callable[[], None]
 
@@ -147,6 +148,43 @@ class OwnParts:
         self.put_back()
         for handle in self._handles:
             handle.remove()
+
+
+def watch_steps(
+    optimizers: Iterable[Optimizer], is_inside: Callable[[], bool],
+    stepping: Callable[[Optimizer, Callable[[], Any]], AbstractContextManager[Callable[[], Any]]],
+) -> Callable[[], None]:  # fmt: skip
+    """From now on a step that code of the user's takes past Lightning is an optimizer's step too.
+
+    Such as `self.optimizers().optimizer.step()`, or that of a `GradScaler` of the user's own.
+
+    Args:
+        optimizers: Of the run. Steps of those that are not torch's own are seen anyway.
+        is_inside: Whether code of the user's runs now.
+        stepping: Made around a step, with its closure; gives the closure to call.
+
+    Returns:
+        The undoing.
+    """
+
+    def watched(optimizer: Optimizer) -> Callable[..., Any]:
+        original: Callable[..., Any] = optimizer.step
+
+        @wraps(original)
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            if not is_inside():
+                return original(closure)
+            with stepping(optimizer, closure or _nothing) as own:
+                return original(closure and own)
+
+        return MethodType(step, optimizer)  # which schedulers expect
+
+    made = filter(is_torchs, optimizers)
+    return all_undone([patch(optimizer, "step", watched(optimizer)) for optimizer in made])
+
+
+def _nothing() -> None:
+    """What a step without a closure calls."""
 
 
 def exchange(optimizers: Iterable[Optimizer], others: Mapping[int, Tensor]) -> None:

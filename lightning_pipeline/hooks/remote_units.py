@@ -14,7 +14,7 @@ import pickle
 import traceback
 import zlib
 from collections.abc import Callable, Iterator, Sequence, Set
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,9 +31,9 @@ from lightning_pipeline.hooks.call_values import (
     Packed,
     Values,
     arrived,
-    arrived_by_number,
     checksum,
     portable,
+    refusal_of_others,
 )
 from lightning_pipeline.hooks.gradients import without_hooks
 from lightning_pipeline.model.split import OutsideSteps
@@ -165,14 +165,15 @@ class RemoteUnits:
     def _until_all(self, kind: int) -> None:
         if len(self._company.ranks) == 1 or self._answering:
             return
-        while True:
-            told = self._round(kind)
-            kinds = {found for found, _, _ in told.values()}
-            if kinds == {kind}:
-                return
-            if _CALL not in kinds:
-                raise self._refusal(told)
-            self._turn(told, None)
+        with nullcontext() if self._meeting is None else self._meeting.aside():
+            while True:
+                told = self._round(kind)
+                kinds = {found for found, _, _ in told.values()}
+                if kinds == {kind}:
+                    return
+                if _CALL not in kinds:
+                    raise self._refusal(told)
+                self._turn(told, None)
 
     def _round(self, kind: int, number: int = 0, digest: int = 0) -> Told:
         what = "a hook, where ranks call units of each other"
@@ -207,7 +208,7 @@ class RemoteUnits:
                 f"{self._name(unit)} is called under torch.func (vmap, grad, ...), which cannot be split "
                 f"[at {user_line(self._root)}]"
             )
-        value = self._meeting.whole((args, kwargs))
+        value = self._meeting.whole_in_graph((args, kwargs))
         with self._aside():
             given = self._values.pack(value, self._name(unit))
             digest = given.digest() ^ self._flows(unit, given)
@@ -280,7 +281,7 @@ class RemoteUnits:
     def _request(self, unit: int, given: Packed | None) -> tuple[Any, ...]:
         assert given is not None, "the caller has arguments"
         modes = Modes(self._patches.units[unit].module)
-        return given.skeleton, portable(given.tensors), modes, self._random()
+        return given.sent(self._name(unit)), portable(given.tensors), modes, self._random()
 
     def _answer_request(self, unit: int, sent: tuple[Any, ...]) -> _Given | _Failed:
         """Run a unit for another rank, and leave this one's modes and random numbers as they are."""
@@ -290,7 +291,7 @@ class RemoteUnits:
         try:
             self._draw_from(random)
             with modes.entered(module):
-                return self._run(unit, Packed(skeleton, arrived(tensors, self._device), []))
+                return self._run(unit, Packed(skeleton, arrived(tensors, self._device), [], []))
         finally:
             self._answering = answering
             self._draw_from(before)
@@ -301,21 +302,21 @@ class RemoteUnits:
         flows = self._flows(unit, given)
         leaves = [_leaf(tensor) if flows else tensor for tensor in given.tensors]
         try:
-            value = self._values.unpack(given.skeleton, leaves)
+            own = [one.clone() if one.requires_grad else one for one in leaves]  # it may change them in place
+            value = self._values.unpack(given, own)
             copied = self._values.pack(value, name)
-            then = Before(copied, module)
+            then = Before(copied, self._values.reach(module, given))
             output = self._patches.run_alone(unit, *value)
-            answer = self._values.answer(output, copied, then, module, name)
-            if flows and any(leaves[number].requires_grad for number in answer.changed):
-                raise SplitError(
-                    f"{name} changes a tensor that it is given in place, and gradients flow through it: let "
-                    "it return a new one"
-                )
+            answer = self._values.answer(output, copied, then, name)
         except Exception as error:  # told to the callers, which raise it
             return _Failed(error, name)
         after = self._random()
         inputs = [leaf for leaf in leaves if leaf.requires_grad] if flows else []
-        return _Given(answer, after if after != before else None, [*inputs, *self._parameters(unit)])
+        inputs += self._parameters(unit)
+        refused = refusal_of_others(answer.made, inputs, self._root, name) if flows else None
+        if refused is not None:
+            return _Failed(refused, name)
+        return _Given(answer, after if after != before else None, inputs)
 
     def _random(self) -> tuple[Any, ...]:
         """Where random numbers stand."""
@@ -558,19 +559,14 @@ def _held_twice(patches: UnitPatches, holder: Callable[[int], int]) -> set[int]:
 
 def _portable_reply(made: _Given | _Failed | None, rank: int) -> Any:
     assert made is not None, "the owner has run the unit"
-    if isinstance(made, _Failed):
-        return made.portable(rank)
-    answer = made.answer
-    changed = dict(zip(answer.changed, portable(answer.changed.values()), strict=True))
-    return answer.skeleton, portable(answer.made), answer.flows, changed, made.random
+    return made.portable(rank) if isinstance(made, _Failed) else (made.answer.portable(), made.random)
 
 
 def _arrived_reply(reply: Any, device: torch.device) -> "_Given | _Failed":
     if isinstance(reply, _Failed):
         return reply
-    skeleton, made, flows, changed, random = reply
-    new = [tensor.detach() for tensor in arrived(made, device)]
-    return _Given(Answer(skeleton, new, flows, arrived_by_number(changed, device)), random, [])
+    answer, random = reply
+    return _Given(Answer.arrived(answer, device), random, [])
 
 
 def answer_calls(

@@ -23,6 +23,7 @@ from lightning_pipeline.hooks import (
     refuse_strangers,
     refuse_unserved,
     states_of,
+    watch_steps,
 )
 from lightning_pipeline.model.cut import StageTable
 from lightning_pipeline.model.split import SplitModel
@@ -225,7 +226,8 @@ class StagesHeld:
             originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
             exchange(optimizers, originals)
 
-        self._undo += [whole, self.own_parts.remove]
+        steps = watch_steps(optimizers, lambda: self.meeting.is_inside, self.stepping)
+        self._undo += [whole, self.own_parts.remove, steps]
 
     @contextmanager
     def stepping(

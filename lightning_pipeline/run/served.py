@@ -65,6 +65,7 @@ class ServedHooks:
         members, groups, meeting = self._members, self._members.groups, self.meeting
 
         def asks_all(logged: bool) -> bool:
+            self.units.meet()
             with meeting.aside():
                 return end_batch(logged)
 

@@ -141,6 +141,8 @@ class Stages(StagesHeld):
             groups.replica, members.from_last, groups.pipeline, self._settings.loss_weighting,
             self._settings.loss_over_batch, num_microbatches, at_least, self._reads_outputs(), reordering,
         )  # fmt: skip
+        if self._trains_whole and trainer.training:
+            self._undo.append(self.meeting.watch_gradients(self._module.parameters()))
         looks = (
             self._settings.on_nonfinite != "ignore" and scaled is None
         )  # a gradient scaler decides by itself

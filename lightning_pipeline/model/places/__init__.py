@@ -19,6 +19,7 @@ from lightning_pipeline.model.places.owners import (
     Replayed,
     TensorOwner,
 )
+from lightning_pipeline.model.places.reach import Changes, Reach, give_values, has_values, values_of
 from lightning_pipeline.model.places.standing import (
     Kept,
     Standing,
@@ -29,6 +30,7 @@ __all__ = [
     "FILLED",
     "MISSING",
     "ArrayOwner",
+    "Changes",
     "ClassOwner",
     "Effect",
     "FileOwner",
@@ -42,8 +44,12 @@ __all__ = [
     "Numbers",
     "Owner",
     "Place",
+    "Reach",
     "Replayed",
     "Standing",
     "Surroundings",
     "TensorOwner",
+    "give_values",
+    "has_values",
+    "values_of",
 ]

@@ -5,7 +5,10 @@ from lightning_pipeline.model.random.generators import (
     RANDOM_FUNCTIONS,
     Generators,
     host_draws,
+    is_generator,
     random_state_kept,
+    set_state,
+    state_of,
 )
 from lightning_pipeline.model.random.seeds import MicrobatchSeeds, States, StepSeeds, generators_in
 
@@ -20,6 +23,9 @@ __all__ = [
     "StepSeeds",
     "generators_in",
     "host_draws",
+    "is_generator",
     "random_state_kept",
     "seed_torch",
+    "set_state",
+    "state_of",
 ]

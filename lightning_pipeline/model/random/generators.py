@@ -47,16 +47,16 @@ class Generators:
 
     def states(self) -> list[Any]:
         """Where each of them stands."""
-        return [_state(generator) for generator in self._all]
+        return [state_of(generator) for generator in self._all]
 
     def restore(self, states: list[Any]) -> None:
         """Put them back."""
         for generator, state in zip(self._all, states, strict=True):
-            _set_state(generator, state)
+            set_state(generator, state)
 
     def host_states(self) -> list[Any]:
         """The same without torch's."""
-        return [_state(generator) for generator in self._all if not isinstance(generator, torch.Generator)]
+        return [state_of(generator) for generator in self._all if not isinstance(generator, torch.Generator)]
 
     def seed_host(self, seed: int) -> None:
         """Seed numpy's and Python's alike."""
@@ -111,7 +111,13 @@ def random_state_kept(generators: Generators | None = None) -> Iterator[None]:
         state.restore()
 
 
-def _state(generator: Any) -> Any:
+def is_generator(value: Any) -> bool:
+    """Whether it draws random numbers: torch's, NumPy's and Python's own, and classes made of these."""
+    return not _KINDS.isdisjoint(type(value).__mro__)
+
+
+def state_of(generator: Any) -> Any:
+    """Where a generator stands."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, numpy.random.Generator):
@@ -119,7 +125,8 @@ def _state(generator: Any) -> Any:
     return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
 
 
-def _set_state(generator: Any, state: Any) -> None:
+def set_state(generator: Any, state: Any) -> None:
+    """Let it stand there."""
     if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
     elif isinstance(generator, random.Random):

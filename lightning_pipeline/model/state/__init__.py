@@ -1,12 +1,13 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
-from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError
+from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, Unsent
 from lightning_pipeline.model.state.in_units import InUnits, Told, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
-from lightning_pipeline.model.state.meeting import Meeting, Sources
+from lightning_pipeline.model.state.meeting import Meeting
 from lightning_pipeline.model.state.outside import Apart, CannotRepeatError
 from lightning_pipeline.model.state.parameters import SharedParameter, StageParameters
 from lightning_pipeline.model.state.sent import FromLast, Gradients, Sent, is_small, left_in, put_in
+from lightning_pipeline.model.state.sources import Sources
 from lightning_pipeline.model.state.step_state import AsOne, StepState, is_absent, is_told_as_attribute
 from lightning_pipeline.model.state.unit_buffers import BufferStarts
 
@@ -28,6 +29,7 @@ __all__ = [
     "StageParameters",
     "StepState",
     "Told",
+    "Unsent",
     "is_absent",
     "is_small",
     "is_told_as_attribute",

@@ -179,6 +179,16 @@ class SetByUnit(Elsewhere):
         _refuse_unit(self._what)
 
 
+class Unsent(Elsewhere):
+    """Raises on any use of what a unit of another rank has made, and what cannot be sent from there."""
+
+    def _refused(self) -> NoReturn:
+        raise ElsewhereError(
+            f"{self._what} has made something that cannot be pickled, and so is on its rank alone: let "
+            f"it make tensors, numbers and containers of them [at {user_line()}]"
+        )
+
+
 class _OfUnit:
     """What a unit of another stage keeps."""
 

@@ -11,19 +11,17 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import (
-    DisableTorchFunction,
     DisableTorchFunctionSubclass,
     FakeTensor,
     TorchDispatchMode,
-    beneath_transforms,
     current_function_mode,
     disable_current_modes,
     pop_function_mode,
@@ -33,8 +31,9 @@ from lightning_pipeline._torch import (
 )
 from lightning_pipeline.errors import PipelineError, SplitError
 from lightning_pipeline.model.places import Place
-from lightning_pipeline.model.state.absent import AbsentTensors, stands_for
+from lightning_pipeline.model.state.absent import AbsentTensors
 from lightning_pipeline.model.state.given_parts import GivenParts, is_part
+from lightning_pipeline.model.state.sources import NOTHING, Names, Sources
 from lightning_pipeline.model.tensors import (
     SET_DATA,
     TensorSpec,
@@ -42,20 +41,17 @@ from lightning_pipeline.model.tensors import (
     is_placeholder,
     items_of,
     map_tensors,
-    storage_key,
     tensors_held,
     tensors_in,
     user_line,
     written_tensors,
 )
-from lightning_pipeline.patching import patched
+from lightning_pipeline.patching import all_undone, patched
 
 UNTOLD = 2**20
 """Elements that ranks tell each other for one operation without a word."""
 
-Names = frozenset[str]
 Gather = Callable[[str, Any], list[Any]]
-_NOTHING: Names = frozenset()
 _VALUE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # Read a tensor's memory without an operation that could be seen.
 _READS = {
@@ -75,58 +71,8 @@ _FILLED: dict[Any, float | None] = {
 """What makes a tensor in the form of another one, with this number, or the one that it is given."""
 
 
-class Sources:
-    """Which of the module's tensors a tensor comes from, by its memory; views of placeholders share it too.
-
-    Args:
-        listed: Gives what this rank holds: name, and the tensors that are known by it.
-    """
-
-    def __init__(self, listed: Callable[[], Iterable[tuple[str, Iterable[Tensor]]]]) -> None:
-        self._listed = listed
-        # A weak reference keeps the number of a storage from being given to another one.
-        self._known: dict[int, tuple[StorageWeakRef, Names]] = {}
-        self._derived: dict[int, tuple[StorageWeakRef, Names]] = {}
-        self._stale = True
-
-    def forget(self) -> None:
-        """What the module holds has changed: new gradients, new state of optimizers."""
-        self._stale = True
-
-    def of(self, tensor: Tensor) -> Names:
-        """Names that a tensor's values come from, where these are not known to all ranks."""
-        if tensor.layout is not torch.strided:
-            return _NOTHING
-        if self._stale:
-            self._look()
-        tensor = beneath_transforms(tensor)
-        key = storage_key(tensor)
-        entry = self._known.get(key) or self._derived.get(key)
-        if entry is not None:
-            return entry[1]
-        return frozenset(stands_for(tensor)) if is_placeholder(tensor) else _NOTHING
-
-    def _look(self) -> None:
-        with DisableTorchFunction():  # here it is no hook that asks for `.grad`
-            self._known = {
-                storage_key(tensor): (StorageWeakRef(tensor.untyped_storage()), frozenset({name}))
-                for name, tensors in self._listed()
-                for tensor in tensors
-                if tensor.layout is torch.strided
-            }
-        self._derived = {key: entry for key, entry in self._derived.items() if not entry[0].expired()}
-        self._stale = False
-
-    def is_listed(self, tensor: Tensor) -> bool:
-        """Whether it is one of the module's own, or a view of one."""
-        if self._stale:
-            self._look()
-        return storage_key(tensor) in self._known
-
-    def note(self, tensor: Tensor, names: Names) -> None:
-        """A result comes from these; a tensor of the module stays what it is, whatever is written into it."""
-        if names and tensor.layout is torch.strided and storage_key(tensor) not in self._known:
-            self._derived[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage()), names
+_MIRRORED = {_aten.lt.Tensor: _aten.gt.Tensor, _aten.le.Tensor: _aten.ge.Tensor}
+_SYMMETRIC = {_aten.eq.Tensor, _aten.ne.Tensor}
 
 
 class Meeting:
@@ -228,6 +174,7 @@ class Meeting:
         named = any(self._names(tensor) for tensor in tensors_in((args, kwargs)))
         if not named:
             return func(*args, **kwargs)
+        func, args = self._as_on_all_ranks(func, args)
         if func in _FILLED and args[0].numel() == 1:  # such as what a backward begins with: all ranks know it
             number = _FILLED[func]
             value: Any = args[1] if number is None else number
@@ -236,9 +183,19 @@ class Meeting:
             )
         if func._schema.name.startswith("aten::_foreach_"):
             return self._each(func, args, kwargs)
+        if func is _aten._amp_foreach_non_finite_check_and_unscale_.default:
+            return self._unscale(func, *args)
         if func._schema.name == "aten::equal":
             return self._equal(*args)
         return self._one(func, args, kwargs)
+
+    def _as_on_all_ranks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+        """A comparison in one order: Python asks the operand that is a placeholder first, whichever it is."""
+        if func in _MIRRORED:
+            return _MIRRORED[func], args[::-1]
+        if func in _SYMMETRIC:
+            return func, tuple(sorted(args, key=lambda operand: sorted(self._names(operand))))
+        return func, args
 
     def _one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = list(written_tensors(func, args, kwargs))
@@ -304,6 +261,11 @@ class Meeting:
         values = [results[position] for position in range(size)]
         return None if all(value is None for value in values) else [value[0] for value in values]
 
+    def _unscale(self, func: Any, gradients: list[Tensor], found: Tensor, factor: Tensor) -> None:
+        """What a `GradScaler` of the user's does to gradients: each rank its own, and all find alike."""
+        func([gradient for gradient in gradients if not is_placeholder(gradient)], found, factor)
+        found.fill_(max(self._tell(("gradients that are not finite", []), found.item())))
+
     def _equal(self, one: Tensor, other: Tensor) -> bool:
         """Whether two tensors are equal, told by checksums of their values."""
         if one is other or one.shape != other.shape or one.dtype != other.dtype:
@@ -348,12 +310,33 @@ class Meeting:
             with disable_current_modes(), DisableTorchFunctionSubclass():
                 self._compare(lambda own: self._tell(("which gradients there are", []), own))
 
+    def watch_gradients(self, parameters: Iterable[Tensor]) -> Callable[[], None]:
+        """From now on a backward gives a weight its gradient for real, also where that follows from others.
+
+        Args:
+            parameters: Those that are listed; the same ones on all ranks.
+
+        Returns:
+            The undoing.
+        """
+        watched = [parameter for parameter in parameters if parameter.requires_grad]
+        return all_undone([one.register_hook(partial(self._arrives, one)).remove for one in watched])
+
+    def _arrives(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """A gradient as the ranks have it that have the weight."""
+        names = self._names(parameter) if self._inside else NOTHING
+        if self._inside and not self._who(names) <= self._who(self._names(gradient)):
+            gradient = self.whole(gradient, any_size=True)
+        if names and is_placeholder(parameter) and not is_placeholder(gradient):
+            return self._absent.make(next(iter(names)), TensorSpec.of(gradient)._replace(requires_grad=False))
+        return gradient
+
     def assigned(self, tensor: Tensor, value: Any) -> Any:
         """What this rank gives a tensor of the module as its `.data` or `.grad`: `tensor.data = value`.
 
         The ranks that have the tensor get the value for real, the others one that stands for it.
         """
-        names = self._names(tensor) if self._inside else _NOTHING
+        names = self._names(tensor) if self._inside else NOTHING
         if not names or not isinstance(value, Tensor):
             return value
         if not self._who(names) <= self._who(self._names(value)):
@@ -374,6 +357,19 @@ class Meeting:
         if not self._inside or not self._union(tensors_in(value)):
             return value
         return self._completed("value", value, [], any_size=any_size)
+
+    def whole_in_graph(self, value: Any) -> Any:
+        """As `whole`; what had a graph has it still, so that gradients flow on to each rank's own part of it.
+
+        Args:
+            value: Any nesting.
+        """
+        found = self.whole(value)
+        if found is value or not torch.is_grad_enabled():
+            return found
+        own, spec = tree_flatten(value)
+        pairs = zip(own, tree_flatten(found)[0], strict=True)
+        return tree_unflatten([_with_value(leaf, whole) for leaf, whole in pairs], spec)
 
     def incomplete(self, places: Iterable[Place]) -> list[str]:
         """Labels of attributes that hold tensors which only some stages have, as hooks have left them.
@@ -513,6 +509,24 @@ class _Reads(TorchFunctionMode):
             self._meeting.sources.note(result, self._meeting.sources.of(args[0]))
             return result
         return func(*args, **kwargs)
+
+
+class _WithValue(torch.autograd.Function):
+    """A tensor in the graph of this rank, with the value of all, in which other stages have a part."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, value: Tensor) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def _with_value(own: Any, whole: Any) -> Any:
+    if own is whole or not isinstance(own, Tensor) or not own.requires_grad:
+        return whole
+    return _WithValue.apply(own, whole)  # type: ignore[no-untyped-call]
 
 
 def _filled(value: Any, told: Mapping[int, Tensor], depth: int = 3) -> Any:

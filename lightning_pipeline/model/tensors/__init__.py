@@ -1,7 +1,7 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
 from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtypes
-from lightning_pipeline.model.tensors.code import Code, code_of
+from lightning_pipeline.model.tensors.code import Code, closed_over, code_of
 from lightning_pipeline.model.tensors.containers import (
     are_the_users,
     attributes_of,
@@ -114,6 +114,7 @@ __all__ = [
     "attributes_of",
     "by_shape_alone",
     "chosen_by",
+    "closed_over",
     "code_of",
     "contents_of",
     "copied_at_end",

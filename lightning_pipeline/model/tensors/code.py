@@ -66,7 +66,7 @@ class _Search:
     def _look(self, value: Any) -> Iterator[Any]:
         """Note what is the project's, and give what it leads to."""
         if isinstance(value, FunctionType):
-            yield from _contents(value)
+            yield from closed_over(value)
             file = sys.modules.get(value.__globals__.get("__name__", ""))
             if file is not None and self._is_mine(file):
                 self.found.functions.append(value)
@@ -138,7 +138,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.func
 
 
-def _contents(function: FunctionType) -> Iterator[Any]:
+def closed_over(function: FunctionType) -> Iterator[Any]:
     """What stands in the variables of enclosing functions that a function uses."""
     for cell in function.__closure__ or ():
         try:
