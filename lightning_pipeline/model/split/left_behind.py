@@ -505,7 +505,7 @@ class LeftBehind:
             parts[0], parts[1], parts[2], (back, parts[2][1]), (first, second),
             twice=twice, blocks=trace.blocks,
         )  # fmt: skip
-        carried = trace.carried()
+        carried = trace.carried(filled=True)
         in_units = rows_by_shape(*(part.unit_shapes for _, part in parts))
         by_identity = {place.label: place.identity for _, place in trace.unit_attributes}
         in_units = {label: rows for label, rows in in_units.items() if by_identity.get(label) not in carried}

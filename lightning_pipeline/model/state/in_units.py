@@ -79,7 +79,7 @@ class InUnits:
         Args:
             trace: Of a step.
         """
-        left_out = trace.carried()
+        left_out = trace.carried(filled=True)
         return [
             (unit, place)
             for unit, place in trace.unit_attributes

@@ -312,9 +312,13 @@ class Trace:
         self.draws_unseen |= other.draws_unseen
         self.checkpointed |= other.checkpointed
 
-    def carried(self) -> set[tuple[int, Any]]:
-        """Places that ports of units fill or set on every stage."""
-        ways = [way for spec in self.ports.values() for way in spec.ways]
+    def carried(self, *, filled: bool = False) -> set[tuple[int, Any]]:
+        """Places that ports of units fill or set on every stage.
+
+        Args:
+            filled: Whether only those that they fill.
+        """
+        ways = [way for spec in self.ports.values() for way in spec.ways if way.filled or not filled]
         modules = list(self.root.modules()) if ways else []
         return {(id(vars(modules[number])), name) for (number, name), _ in ways}
 
