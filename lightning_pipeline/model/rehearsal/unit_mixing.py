@@ -9,6 +9,7 @@ and with one in the middle: a recurrent layer whose time stands where samples ar
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +53,8 @@ class UnitMixing:
 
     Attributes:
         found: By step, the units that mix samples, by their names and classes.
+        numbers: By step, units that give a number of all samples which is not the mean of its parts': whether
+            it is the sum.
     """
 
     def __init__(self, runs: MadeUpRuns, stage_of: Sequence[int], stages: Collection[int]) -> None:
@@ -59,6 +62,7 @@ class UnitMixing:
         self._patches = runs.patches
         self._tried: dict[str, set[int]] = {}
         self.found: dict[str, list[str]] = {}
+        self.numbers: dict[str, dict[str, bool]] = {}
 
     def look(
         self, step: Step, whole: Microbatch, sizes: Sequence[int],
@@ -88,6 +92,12 @@ class UnitMixing:
             return
         self.found.setdefault(step.name, []).extend(self._named(unit) for unit in sorted(mixing))
 
+    def _note_numbers(self, step: Step, seen: Sequence["_Seen"]) -> None:
+        numbers = self.numbers.setdefault(step.name, {})
+        for one in seen:
+            if one.sums is not None:
+                numbers[self._named(one.unit)] = one.sums
+
     def _is_to_be_tried(self, unit: int) -> bool:
         """Whether it is of a size to be run twice more, and no batch norm, which the run tells of."""
         module = self._patches.units[unit].module
@@ -106,23 +116,23 @@ class UnitMixing:
         trace, returned, samples = step.routes[0].trace, outputs(pair.part), pair.samples
         alike = [_like_one(pair, at) for at in _PLACES]
 
-        def run(units: frozenset[int], dimensions: Dimensions, number: int | None = None) -> list["_Seen"]:
+        def run(
+            units: frozenset[int], dimensions: "_ByLength | _Grown", number: int | None = None
+        ) -> list["_Seen"]:
             repeats, at = (None, _first) if number is None else (dimensions, _PLACES[number])
             values = _Values(returned, repeats, at)
-            seen = _Forwards(self._patches, trace, units, samples, dimensions)
+            pieces = pair if number is None else None
+            seen = _Forwards(self._patches, trace, units, samples, dimensions, pieces)
             batch = pair.part if number is None else alike[number]
             assert batch is not None, "samples were found"
-            runner = MadeUp(values, trace, units, seen.all, sees=False)
-            try:
-                with self._runs.apart(step):
-                    self._runs.run(step, batch, runner)
-            except _EnoughError:
-                pass
-            except Exception as error:
-                _log.debug("%s ends early on made-up values: %s", step.name, error)
+            self._run(step, batch, MadeUp(values, trace, units, seen.all, sees=False))
+            if pieces is not None:
+                self._note_numbers(step, seen.found)
             return seen.found
 
-        def differing(units: frozenset[int], dimensions: Dimensions, first: list["_Seen"]) -> frozenset[int]:
+        def differing(
+            units: frozenset[int], dimensions: "_ByLength | _Grown", first: list["_Seen"]
+        ) -> frozenset[int]:
             """Those that give one of the samples something else."""
             found = frozenset[int]()
             for number in range(len(_PLACES)):
@@ -142,6 +152,15 @@ class UnitMixing:
         again = run(suspects, grown)
         drawn = frozenset[int]().union(*(_differing(first, again, number) for number in range(len(_PLACES))))
         return differing(suspects, grown, first) - drawn
+
+    def _run(self, step: Step, batch: Microbatch, runner: MadeUp) -> None:
+        try:
+            with self._runs.apart(step):
+                self._runs.run(step, batch, runner)
+        except _EnoughError:
+            pass
+        except Exception as error:
+            _log.debug("%s ends early on made-up values: %s", step.name, error)
 
 
 class _EnoughError(BaseException):
@@ -175,6 +194,8 @@ class _Seen(NamedTuple):
         gave: Of each output the samples likewise; nothing where the unit raised.
         drawn: By which functions it drew numbers, and of which shapes.
         rounding: How much of the largest number two results of the same may differ by.
+        sums: Whether what it gives without samples is the sum of what it gives for parts; None where it is
+            the mean by samples, or nobody knows.
     """
 
     unit: int
@@ -183,6 +204,7 @@ class _Seen(NamedTuple):
     gave: list[list[list[Tensor]]]
     drawn: list[Any]
     rounding: float
+    sums: bool | None
 
 
 class _Forwards:
@@ -194,6 +216,7 @@ class _Forwards:
         units: That are looked at.
         samples: That they are given.
         dimensions: Of outputs.
+        pair: That were found, to run units on pieces of what they are given; None: they are not.
 
     Attributes:
         all: By number of the unit.
@@ -201,10 +224,12 @@ class _Forwards:
     """
 
     def __init__(
-        self, patches: UnitPatches, trace: Trace, units: Collection[int], samples: int, dimensions: Dimensions
-    ) -> None:
-        self._patches, self._dimensions = patches, dimensions
+        self, patches: UnitPatches, trace: Trace, units: Collection[int], samples: int,
+        dimensions: "_ByLength | _Grown", pair: _Pair | None,
+    ) -> None:  # fmt: skip
+        self._patches, self._dimensions, self._trace = patches, dimensions, trace
         self._of_samples = _ByLength(samples)
+        self._by_shape = None if pair is None else {**_grown_shapes(pair), **dimensions.by_shape()}
         self._left = sum(call.unit in units for call in trace.calls)
         self._counts: Counter[int] = Counter()
         self._inside = False
@@ -248,9 +273,40 @@ class _Forwards:
             ]
             for at in _PLACES
         ]
-        return _Seen(
-            unit, given, plain, gave, still.drawn, _rounding(self._patches.units[unit].module, inputs)
-        )
+        rounding = _rounding(self._patches.units[unit].module, inputs)
+        sums = None if still.drawn else self._sums(call, forward, (args, kwargs), output, rounding)
+        return _Seen(unit, given, plain, gave, still.drawn, rounding, sums)
+
+    def _sums(
+        self, call: UnitCall, forward: Callable[..., Any], given: Any, output: Any, rounding: float
+    ) -> bool | None:
+        """See `_Seen.sums`."""
+        whole = self._without_samples(call, output)
+        if not whole or self._by_shape is None:
+            return None
+        parts, lengths = [], []
+        for part, length in _pieces(given, self._of_samples, self._by_shape):
+            with random_state_kept():
+                parts.append(self._without_samples(call, self._output(call[0], forward, part, _Still())))
+            lengths.append(length)
+        if not parts or any(len(part) != len(whole) for part in parts):
+            return None
+        numbers = torch.stack([torch.stack(part) for part in parts])
+        weights = numbers.new_tensor(lengths)[:, None]
+        made = torch.stack(whole)
+        if _is_same(made, (numbers * weights).sum(0) / weights.sum(), rounding):
+            return None
+        return _is_same(made, numbers.sum(0), rounding)
+
+    def _without_samples(self, call: UnitCall, output: Any) -> list[Tensor]:
+        """Small tensors of an output, and of attributes that the step reads, that have no samples."""
+        values: list[Any] = [output]
+        if (spec := self._trace.ports.get(call)) is not None:
+            modules = list(self._trace.root.modules())
+            values += [vars(modules[number]).get(name) for (number, name), _ in spec.ways]
+        return [
+            tensor.detach() for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() == 0
+        ]
 
     @staticmethod
     def _there(at: Place, call: UnitCall, tensor: Tensor, dimensions: Dimensions) -> Iterator[Tensor]:
@@ -306,15 +362,19 @@ class _ByLength:
     """
 
     def __init__(self, samples: int) -> None:
-        self._samples = samples
+        self.samples = samples
 
     def __call__(self, call: UnitCall, shape: Shape) -> Sequence[int]:
-        return [dimension for dimension, length in enumerate(shape) if length == self._samples]
+        return [dimension for dimension, length in enumerate(shape) if length == self.samples]
+
+    def by_shape(self) -> Mapping[Shape, int]:
+        """What is known of shapes beside that."""
+        return {}
 
     def is_in_doubt(self, outputs: Outputs) -> bool:
         """Whether that are several somewhere."""
         specs = [spec for _, each in outputs.values() for spec in each]
-        return any(spec.shape.count(self._samples) > 1 for spec in specs)
+        return any(spec.shape.count(self.samples) > 1 for spec in specs)
 
 
 class _Grown:
@@ -333,6 +393,19 @@ class _Grown:
             for one, two in zip(part[call][1], other[call][1], strict=False):
                 dimension = _grown(one.shape, two.shape, samples, number)
                 self._found.setdefault((call, tuple(one.shape)), set()).add(dimension)
+
+    def by_shape(self) -> Mapping[Shape, int]:
+        """The dimension of the samples in outputs of a shape, where those of all calls have the same."""
+        every: dict[Shape, set[int | None]] = {}
+        for (_, shape), found in self._found.items():
+            every.setdefault(shape, set()).update(found)
+        return {
+            shape: one
+            for shape, found in every.items()
+            if len(found) == 1
+            for one in found
+            if one is not None
+        }
 
     def __call__(self, call: UnitCall, shape: Shape) -> Sequence[int]:
         found = self._found.get((call, shape), set())
@@ -374,6 +447,34 @@ class _Values(Mapping[UnitCall, Any]):
         for dimension in self._alike(call, tuple(spec.shape)) if self._alike is not None else ():
             made = _repeated(made, dimension, self._at)
         return made
+
+
+def _grown_shapes(pair: _Pair) -> dict[Shape, int]:
+    """The dimension of the samples in tensors of the batch, by shape."""
+    pairs = zip(tensors_in(pair.part), tensors_in(pair.other), strict=False)
+    found = {tuple(a.shape): _grown(a.shape, b.shape, pair.samples, pair.number) for a, b in pairs}
+    return {shape: dimension for shape, dimension in found.items() if dimension is not None}
+
+
+def _pieces(given: Any, of_samples: _ByLength, by_shape: Mapping[Shape, int]) -> Iterator[tuple[Any, int]]:
+    """What a unit is given, cut into up to three; nothing where it is not known along which dimensions."""
+    tensors, samples = list(_tensors(given)), of_samples.samples
+    dimensions = {
+        id(tensor): [by_shape[tuple(tensor.shape)]]
+        if tuple(tensor.shape) in by_shape
+        else of_samples((0, 0), tuple(tensor.shape))
+        for tensor in tensors
+    }
+    cut = [one for one in dimensions.values() if one]
+    if not cut or any(len(one) > 1 for one in cut):
+        return
+    for begin, end in pairwise(sorted({0, 1, (samples + 1) // 2, samples})):
+
+        def part(tensor: Tensor, begin: int = begin, length: int = end - begin) -> Tensor:
+            found = dimensions.get(id(tensor))
+            return tensor.narrow(found[0], begin, length) if found else tensor
+
+        yield map_tensors(part, given), end - begin
 
 
 def _pair(step: Step, whole: Microbatch, sizes: Sequence[int]) -> _Pair | None:

@@ -45,6 +45,7 @@ class Doubts:
         in_part: The same lines, where micro-batches get their samples of some of what it mixes.
         values: Lines at which it mixes samples of what units gave, on the last stage, and by which function.
         units: Units of this rank whose own forward mixes samples, by their names and classes.
+        numbers: Those that give a number of all samples which is no mean: whether it is a sum.
     """
 
     states: Sequence[str]
@@ -59,6 +60,7 @@ class Doubts:
     in_part: Mapping[str, str]
     values: Mapping[str, str]
     units: Sequence[str]
+    numbers: Mapping[str, bool]
 
     @property
     def mixes(self) -> bool:

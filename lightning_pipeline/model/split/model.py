@@ -282,6 +282,7 @@ class SplitModel(OutsideSteps):
             in_part={line: name for line, (name, _) in partly},
             values=self._mixed_values.lines.get(step, {}),
             units=self._mixing_units.found.get(step, []),
+            numbers=self._mixing_units.numbers.get(step, {}),
         )
 
     def _mends(self, trace: Trace, sizes: Sequence[int]) -> bool:

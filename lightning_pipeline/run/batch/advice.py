@@ -237,6 +237,26 @@ class Advice:
             "it in on_after_batch_transfer, which sees the batch"
         )
 
+    def of_numbers(self, numbers: Mapping[str, bool]) -> None:
+        """Units of this rank give a number of all samples: a loss, or a value beside their output.
+
+        Args:
+            numbers: By name, whether it is the sum over samples, and not the mean by them either.
+        """
+        step = self._step
+        for unit, sums in numbers.items() if self._number > 1 else ():
+            what = (
+                f"a sum over its samples. That is one device's where {step} divides it by what counts; where "
+                "it is the loss itself, use PipelineStrategy(loss_weighting='sum')"
+                if sums
+                else "a number of all its samples that is no mean of theirs, such as a quotient by what "
+                f"counts, a contrast or a root, and each of {self._number} micro-batches gives that of its "
+                "own. Work it out between the layers, where it is followed, or use loss_over_batch=True, "
+                "whole_steps=True or num_microbatches=1; where the loss is divided by what counts, override "
+                "`microbatch_weight(batch)`"
+            )
+            self.say(("number", step, unit), f"{unit} gives {step} {what}")
+
     def in_part(self, mixed: Mapping[str, str], *, is_compared: bool) -> None:
         """Where micro-batches have their own of some of what is mixed, and no look at the batch compares."""
         kind = "mixed", self._step

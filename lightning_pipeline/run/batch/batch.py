@@ -233,6 +233,8 @@ class Batch:
         self.doubts = steps.split.doubts(self.step)
         self.advice.of_effects(self.doubts)
         self.advice.of_samples(self.doubts, later=self._is_compared_later)
+        if not self.weights.settled:
+            self.advice.of_numbers(self.doubts.numbers)
 
     def _split(self) -> None:
         steps = self._steps
