@@ -82,7 +82,6 @@ class Answer:
         made: Tensors that are new.
         flows: Whether gradients flow from each of them.
         changed: Which of these is the new value of a given tensor, by number.
-        reached: Whether there are such changes.
         own: What was in the unit's reach before the call, on the rank where it ran.
     """
 
@@ -90,19 +89,18 @@ class Answer:
     made: list[Tensor]
     flows: list[bool]
     changed: dict[int, int]
-    reached: bool
     own: Reach | None = None
 
     def portable(self) -> tuple[Any, ...]:
         """As it is sent."""
-        return self.skeleton, portable(self.made), self.flows, self.changed, self.reached
+        return self.skeleton, portable(self.made), self.flows, self.changed
 
     @classmethod
     def arrived(cls, sent: tuple[Any, ...], device: torch.device) -> "Answer":
         """That another rank has sent."""
-        skeleton, made, flows, changed, reached = sent
+        skeleton, made, flows, changed = sent
         new = [tensor.detach() for tensor in arrived(made, device)]
-        return cls(skeleton, new, flows, changed, reached)
+        return cls(skeleton, new, flows, changed)
 
 
 class _Pickler(pickle.Pickler):
@@ -220,14 +218,14 @@ class Values:
                 return _NODE, places[id(obj)]
             if isinstance(obj, nn.Module):
                 return (_MODULE, self._names[id(obj)]) if id(obj) in self._names else None
-            if (stood := before.reach.place(obj)) is not None:
-                return _STOOD, stood
+            stood = before.reach.place(obj)
             if not isinstance(obj, Tensor):
-                return None
+                return None if stood is None else (_STOOD, (stood, None))
             if id(obj) not in made_numbers:
                 made_numbers[id(obj)] = len(made)
-                made.append(obj)
-            return _MADE, made_numbers[id(obj)]
+                made.append(obj if stood is None else obj.detach())
+            number = made_numbers[id(obj)]
+            return (_MADE, number) if stood is None else (_STOOD, (stood, number))
 
         contents = {number: _contents(given.nodes[number]) for number in before.changed_nodes()}
         changes = before.reach.changes().mapped(lambda one: one if self._can_be_sent(one) else Unsent(what))
@@ -236,7 +234,7 @@ class Values:
         changed = {number: len(made) + place for place, number in enumerate(written)}
         made += [given.tensors[number] for number in written]
         flows = [tensor.requires_grad for tensor in made]
-        return Answer(skeleton, made, flows, changed, bool(changes), before.reach)
+        return Answer(skeleton, made, flows, changed, before.reach)
 
     def _can_be_sent(self, value: Any) -> bool:
         if type(value) in _ALWAYS_SENT or isinstance(value, Tensor):
@@ -261,19 +259,22 @@ class Values:
             given: What this rank would have called it with.
             unit: That was called.
         """
-        reach = answer.own or (self.reach(unit, given) if answer.reached else None)
+        reach = answer.own
 
         def load(pid: tuple[int, Any]) -> Any:
             kind, number = pid
             if kind == _MODULE:
                 return self._modules[number]
             if kind == _STOOD:
-                assert reach is not None, "only changes of what is in reach refer to it"
-                return reach.stood(number)
+                nonlocal reach
+                place, value = number
+                reach = reach or self.reach(unit, given)
+                return reach.stood(place) if value is None else _own_or(reach.known(place), made[value])
             return {_GIVEN: given.tensors, _MADE: made, _NODE: given.nodes}[kind][number]
 
         output, contents, changes = _Unpickler(answer.skeleton, load).load()
-        if reach is not None:
+        if changes:
+            reach = reach or self.reach(unit, given)
             reach.do(changes, here=answer.own is not None)
         for number, content in contents.items():
             _fill(given.nodes[number], content)
@@ -337,6 +338,18 @@ class Modes:
         finally:
             for module, mode in zip(modules, before, strict=True):
                 module.training = mode
+
+
+def _own_or(own: Any, value: Tensor) -> Any:
+    """What this rank has at a place, which may have a graph, if it is that of the rank of the unit."""
+    if isinstance(own, nn.Parameter) or own is value:
+        return own
+    alike = (
+        isinstance(own, Tensor)
+        and not is_placeholder(own)
+        and (own.shape, own.dtype) == (value.shape, value.dtype)
+    )
+    return own if alike and checksum(own) == checksum(value) else value
 
 
 def _is_found_by_name(function: types.FunctionType) -> bool:

@@ -445,7 +445,7 @@ class CheckpointHooks(Running, PlainStrategy):
             edited=is_overridden("on_load_checkpoint", module)
             or bool(_lightning.callbacks_with("on_load_checkpoint", module.trainer)),
         )  # fmt: skip
-        if training and pipeline.stages.table is None:  # later it is a tuner, which goes on with what it drew
+        if training and not _lightning.is_of_a_search(checkpoint_path):  # that goes on with what it drew
             pipeline.resume(stood)
         return rest
 

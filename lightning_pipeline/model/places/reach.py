@@ -8,6 +8,7 @@ import pickle
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _NUMBERS = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _DEEP, _FEW = 3, 100  # containers in containers, and items of one that is looked into
+_LONG = 1000  # items of one of which no more is known than how many they are, such as a replay buffer
 Path = tuple[Any, ...]
 Stood = tuple[Path, Any]
 
@@ -42,6 +44,7 @@ class Changes(NamedTuple):
         set: Entries that are others now, by the path of what they are in, and by key.
         removed: Keys that are no more.
         filled: All that is in a list, deque or set that is not as it was.
+        added: What a long list has more than before, and how many items it had.
         written: Tensors that stood there, and that have other values.
         valued: Generators and arrays that stood there, and have other values, with these.
     """
@@ -49,6 +52,7 @@ class Changes(NamedTuple):
     set: dict[Path, dict[Any, Any]]
     removed: dict[Path, list[Any]]
     filled: dict[Path, list[Any]]
+    added: dict[Path, tuple[int, list[Any]]]
     written: dict[Stood, Tensor]
     valued: dict[Stood, bytes]
 
@@ -59,7 +63,8 @@ class Changes(NamedTuple):
         """With others in the place of new entries and items."""
         entries = {path: {key: change(one) for key, one in new.items()} for path, new in self.set.items()}
         items = {path: [change(one) for one in new] for path, new in self.filled.items()}
-        return self._replace(set=entries, filled=items)
+        added = {path: (old, [change(one) for one in new]) for path, (old, new) in self.added.items()}
+        return self._replace(set=entries, filled=items, added=added)
 
 
 class Reach:
@@ -81,6 +86,7 @@ class Reach:
     ) -> None:
         self._nodes: dict[Path, Any] = {}
         self._entries: dict[Path, dict[Any, Any]] = {}
+        self._lengths: dict[Path, int] = {}
         self._places: dict[int, Stood] = {}
         self._versions: list[tuple[Stood, Tensor, int]] = []
         self._valued: list[tuple[Stood, Any, bytes]] = []
@@ -110,8 +116,11 @@ class Reach:
         if id(node) in self._seen:
             return
         self._seen.add(id(node))
-        self._nodes[path], entries = node, _entries(node)
-        self._entries[path] = entries
+        self._nodes[path] = node
+        if len(node) > _LONG:
+            self._lengths[path] = len(node)
+            return
+        self._entries[path] = entries = _entries(node)
         if isinstance(node, set):
             return
         for key, value in entries.items():
@@ -135,20 +144,32 @@ class Reach:
         Raises:
             SplitError: Nothing did.
         """
-        path, key = place
-        found = self._entries.get(path, {}).get(key, MISSING)
+        found = self.known(place)
         if found is MISSING:
+            path, key = place
             raise SplitError(
                 f"a unit of another rank has changed {'.'.join(map(str, (*path, key)))}, which is not there "
                 "on this one: ranks must hold the same containers"
             )
         return found
 
+    def known(self, place: Stood) -> Any:
+        """The same; `MISSING` where nothing stood there."""
+        path, key = place
+        return self._entries.get(path, {}).get(key, MISSING)
+
     def changes(self) -> Changes:
         """What is not as it stood."""
-        found = Changes({}, {}, {}, {}, {})
-        for path, node in self._nodes.items():
-            before, held = self._entries[path], _entries(node)
+        found = Changes({}, {}, {}, {}, {}, {})
+        for path, length in self._lengths.items():
+            new = list(islice(items_of(self._nodes[path]), length, None))
+            if new and isinstance(self._nodes[path], dict):
+                found.set[path] = dict(new)
+            elif new:
+                found.added[path] = length, [item for _, item in new]
+        for path, entries in self._entries.items():
+            node = self._nodes[path]
+            before, held = entries, _entries(node)
             others = {key: value for key, value in held.items() if before.get(key, MISSING) is not value}
             gone = [key for key in before if key not in held]
             if isinstance(node, Mapping) and others:
@@ -183,6 +204,11 @@ class Reach:
             if here and any(isinstance(one, Guard) for one in items):
                 continue
             node.clear()
+            node.update(items) if isinstance(node, set) else node.extend(items)
+        for path, (length, items) in changes.added.items():
+            node = self._node(path)
+            while here and len(node) > length:
+                node.pop()
             node.update(items) if isinstance(node, set) else node.extend(items)
         for place, values in changes.written.items() if not here else ():
             with torch.no_grad():

@@ -322,8 +322,10 @@ class Meeting:
         watched = [parameter for parameter in parameters if parameter.requires_grad]
         return all_undone([one.register_hook(partial(self._arrives, one)).remove for one in watched])
 
-    def _arrives(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        """A gradient as the ranks have it that have the weight."""
+    def _arrives(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """A gradient as the ranks have it that have the weight; None for one that was frozen since."""
+        if gradient is None:
+            return None
         names = self._names(parameter) if self._inside else NOTHING
         if self._inside and not self._who(names) <= self._who(self._names(gradient)):
             gradient = self.whole(gradient, any_size=True)
