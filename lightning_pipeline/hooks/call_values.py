@@ -219,8 +219,10 @@ class Values:
             if isinstance(obj, nn.Module):
                 return (_MODULE, self._names[id(obj)]) if id(obj) in self._names else None
             stood = before.reach.place(obj)
+            if stood is not None and (not isinstance(obj, Tensor) or is_placeholder(obj)):
+                return _STOOD, (stood, None)
             if not isinstance(obj, Tensor):
-                return None if stood is None else (_STOOD, (stood, None))
+                return None
             if id(obj) not in made_numbers:
                 made_numbers[id(obj)] = len(made)
                 made.append(obj if stood is None else obj.detach())

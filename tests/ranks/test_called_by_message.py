@@ -107,10 +107,10 @@ class Fills(WholeStep):
         super().__init__()
         self.store: dict[str, Tensor] = {}
         self.features: list[Tensor] = []
+        self.long: list[Any] = [0.0] * 2000
         self.blocks = nn.ModuleList([Keeps(self.store) for _ in range(3)]).double()
         for block in self.blocks:
             block.inner.register_forward_hook(self.seen)
-        self.long = [0.0] * 2000
         self.draws = torch.Generator().manual_seed(5), np.random.default_rng(6)
 
     def seen(self, module: nn.Module, args: Any, out: Tensor) -> None:

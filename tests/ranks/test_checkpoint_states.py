@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_pipeline.checkpoint.consolidate import to_file
 from lightning_pipeline.checkpoint.contents.rank_differences import at, different, joined, tensor_digests
@@ -44,6 +45,26 @@ def fit_after_a_search(folder: str) -> set[float]:
 
 def test_a_search_for_a_learning_rate_leaves_no_state(ranks: Ranks, tmp_path: Path) -> None:
     assert ranks(2)(fit_after_a_search, str(tmp_path)) == [{1.0}, {1.0}]
+
+
+def order_after_a_search(pipeline: dict[str, Any] | None, folder: str) -> list[float]:
+    """First numbers of the batches, which are shuffled by torch's own generator."""
+    seed_everything(4, verbose=False)
+    module, order = Small(), list[float]()
+
+    class Records(Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            order.append(float(batch[0][0, 0]))
+
+    search = LearningRateFinder(num_training_steps=5, early_stop_threshold=None)
+    run = trainer(pipeline, max_epochs=2, callbacks=[search, Records()], default_root_dir=folder)
+    run.fit(module, DataLoader(loader(40).dataset, batch_size=8, shuffle=True))
+    return order
+
+
+def test_after_a_search_the_random_numbers_are_those_of_one_device(ranks: Ranks, tmp_path: Path) -> None:
+    expected = order_after_a_search(None, str(tmp_path / "one"))
+    assert ranks(2)(order_after_a_search, TWO, str(tmp_path / "two")) == [expected, expected]
 
 
 class Counting(nn.Linear):
