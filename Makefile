@@ -1,6 +1,6 @@
 # Each target sets up .venv by itself; only Python 3.11 or newer, git and make are assumed.
 #   make demo                        train a small GPT over two stages (ARGS="--stages 4" for four)
-#   make test                        all tests (ARGS="tests/unit" for some)
+#   make test                        the tests, one row of each matrix (ARGS="tests/unit" for some)
 #   make test-rest                   what `make test` leaves out: further rows of matrices, and slow tests
 #   make test-whole                  both, with every case of what tests go through in a loop
 #   make check                       format, lint, types

@@ -143,9 +143,7 @@ class Stages(StagesHeld):
         )  # fmt: skip
         if self._trains_whole and trainer.training:
             self._undo.append(self.meeting.watch_gradients(self._module.parameters()))
-        looks = (
-            self._settings.on_nonfinite != "ignore" and scaled is None
-        )  # a gradient scaler decides by itself
+        looks = self._settings.on_nonfinite != "ignore" and scaled is None  # a scaler decides by itself
         if looks and trainer.training and self._trains_whole:
             self.gradients.look_at_steps(members.replica)
         elif looks and trainer.training:

@@ -21,7 +21,7 @@ from tests.pool import Outcome, Pool
 from tests.ranks.lightning_cases import Regression, loader
 
 Ranks = Callable[[int], Pool]
-WHOLE = pytest.mark.whole  # in the benchmark only, which runs the whole matrix; `make test` runs a part of it
+WHOLE = pytest.mark.whole  # `make test-rest` and the benchmark run the whole matrix, `make test` a part of it
 SETTINGS: dict[str, Any] = {"step_timeout": 4, "checkpoint_timeout": 6, "init_timeout": 20}
 BOUND = 4 + 2.0  # seconds from a fault to the end of all ranks by a time-out: step_timeout + 2
 SOON = 3.0  # seconds from a fault to the end without a time-out

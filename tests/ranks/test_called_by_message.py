@@ -182,6 +182,12 @@ class PastLightning(WholeStep):
             self.scaler.update()
         largest = max(parameter.grad.abs().max() for parameter in self.parameters())  # type: ignore[union-attr]
         self.history += [self.scaler.get_scale(), float(largest), float(self.trainer.global_step)]
+        first, last = self.net[0].bias.detach(), self.net[4].bias.detach()
+        self.history += [
+            float((first <= last).sum()),
+            float((last == first).sum()),
+            float(min(first.sum(), last.sum())),
+        ]
 
 
 KINDS = [Between, Tied, Fills, InPlace, PastLightning]

@@ -169,9 +169,9 @@ class Reach:
                 found.added[path] = length, [item for _, item in new]
         for path, entries in self._entries.items():
             node = self._nodes[path]
-            before, held = entries, _entries(node)
-            others = {key: value for key, value in held.items() if before.get(key, MISSING) is not value}
-            gone = [key for key in before if key not in held]
+            held = _entries(node)
+            others = {key: value for key, value in held.items() if entries.get(key, MISSING) is not value}
+            gone = [key for key in entries if key not in held]
             if isinstance(node, Mapping) and others:
                 found.set[path] = others
             if isinstance(node, Mapping) and gone:

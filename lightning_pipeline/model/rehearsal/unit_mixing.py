@@ -216,7 +216,7 @@ class _Forwards:
         units: That are looked at.
         samples: That they are given.
         dimensions: Of outputs.
-        pair: That were found, to run units on pieces of what they are given; None: they are not.
+        pair: Samples to tell dimensions by, where units are run on pieces of what they are given; else None.
 
     Attributes:
         all: By number of the unit.
@@ -281,13 +281,13 @@ class _Forwards:
         self, call: UnitCall, forward: Callable[..., Any], given: Any, output: Any, rounding: float
     ) -> bool | None:
         """See `_Seen.sums`."""
-        whole = self._without_samples(call, output)
+        whole = self._numbers_in(call, output)
         if not whole or self._by_shape is None:
             return None
         parts, lengths = [], []
         for part, length in _pieces(given, self._of_samples, self._by_shape):
             with random_state_kept():
-                parts.append(self._without_samples(call, self._output(call[0], forward, part, _Still())))
+                parts.append(self._numbers_in(call, self._output(call[0], forward, part, _Still())))
             lengths.append(length)
         if not parts or any(len(part) != len(whole) for part in parts):
             return None
@@ -298,15 +298,14 @@ class _Forwards:
             return None
         return _is_same(made, numbers.sum(0), rounding)
 
-    def _without_samples(self, call: UnitCall, output: Any) -> list[Tensor]:
-        """Small tensors of an output, and of attributes that the step reads, that have no samples."""
+    def _numbers_in(self, call: UnitCall, output: Any) -> list[Tensor]:
+        """Numbers in an output, and in attributes that the step reads."""
         values: list[Any] = [output]
         if (spec := self._trace.ports.get(call)) is not None:
             modules = list(self._trace.root.modules())
             values += [vars(modules[number]).get(name) for (number, name), _ in spec.ways]
-        return [
-            tensor.detach() for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() == 0
-        ]
+        found = [tensor for tensor in _tensors(values) if tensor.is_floating_point() and tensor.dim() == 0]
+        return [tensor.detach().double().cpu() for tensor in found]
 
     @staticmethod
     def _there(at: Place, call: UnitCall, tensor: Tensor, dimensions: Dimensions) -> Iterator[Tensor]:
