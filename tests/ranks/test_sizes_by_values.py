@@ -1,4 +1,4 @@
-"""What a step counts of what layers gave: other ranks have what it leaves and returns after such a line, too."""
+"""What a step counts of what layers gave, which other ranks have, too; and lengths by which layers give more."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import Tensor
-from torch.nn.functional import mse_loss
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.pool import Pool
-from tests.ranks.lightning_cases import Regression, loader, trainer
+from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 Made = Callable[[Tensor, Tensor], Any]
@@ -95,3 +97,68 @@ def test_every_rank_has_what_a_step_counts(ranks: Ranks) -> None:
         for one, other in zip(found, expected, strict=True):
             for mine, theirs in zip(one, other, strict=True):
                 assert mine == pytest.approx(theirs)
+
+
+class Trims(nn.Module):
+    """Cuts texts to the longest that it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(20, 6)
+        self.net = nn.GRU(6, 8, batch_first=True)
+
+    def forward(self, texts: Tensor, lengths: Tensor) -> Tensor:
+        return self.net(self.words(texts[:, : int(lengths.max())]))[0]
+
+
+class Packs(Trims):
+    """The same, by packed sequences."""
+
+    def forward(self, texts: Tensor, lengths: Tensor) -> Tensor:
+        packed = pack_padded_sequence(self.words(texts), lengths, batch_first=True, enforce_sorted=False)
+        return pad_packed_sequence(self.net(packed)[0], batch_first=True)[0]
+
+
+class Tagger(Regression):
+    """Counts the words of what its first layer gives, which are as many as values say."""
+
+    def __init__(self, kind: type[Trims]) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.net, self.head = kind().double(), nn.Linear(8, 4, dtype=torch.float64)
+
+    def loss(self, batch: Any) -> Tensor:
+        texts, lengths, tags = batch
+        found = self.net(texts, lengths)
+        mask = torch.arange(found.shape[1]) < lengths[:, None]
+        return cross_entropy(self.head(found)[mask], tags[:, : found.shape[1]][mask])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tags", self.loss(batch))
+
+
+LENGTHS = [1, 2, 3, 1, 3, 3, 2, 4, 5, 3, 2, 4, 1, 2, 2, 1, 1, 6, 2, 6, 5, 3]
+
+
+def tagged(pipeline: dict[str, Any] | None, kind: type[Trims]) -> Any:
+    generator, number = torch.Generator().manual_seed(0), len(LENGTHS)
+    texts, tags = (torch.randint(0, most, (number, 6), generator=generator) for most in (20, 4))
+    data, module = TensorDataset(texts, torch.tensor(LENGTHS), tags), Tagger(kind)
+    fitted = trainer(pipeline, max_epochs=2)
+    fitted.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
+    return weights(module), {name: float(value) for name, value in fitted.callback_metrics.items()}
+
+
+@pytest.mark.filterwarnings("error:.*taken for a mean over samples")
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize("kind", [Trims, Packs])
+def test_an_encoder_gives_as_many_words_as_lengths_say(ranks: Ranks, kind: type[Trims], stages: int) -> None:
+    expected = tagged(None, kind)
+    pipeline = {"stages": stages, "num_microbatches": 2}
+    for found in ranks(stages)(tagged, pipeline, kind, group=False):
+        assert_same(found, expected)

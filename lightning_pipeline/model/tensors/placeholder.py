@@ -145,14 +145,27 @@ def _knows_by_shapes(func: Operation, args: tuple[Any, ...]) -> bool:
 
 
 def _is_of_numbers(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether an operation only reads, and only real integers."""
+    """Whether an operation is given real integers alone, or makes some of none."""
     operands = list(operands_of(args, kwargs))
-    return (
-        bool(operands)
-        and all(type(one) is Tensor and not one.is_meta for one in operands)
-        and not any(one.is_floating_point() or one.is_complex() for one in operands)
-        and next(written_tensors(func, args, kwargs), None) is None
+    if not operands:
+        return _makes_integers(func, args, kwargs)
+    return all(type(one) is Tensor and not one.is_meta for one in operands) and not any(
+        one.is_floating_point() or one.is_complex() for one in operands
     )
+
+
+def _makes_integers(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether an operation makes a tensor of integers of nothing, such as `torch.arange(5)`."""
+    if torch.Tag.nondeterministic_seeded in func.tags or "device" not in _arguments_of(func):
+        return False
+    kept = {**kwargs, "device": "meta", "pin_memory": None}
+    with NoDispatch():
+        made = func(*args, **{name: kept[name] for name in kept if name in _arguments_of(func)})
+    return not (made.is_floating_point() or made.is_complex())
+
+
+def _arguments_of(func: Operation) -> list[str]:
+    return [argument.name for argument in func._schema.arguments]
 
 
 def _of_torch(base: Callable[..., Any], *operation: Any) -> Any:
@@ -171,16 +184,19 @@ class PlaceholderMode(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.watcher: Watcher | None = None
         self.idle: Watcher | None = None
-        self._counts = False
+        self._counted: dict[int, Tensor] | None = None  # what was counted, by its memory
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """What is made of real integers alone has values here, such as the lengths of packed sequences."""
-        before, self._counts = self._counts, True
+        """What is made of real integers alone has values here, such as the lengths of packed sequences.
+
+        Nothing else is written: not the integers of a batch.
+        """
+        before, self._counted = self._counted, {}
         try:
             yield
         finally:
-            self._counts = before
+            self._counted = before
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "PlaceholderMode":
         """A copy of a placeholder stands for a value of the same stages."""
@@ -192,9 +208,10 @@ class PlaceholderMode(FakeTensorMode):
         base, args = super().dispatch, real_masks_counted(func, args)
 
         def run() -> Any:
-            if self._counts and _is_of_numbers(func, args, kwargs):
-                with NoDispatch():
-                    return func(*args, **kwargs)
+            if self._counted is not None and _is_of_numbers(func, args, kwargs):
+                written = [storage_key(one) for one in written_tensors(func, args, kwargs)]
+                if all(key in self._counted for key in written):
+                    return self._count(self._counted, func, args, kwargs)
             made = shapes_by_rule(func, args, kwargs)
             if made is None:
                 return self._known(base, func, types, self._all_without_values(func, args), kwargs)
@@ -202,6 +219,17 @@ class PlaceholderMode(FakeTensorMode):
             return made if len(made) > 1 else made[0]
 
         return run() if watcher is None else watcher.placeholder_operation(func, args, kwargs, run)
+
+    def _count(
+        self, counted: dict[int, Tensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The values that an operation gives."""
+        with NoDispatch():
+            result = func(*args, **kwargs)
+        given = set(map(storage_key, operands_of(args, kwargs))) - counted.keys()
+        made = {storage_key(one): one for one in operands_of((result,), {})}
+        counted.update({key: one for key, one in made.items() if key not in given})
+        return result
 
     def _known(
         self, base: Callable[..., Any], func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -169,6 +169,7 @@ class FakeRun:
         """Operators without a shape rule, or code that looks at values: run this unit on made-up input."""
         unit = self._observed.patches.units[call.unit]
         given = Given(args, kwargs)
+        call.by_values = not all(map(is_placeholder, tensors_in((args, kwargs))))
         if self._is_absent:
             return self._as_before(call, given, args, kwargs, cause)
         with ExitStack() as stack:
@@ -220,7 +221,7 @@ class FakeRun:
     def _as_before(self, call: Call, given: Given, args: Any, kwargs: Any, cause: Exception) -> Any:
         """What the unit returned for inputs of these shapes, or of others, in a trace of the whole module."""
         known = self._seen(call) or self._in_other_sizes(call)
-        if known is not None:
+        if known is not None and not call.by_values:
             return self._again(call, known, given)
         unit = self._observed.patches.units[call.unit]
         try:
@@ -230,11 +231,13 @@ class FakeRun:
             raise
         except Exception as error:
             _log.debug("unit %d does not run with real integers: %s", call.unit, error)
-            raise SplitError(
-                f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
-                "called with other shapes than when the module was whole, keep it and its neighbours whole "
-                f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
-            ) from cause
+        if known is not None:
+            return self._again(call, known, given)
+        raise SplitError(
+            f"unit {unit.name!r} cannot be traced on a stage that does not hold it: {cause}; where it is "
+            "called with other shapes than when the module was whole, keep it and its neighbours whole "
+            f"with units=[{unit.name.rpartition('.')[0] or unit.name!r}], or pad to one shape"
+        ) from cause
 
     def _seen(self, call: Call) -> Call | None:
         calls = filter(self._fits_ports, self._observed.seen)
@@ -259,7 +262,8 @@ class FakeRun:
     def _like(self, call: Call) -> Call | None:
         """A call in an earlier trace that does the same."""
         known = self._seen(call)
-        return known if known is not None and known.closed and known.asked == call.asked else None
+        is_alike = known is not None and known.closed and not known.by_values and known.asked == call.asked
+        return known if is_alike else None
 
     def _again(self, call: Call, known: Call, given: Given) -> Any:
         """What an earlier call returned, with new placeholders."""

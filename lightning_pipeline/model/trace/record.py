@@ -70,6 +70,8 @@ class Call:
         activation_bytes: Bytes of what is `saved`. Calls may share memory: `stage_activations` adds up.
         asked: How its arguments are put together, with the constants among them.
         closed: Whether all values that it reads are among its arguments.
+        by_values: Whether values of tensors that code between units gives it, such as lengths, may decide
+            what it returns: it did not run without them.
     """
 
     index: int
@@ -90,6 +92,7 @@ class Call:
     activation_bytes: int = 0
     asked: Structure = NOTHING
     closed: bool = True
+    by_values: bool = False
 
     def resized(self, inputs: Inputs, own: Collection[int] = ()) -> list[TensorSpec] | None:
         """Its output tensors where others come in; None where a size could stand for several.
