@@ -1,5 +1,6 @@
 """What a step counts of what layers gave, which other ranks have, too; and lengths by which layers give more."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -145,10 +146,10 @@ class Tagger(Regression):
 LENGTHS = [1, 2, 3, 1, 3, 3, 2, 4, 5, 3, 2, 4, 1, 2, 2, 1, 1, 6, 2, 6, 5, 3]
 
 
-def tagged(pipeline: dict[str, Any] | None, kind: type[Trims]) -> Any:
+def tagged(pipeline: dict[str, Any] | None, kind: type[Trims], model: type[Tagger] = Tagger) -> Any:
     generator, number = torch.Generator().manual_seed(0), len(LENGTHS)
     texts, tags = (torch.randint(0, most, (number, 6), generator=generator) for most in (20, 4))
-    data, module = TensorDataset(texts, torch.tensor(LENGTHS), tags), Tagger(kind)
+    data, module = TensorDataset(texts, torch.tensor(LENGTHS), tags), model(kind)
     fitted = trainer(pipeline, max_epochs=2)
     fitted.fit(module, DataLoader(data, batch_size=8), DataLoader(data, batch_size=8))
     return weights(module), {name: float(value) for name, value in fitted.callback_metrics.items()}
@@ -162,3 +163,66 @@ def test_an_encoder_gives_as_many_words_as_lengths_say(ranks: Ranks, kind: type[
     pipeline = {"stages": stages, "num_microbatches": 2}
     for found in ranks(stages)(tagged, pipeline, kind, group=False):
         assert_same(found, expected)
+
+
+class AllWords(Tagger):
+    """Counts padding, too."""
+
+    def loss(self, batch: Any) -> Tensor:
+        texts, lengths, tags = batch
+        found = self.net(texts, lengths)
+        return cross_entropy(self.head(found).mT, tags[:, : found.shape[1]])
+
+
+class EachTexts(Tagger):
+    def loss(self, batch: Any) -> Tensor:
+        texts, lengths, tags = batch
+        return cross_entropy(self.head(self.pooled(self.net(texts, lengths), lengths)), tags[:, 0])
+
+
+class Pooled(EachTexts):
+    def pooled(self, found: Tensor, lengths: Tensor) -> Tensor:
+        return found.mean(1)
+
+
+class Attended(EachTexts):
+    def pooled(self, found: Tensor, lengths: Tensor) -> Tensor:
+        return (found.mean(2).softmax(1)[..., None] * found).sum(1)
+
+
+class Masked(EachTexts):
+    """Leaves padding out."""
+
+    def pooled(self, found: Tensor, lengths: Tensor) -> Tensor:
+        mask = torch.arange(found.shape[1]) < lengths[:, None]
+        return (mask[..., None] * found).sum(1) / lengths[:, None]
+
+
+def said_of_padding(pipeline: dict[str, Any] | None, kind: type[Tagger]) -> tuple[list[str], Any]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = tagged(pipeline, Packs, kind)
+    return [str(one.message) for one in caught if "padding" in str(one.message)], found
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (AllWords, "takes a mean of 32 values for a batch as one"),
+        (Pooled, "net gives as much for each sample as the longest"),
+        (Attended, "net gives as much for each sample as the longest"),
+        (Masked, ""),
+    ],
+)
+def test_padding_of_the_batch_that_counts_is_told(
+    ranks: Ranks, kind: type[Tagger], said: str, stages: int
+) -> None:
+    pipeline = {"stages": stages, "num_microbatches": 2}
+    every = ranks(stages)(said_of_padding, pipeline, kind, group=False)
+    told = [line for lines, _ in every for line in lines]
+    assert sum("training_step" in line and said in line for line in told) == bool(said), told
+    assert bool(told) == bool(said)
+    if not said:
+        for _, found in every:
+            assert_same(found, tagged(None, Packs, kind))

@@ -119,6 +119,7 @@ class Follower:
         self._about: float | None = None  # the batch's divisor, as far as the first of them tells
         self.worth: list[float] | None = None
         self.doubt: str | None = None
+        self._by_values = False
         self._number = 0  # of the micro-batch that runs
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
@@ -144,6 +145,8 @@ class Follower:
         batch: Sequence[Tensor],
         rehearse: Callable[[], Sequence[Whole] | str],
         tried: Callable[[], list[float] | None] = lambda: None,
+        *,
+        by_values: bool = False,
     ) -> None:
         """A batch comes.
 
@@ -153,7 +156,9 @@ class Follower:
             rehearse: Runs the step over the whole batch: what was seen, for each micro-batch, or why the
                 step cannot be run once more.
             tried: Tries what each micro-batch's loss is worth; None where it is no part of a sum.
+            by_values: Whether values decide how much units return, so that shapes alone say nothing.
         """
+        self._by_values = by_values
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed, self.doubt = [], None, None
@@ -405,7 +410,8 @@ class Follower:
         """The batch is done: look at the next ones only where this one needed it."""
         self._compare_path()
         wholes, self._wholes, self._shares = self._wholes, (), None
-        if not wholes or not self._plain or any(None in whole.targets for whole in wholes):
+        self._compare_means()
+        if self._by_values or not wholes or not self._plain or any(None in whole.targets for whole in wholes):
             return
         if len(self._plain_paths) < _MOST_PATHS:
             self._plain_paths.update(tuple(shares.taken) for shares in self._paths)
@@ -419,6 +425,22 @@ class Follower:
             self._by_shapes[self._key] = [
                 replace(whole, remembered=True, calls=whole.calls.without_values()) for whole in wholes
             ]
+
+    def _compare_means(self) -> None:
+        """Whether the micro-batches have all values over which one device takes a mean."""
+        for found in zip(*(shares.means for shares in self._paths), strict=False):
+            line, _, whole = found[0]
+            alike = len({(one[0], one[2]) for one in found}) == 1 and len(found) == len(self._fractions)
+            here = sum(one[1] for one in found)
+            if alike and not math.isclose(here, whole) and line not in self._said:
+                self._said.add(line)
+                self._say(
+                    f"{self._step} takes a mean of {whole:g} values for a batch as one, as one device does, "
+                    f"and of {here:g} in its micro-batches, as a layer gives as much for each sample as the "
+                    "longest that it is given has: padding counts in one and not in the other. Leave it out "
+                    "(`ignore_index`, a mask), or let the layer give the width of what it is given [at "
+                    f"{line}]"
+                )
 
     def _note(self, shares: Shares, share: Share | None) -> None:
         """Whether shapes alone say that a number is a plain mean, or all targets of its loss count."""

@@ -28,6 +28,7 @@ class Follows(Protocol):
 
     fraction: float
     differs: bool
+    means: list[tuple[str, float, float]]
     root: nn.Module
 
     def of(self, value: Any) -> Share | None: ...
@@ -327,6 +328,8 @@ def _reduction(mean: bool) -> "Rule":
             event.operands[0].elements / max(1, math.prod(event.result)) for event in (step.mine, step.whole)
         )
         factor = mine / whole if mean and whole else 1.0
+        if mean and step.mine.result == ():
+            step.shares.means.append((user_line(step.shares.root), mine, whole))
         if mean and step.whole.operands[0].guessed:
             if step.mine.result == () and (step.known[0] is None or is_of_rows(step.known[0], step.args[0])):
                 return step.mean_of(step.mine.operands[0].elements)
@@ -369,17 +372,19 @@ def _loss(step: Step) -> Share | None:
         return step.lost(always=True)
     if step.mine.divisor is not None and step.whole.divisor is not None:
         mine, whole = read_together(step.mine.divisor, step.whole.divisor)
+        step.shares.means.append((user_line(step.shares.root), mine, whole))
         return Share(((mine / whole if whole else math.nan, step.result),), TARGETS)
     if call.weight is not None:
         return step.lost(always=True)
     if any(map(step.has_pairs, range(len(step.mine.operands)))):
         return None
-    counts = [
-        max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands)
+    mine, whole = (
+        float(max(o.shape[0] if call.reduction == "batchmean" else o.elements for o in event.operands))
         for event in (step.mine, step.whole)
-    ]
+    )
     origin = max((share.origin for share in step.known if share is not None), default=SHAPES)
-    return Share(((counts[0] / counts[1], step.result),), origin)
+    step.shares.means.append((user_line(step.shares.root), mine, whole))
+    return Share(((mine / whole, step.result),), origin)
 
 
 def _contraction(step: Step) -> Share | None:

@@ -67,12 +67,14 @@ class Shares:
         strayed: The line from where on the micro-batch went another way than the batch.
         taken: The functions that were called.
         differs: Whether a number between units is another one in the whole batch, or may be in another one.
+        means: Lines of means over all values, with how many these are here and in the whole batch.
     """
 
     def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
         self.fraction, self.strayed = fraction, ""
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
+        self.means: list[tuple[str, float, float]] = []
         self.differs, self.remembered = False, whole.remembered
         self._events: Iterator[tuple[int, Event]] = enumerate(whole.events.get(None, ()))
         self._after: Call = None

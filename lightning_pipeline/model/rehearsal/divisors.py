@@ -82,7 +82,9 @@ class Divisors:
 
         follower.warn_of_losses(step.trace.losses_inside, tensors)
         tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
-        follower.begin(fractions, tensors, rehearse, (lambda: None) if step.mixing else tried)
+        by_values = any(route.trace.follows_values for route in step.routes)
+        tries = (lambda: None) if step.mixing else tried
+        follower.begin(fractions, tensors, rehearse, tries, by_values=by_values)
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""

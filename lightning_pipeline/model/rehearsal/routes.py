@@ -425,7 +425,7 @@ class RouteFinder:
             seeds: Sets the random numbers of the micro-batch.
         """
         shapes, trace = signature_of(*batch), route.trace
-        if any(call.by_values for call in trace.calls):  # such as an encoder that cuts its input to a length
+        if trace.follows_values:  # such as an encoder that cuts its input to a length
             with self._numbers_kept():
                 return TracedOutputs(self._traced(trace.step, batch, seeds(), ()).calls)
         key = (*self.context(trace.step), route.number, shapes)

@@ -4,6 +4,7 @@ from lightning_pipeline.model.rules.gathered import Gathered, at_end, values_at_
 from lightning_pipeline.model.rules.made_up import (
     LARGEST,
     MadeUp,
+    Observed,
     Outputs,
     bytes_of,
     dimension_of,
@@ -25,6 +26,7 @@ __all__ = [
     "MadeUp",
     "Merge",
     "NoFit",
+    "Observed",
     "Outputs",
     "Question",
     "Rows",

@@ -281,6 +281,7 @@ class SplitModel(OutsideSteps):
             at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
             in_part={line: name for line, (name, _) in partly},
             values=self._mixed_values.lines.get(step, {}),
+            padded=self._mixed_values.padded.get(step, []),
             units=self._mixing_units.found.get(step, []),
             numbers=self._mixing_units.numbers.get(step, {}),
         )

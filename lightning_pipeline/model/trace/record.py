@@ -262,6 +262,11 @@ class Trace:
         """Numbers of the units in the order of their calls."""
         return tuple(call.unit for call in self.calls)
 
+    @property
+    def follows_values(self) -> bool:
+        """Whether values of a batch may decide how much units return."""
+        return any(call.by_values for call in self.calls)
+
     def foresee(self, other: "Trace") -> None:
         """Take what a run of the step in another batch, which called the same units, needs of the stages."""
         for call, again in zip(self.calls, other.calls, strict=True):
