@@ -140,9 +140,10 @@ class Gradients:
         self._hooks.warn_of_scaling()
         ran = bool(factor.isfinite()) and bool(factor)
         self._by_nothing = bool(factor.isnan())
+        every = not self._given  # no batch has shown yet which ones the loss follows from
         with torch.no_grad():
             for parameter in self._parameters:
-                if not ran and id(parameter) in self._given:
+                if not ran and (id(parameter) in self._given or (every and parameter.requires_grad)):
                     parameter.grad = torch.zeros_like(parameter)
                 if parameter.grad is not None:
                     self._given.add(id(parameter))

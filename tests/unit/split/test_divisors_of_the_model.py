@@ -192,3 +192,11 @@ def test_a_batch_divided_by_nothing_is_left_out_where_gradients_are_looked_at():
     before = weights(Divided(of_nothing))
     found, _ = said_of(lambda: fitted({**WAYS["four"], "on_nonfinite": "skip"}, lambda: Divided(of_nothing)))
     assert_same((found[0], {}), (before, {}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_first_batch_divided_by_nothing_is_nan_as_on_one_device(way):
+    (expected, *_), _ = said_of(lambda: fitted(None, lambda: Divided(of_nothing)))
+    (found, *_), _ = said_of(lambda: fitted(WAYS[way], lambda: Divided(of_nothing)))
+    assert all(bool(value.isnan().all()) for value in expected.values())
+    assert all(bool(value.isnan().all()) for value in found.values())
