@@ -328,7 +328,7 @@ def _reduction(mean: bool) -> "Rule":
             event.operands[0].elements / max(1, math.prod(event.result)) for event in (step.mine, step.whole)
         )
         factor = mine / whole if mean and whole else 1.0
-        if mean and step.mine.result == ():
+        if mean and step.mine.result == () and not step.whole.operands[0].guessed:
             step.shares.means.append((user_line(step.shares.root), mine, whole))
         if mean and step.whole.operands[0].guessed:
             if step.mine.result == () and (step.known[0] is None or is_of_rows(step.known[0], step.args[0])):
