@@ -173,6 +173,27 @@ _DECIDED = (
 )  # fmt: skip
 """Over samples that the model decides, or that are picked by places; drawn for seeds from `DECIDED_FROM` on."""
 DECIDED_FROM = 300_000
+_CHOSEN = (
+    "F.cross_entropy(o[J], v[J], reduction='none').mean()", "F.cross_entropy(o[J], v[J], reduction='none').sum() / J.sum()",
+    "F.cross_entropy(o[J], v[J], reduction='none').sum() / len(x)", "F.mse_loss(o[J], y[J], reduction='none').mean(1).mean()",
+    "(F.cross_entropy(o[J], v[J], reduction='none') * w[J]).sum() / w[J].sum()", "F.cross_entropy(o[J], v[J], label_smoothing=0.1)",
+    "((o[J] - y[J]) ** 2).mean(1).sum() / J.sum()", "F.kl_div(o[J].log_softmax(1), y[J].softmax(1), reduction='batchmean')",
+    "F.nll_loss(o[J].log_softmax(-1), v[J])", "F.cosine_similarity(o[J], y[J]).mean()", "o[J].square().sum(1).sqrt().mean()",
+    "-o[J].log_softmax(1).gather(1, v[J][:, None]).mean()", "F.l1_loss(o[J], y[J], reduction='sum') / J.sum()",
+    "F.binary_cross_entropy_with_logits(o[J][:, 0], m[J].double())", "torch.linalg.vector_norm(o[J] - y[J], dim=1).mean()",
+    "F.huber_loss(o[J], y[J], reduction='none')[:, 0].mean()", "torch.cat([R[J], R[~J]]).mean()", "R[J].mean() + R[~J].mean()",
+    "F.cross_entropy(o[J], v[J]) * J.sum() / len(x)", "torch.where(J, R, 0.0).sum() / J.sum()", "R.mul(J).sum().div(J.sum())",
+    "F.cross_entropy(o.masked_select(J[:, None]).view(-1, 3), v.masked_select(J))", "R.masked_fill(~J, 0).sum() / J.sum()",
+    "F.cross_entropy(o, v.masked_fill(~J, -100))", "F.smooth_l1_loss(o[J, 0], y[J, 1])", "F.triplet_margin_loss(o[J], y[J], -y[J])",
+    "(o[J] @ q).mean()", "torch.einsum('ij,ij->i', o[J], y[J]).mean()", "-o[J].softmax(1).amax(1).log().mean()",
+    "F.nll_loss(o.log_softmax(1)[J], v[J], reduction='none').mean()", "F.mse_loss(o[J], y[J]) + F.cross_entropy(o[~J], v[~J])",
+    "(R[J] * w[J]).sum() / J.sum()", "R[J].pow(2).mean().sqrt()", "R[J].exp().mean()", "R[J].clamp(max=1.0).sum() / J.sum().clamp(min=1)",
+    "F.cross_entropy(o[J], v[J]) if J.any() else o.sum() * 0", "(F.mse_loss(o[J], y[J], reduction='none') * q).sum(1).mean()",
+    "F.gaussian_nll_loss(o[J][:, 0], y[J][:, 0], o[J][:, 1].exp())", "(o[J] - y[J]).abs().max(1).values.mean()", "R[J].logsumexp(0)",
+)  # fmt: skip
+"""Of samples that a mask `J` chooses, as language models have words; drawn for seeds from `CHOSEN_FROM` on."""
+_CHOICES = ("m", "m", "(v == 1)", "(w > 0.6)", "(c != -100)", "(R.detach() > T)")
+CHOSEN_FROM = 400_000
 _METRICS = (
     "s.f1(o.softmax(1), v)", "1 - s.f1(o.softmax(1), v)", "s.acc(o, v)", "s.acc(o, v).item()",
     "measures.accuracy(o, v, 'multiclass', num_classes=3)", "measures.mean_squared_error(o, y)", "s.r2(o[:, 0], y[:, 0])",
@@ -232,7 +253,9 @@ class _Drawer:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
         self.weighted = seed >= WEIGHTED_FROM
-        self.of_batch = _WEIGHTED if seed < DIVIDED_FROM else _DIVIDED if seed < DECIDED_FROM else _DECIDED
+        families = ((DIVIDED_FROM, _WEIGHTED), (DECIDED_FROM, _DIVIDED), (CHOSEN_FROM, _DECIDED))
+        self.of_batch = next((family for end, family in families if seed < end), _CHOSEN)
+        self.chooses = seed >= CHOSEN_FROM
 
     def filled(self, text: str, depth: int, measured: bool) -> str:
         """A pattern with its rows `R`, numbers `N`, Python numbers `P` and thresholds `T` drawn."""
@@ -242,6 +265,8 @@ class _Drawer:
             **({"B": lambda: self.draw.choice(_OF_BATCH)} if self.weighted else {}),
         }  # fmt: skip
         same = {key: make() for key, make in makes.items()} if self.draw.random() < 0.5 and depth < 3 else {}
+        if self.chooses and "J" in text:  # one mask for all of it
+            text = text.replace("J", self.draw.choice(_CHOICES))
         out = ""
         for index, letter in enumerate(text):
             around = (text[index - 1] if index else " ") + text[index + 1 : index + 2]

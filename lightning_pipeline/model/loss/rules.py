@@ -64,6 +64,13 @@ class Step(NamedTuple):
             for share, operand in pairs
         )
 
+    def each_picked(self) -> Share | None:
+        """The result, if it has a row for each of these, made of what each of them has as it stands."""
+        pairs = zip(self.known, self.args, strict=False)
+        if self.is_of_picked and all(share is None or is_of_rows(share, value) for share, value in pairs):
+            return Share(((1.0, self.result),), VALUES, picked=True)
+        return None
+
     @property
     def has_guessed_number(self) -> bool:
         """Whether a number goes by what was made up for what units compute."""
@@ -358,7 +365,7 @@ def _mean_of_numbers(step: Step) -> Share | None:
 def _loss(step: Step) -> Share | None:
     call = reduction_of(step.mine.func, step.args, step.kwargs)
     if step.grows or call.reduction == "none":
-        return step.lost()
+        return step.each_picked() or step.lost()
     if any(share is not None and not all(f == 1 for f, _ in share.terms) for share in step.known):
         return step.lost()
     if not any(map(step.has_samples, range(len(step.known)))):
@@ -390,6 +397,8 @@ def _loss(step: Step) -> Share | None:
 def _contraction(step: Step) -> Share | None:
     """A product that sums over samples, linear in each of its arguments."""
     known = [(position, share) for position, share in enumerate(step.known) if share is not None]
+    if _keeps_rows(step) and (picked := step.each_picked()):
+        return picked
     if step.grows or not any(map(step.has_samples, range(len(step.mine.operands)))):
         return step.lost()
     if not known:
@@ -404,6 +413,15 @@ def _contraction(step: Step) -> Share | None:
         return result
 
     return step.mapped(share, position, change)
+
+
+def _keeps_rows(step: Step) -> bool:
+    """Whether a product has a row for each row of its first argument."""
+    if not isinstance(step.args[0], str):
+        return step.known[0] is not None and step.mine.operands[0].shape[:1] == step.mine.result[:1]
+    given, _, made = step.args[0].replace(" ", "").partition("->")
+    rows = {one[:1] for one in given.split(",")}
+    return rows == {made[:1]} and rows != {""} and "." not in given
 
 
 def _choice(step: Step) -> Share | None:

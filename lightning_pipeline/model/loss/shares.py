@@ -355,6 +355,9 @@ class Shares:
         """Several numbers as one tensor: each has its place, and nothing in the others'."""
         parts = list(args[0])
         shares = [self.of(part) or Share(((self.fraction, part),), single=True) for part in parts]
+        along_rows = not (kwargs.get("dim") or (args[1:] and args[1]))
+        if func is torch.cat and along_rows and all(map(is_of_rows, shares, parts)):
+            return Share(((1.0, result),), VALUES, picked=True)
         if any(share.lost for share in shares) or any(part.numel() != 1 for part in parts):
             return self.lost(*shares)
         terms = [

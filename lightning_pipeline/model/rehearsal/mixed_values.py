@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,9 +98,11 @@ class MixedValues:
             return
         try:
             whole_trace, outputs = as_one(whole)
+            by_values = {(call.unit, call.nth) for call in trace.calls if call.by_values}
             for number, batch in enumerate(step.microbatches):
                 own = self._outputs(step.routes[0], batch, partial(step.seeds.microbatch, number))
-                rows = _Padded(sum(sizes[:number]), sizes[number], sum(sizes), outputs, own)
+                decided = {call: one for call, one in outputs.items() if call in by_values}
+                rows = _Padded(sum(sizes[:number]), sizes[number], sum(sizes), decided, own)
                 if rows.units and bytes_of(outputs) <= LARGEST:
                     self._padding_tried.add(key)
                     values = made_up_values(outputs)
@@ -124,6 +126,8 @@ class MixedValues:
         if bytes_of(outputs) > LARGEST:
             return {}
         total, values = sum(sizes), made_up_values(outputs)
+        own = self._outputs(step.routes[0], step.microbatches[0], partial(step.seeds.microbatch, 0))
+        along = _samples_of(outputs, own, total, sizes[0])
 
         def run(given: Mapping[Any, Any], sees: AbstractContextManager[Any]) -> MadeUp:
             runner = MadeUp(given, trace, frozenset(), self._runs.patches.originals)
@@ -132,16 +136,18 @@ class MixedValues:
             return runner
 
         first = run(values, nullcontext())
-        touched: list[set[int]] = []
+        reached: list[dict[_Place, _Touched]] = []
         for start, size in _parts(sizes):
-            others = _exchanged(values, start, size, total)
-            found, shared = _reached(first, run(others, nullcontext()), start, size, total)
-            if found:
+            others = _exchanged(values, along, start, size)
+            reached.append(_reached(first, run(others, nullcontext()), start, size, total))
+        for (start, size), touched in zip(_parts(sizes), reached, strict=True):
+            mixed = [place for place, one in touched.items() if one.is_of_others]
+            if any(not _are_picked(place, reached) for place in mixed):
                 both = _Results(self._runs.root), _Results(self._runs.root)
-                run(values, both[0]), run(others, both[1])
+                run(values, both[0]), run(_exchanged(values, along, start, size), both[1])
                 return _line(*both, start, size, total)
-            touched.append(shared)
-        if len(touched) > 1 and set.intersection(*touched):
+        rows = [{(place, row) for place, one in parts.items() for row in one.rows} for parts in reached]
+        if len(rows) > 1 and set.intersection(*rows):
             return {"a unit that is given one value for all samples": "what it gives"}
         return {}
 
@@ -153,8 +159,8 @@ class _Padded:
         start: Its first sample in the batch.
         size: Its samples.
         total: Those of the batch.
-        outputs: What units return for the batch.
-        own: What they return for the micro-batch.
+        outputs: What units return for the batch, of which values decide how much that is.
+        own: What all of them return for the micro-batch.
 
     Attributes:
         units: Those that give fewer of something, by number.
@@ -218,11 +224,25 @@ def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield sum(sizes[:number]), sizes[number]
 
 
-def _exchanged(values: Mapping[Any, Any], start: int, size: int, total: int) -> dict[Any, Any]:
+def _samples_of(outputs: Outputs, own: Outputs, total: int, size: int) -> dict[Any, list[int | None]]:
+    """The dimension of samples of each tensor that a call returns: it is shorter for a micro-batch."""
+    found = {}
+    for call, (_, specs) in outputs.items():
+        parts = [one.shape for one in own[call][1]] if call in own else []
+        found[call] = [
+            next(
+                (d for d, pair in enumerate(zip(spec.shape, part, strict=False)) if pair == (total, size)),
+                None,
+            )
+            for spec, part in zip(specs, [*parts, *[()] * len(specs)], strict=False)
+        ]
+    return found
+
+
+def _exchanged(values: Mapping[Any, Any], along: Mapping[Any, Any], start: int, size: int) -> dict[Any, Any]:
     """The same with others for the samples of a micro-batch."""
 
-    def other(tensor: Tensor) -> Tensor:
-        dimension = next((d for d, length in enumerate(tensor.shape) if length == total), None)
+    def other(tensor: Tensor, dimension: int | None) -> Tensor:
         if dimension is None or not tensor.is_floating_point():
             return tensor
         made = tensor.clone()
@@ -231,30 +251,64 @@ def _exchanged(values: Mapping[Any, Any], start: int, size: int, total: int) -> 
         return made
 
     return {
-        call: ([other(one) for one in tensors], structure) for call, (tensors, structure) in values.items()
+        call: ([other(*one) for one in zip(tensors, along[call], strict=True)], structure)
+        for call, (tensors, structure) in values.items()
     }
 
 
-def _reached(first: MadeUp, other: MadeUp, start: int, size: int, total: int) -> tuple[bool, set[int]]:
-    """Whether other samples differ somewhere, and the calls of units that are given one value for all."""
+_Place = tuple[int, int]
+"""A call of a unit, and which of the tensors that it is given."""
+
+
+class _Touched(NamedTuple):
+    """What follows from the samples of a micro-batch in what a unit is given, elsewhere than in their rows.
+
+    Attributes:
+        is_of_others: Whether it has rows for all samples, so that it is in those of others.
+        rows: Those that differ, by their numbers.
+        is_whole: Whether it has one row for each sample of the batch.
+    """
+
+    is_of_others: bool
+    rows: list[int]
+    is_whole: bool
+
+
+def _reached(first: MadeUp, other: MadeUp, start: int, size: int, total: int) -> dict[_Place, _Touched]:
+    """Where that is so."""
     if [unit for unit, _ in first.seen] != [unit for unit, _ in other.seen]:
-        return False, set()  # it went elsewhere, which says nothing
-    shared = set()
-    for place, ((_, before), (_, after)) in enumerate(zip(first.seen, other.seen, strict=True)):
-        for pair in zip(before, after, strict=False):
+        return {}  # it went elsewhere, which says nothing
+    found = {}
+    for call, ((_, before), (_, after)) in enumerate(zip(first.seen, other.seen, strict=True)):
+        for place, pair in enumerate(zip(before, after, strict=False)):
             kind = _kind(*pair, start, size, total)
-            if kind == "others":
-                return True, set()
-            if kind == "all":
-                shared.add(place)
-    return False, shared
+            if kind:
+                rows = (~_are_close(*pair)).flatten(1).any(1) if pair[0].dim() > 1 else ~_are_close(*pair)
+                numbers = rows.reshape(-1).nonzero().flatten().tolist()
+                found[call, place] = _Touched(kind == "others", numbers, pair[0].shape[:1] == (total,))
+    return found
+
+
+def _are_picked(place: _Place, reached: Sequence[Mapping[_Place, _Touched]]) -> bool:
+    """Whether each micro-batch has rows of its own there, one after the other, as `h[mask]` has.
+
+    Those are no rows of all samples, even if there are by chance a multiple of them.
+    """
+    touched = [one[place] for one in reached if place in one]
+    before, after = touched[:-1], touched[1:]
+    in_order = all(one.rows[-1] < two.rows[0] for one, two in zip(before, after, strict=True))
+    return in_order and not any(one.is_whole for one in touched)
+
+
+def _are_close(before: Tensor, after: Tensor) -> Tensor:
+    return torch.isclose(before, after, rtol=1e-5, atol=0.0, equal_nan=True)
 
 
 def _kind(before: Tensor, after: Tensor, start: int, size: int, total: int) -> str:
     """What differs: "" for nothing or the micro-batch alone, "others", "all" of what has no samples."""
     if before.shape != after.shape or before.dtype != after.dtype:
         return ""
-    differs = ~torch.isclose(before, after, rtol=1e-5, atol=0.0, equal_nan=True)
+    differs = ~_are_close(before, after)
     if not bool(differs.any()):
         return ""
     many = [dim for dim, length in enumerate(differs.shape) if length and length % total == 0]
