@@ -102,20 +102,38 @@ class UnitBuffers:
         self, step: Step, written: Sequence[_Written], batches: Sequence[Microbatch],
         as_one: AsOne,
     ) -> list[_Written]:  # fmt: skip
-        """Those modules whose buffers two runs leave the same."""
+        """Of these modules the buffers that two runs leave the same, and that no other buffer goes by."""
+
+        def run(seed: int, batch: Microbatch, moved: Sequence[_Written] = ()) -> list[dict[str, Tensor]]:
+            trace, outputs = as_one(batch)
+            given = map_tensors(_another, batch) if seed else batch
+            runner = self._made_up(outputs, trace, written, seed)
+            with self._runs.apart(step):
+                for one in moved:
+                    _move(one)
+                self._runs.run(step, given, runner, seed=seed)
+                return [_values(one) for one in written]
+
         try:
-            runs = []
-            for seed, batch in enumerate(batches):
-                trace, outputs = as_one(batch)
-                given = map_tensors(_another, batch) if seed else batch
-                runner = self._made_up(outputs, trace, written, seed)
-                with self._runs.apart(step):
-                    self._runs.run(step, given, runner, seed=seed)
-                    runs.append([_values(one) for one in written])
+            first, second = (run(seed, batch) for seed, batch in enumerate(batches))
+            alike = [
+                one._replace(names=[name for name in one.names if _is_same(mine[name], theirs[name])])
+                for one, mine, theirs in zip(written, first, second, strict=True)
+            ]
+            several = [
+                one
+                for one, every in zip(alike, written, strict=True)
+                if 0 < len(one.names) < len(every.names)
+            ]
+            moved = run(0, batches[0], several) if several else first
         except Exception as error:  # the user's code, on made-up values
             _log.debug("what units of %s write cannot be tried: %s", step.name, error)
             return []
-        return [one for one, *both in zip(written, *runs, strict=True) if _is_same(*both)]
+        return [
+            one
+            for one, before, after in zip(alike, first, moved, strict=True)
+            if one.names and all(_is_same(before[name], after[name]) for name in before.keys() - one.names)
+        ]
 
     def _made_up(self, outputs: Outputs, trace: Trace, written: Sequence[_Written], seed: int) -> MadeUp:
         generator = torch.Generator().manual_seed(seed)
@@ -132,11 +150,18 @@ def _another(tensor: Tensor) -> Tensor:
     return tensor * 0.5 + 0.25 if tensor.is_floating_point() else tensor.clone()
 
 
-def _values(one: _Written) -> list[Tensor]:
-    return [one.module._buffers[name].detach().clone() for name in one.names]  # type: ignore[union-attr]
+def _values(one: _Written) -> dict[str, Tensor]:
+    return {name: one.module._buffers[name].detach().clone() for name in one.names}  # type: ignore[union-attr]
 
 
-def _is_same(first: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    return all(
-        one.shape == two.shape and torch.equal(one, two) for one, two in zip(first, other, strict=True)
-    )
+def _move(one: _Written) -> None:
+    """Let buffers begin with something else, to see what goes by them."""
+    for name in one.names:
+        tensor = one.module._buffers[name]
+        assert tensor is not None, "it was written"
+        moved = ~tensor if tensor.dtype == torch.bool else tensor * 2 + 3
+        one.module._buffers[name] = moved.detach().to(tensor.dtype)
+
+
+def _is_same(first: Tensor, other: Tensor) -> bool:
+    return first.shape == other.shape and torch.equal(first, other)

@@ -78,6 +78,34 @@ class CountsSamples(Counts):
         return self.map(x)
 
 
+class Observes(Counts):
+    """Beside its largest value, which follows from the samples of all micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        found = super().forward(x)
+        self.largest = torch.maximum(self.largest, found.detach().abs().max() / self.scale)
+        return found
+
+
+class Averages(nn.Module):
+    """A mean over batches, which goes by their count: over micro-batches it is the same by their count."""
+
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(8, 8).double()
+        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
+        self.register_buffer("mean", torch.zeros(8, dtype=torch.float64))
+
+    def forward(self, x):
+        self.runs += 1
+        self.mean += (x.detach().mean(0) - self.mean) / self.runs
+        return self.map(x)
+
+
 def normed(*places):
     def change(net):
         for place in places:
@@ -108,6 +136,7 @@ CHANGES = {
     "anew": in_place_of(2, SetsAnew),
     "again": in_place_of(2, RunsAgain),
     "samples": in_place_of(2, CountsSamples),
+    "beside what follows samples": in_place_of(2, Observes),
     "norm again": in_place_of(2, RunsTheNormAgain),
     "beside a batch norm": lambda net: net.insert(3, nn.BatchNorm1d(8).double().eval()),
 }
@@ -159,6 +188,12 @@ def test_a_unit_that_is_called_twice_a_batch_advances_twice():
 def test_running_statistics_go_on_from_micro_batch_to_micro_batch():
     found, _ = fitted(lambda net: net.insert(3, nn.BatchNorm1d(8, momentum=None).double()), WAYS["two"])
     assert int(found["net.3.num_batches_tracked"]) == 12  # three batches of two, in two epochs
+
+
+def test_a_count_by_which_a_mean_goes_counts_what_the_mean_has():
+    (found, _), (expected, _) = (fitted(in_place_of(2, Averages), pipeline) for pipeline in (WAYS["two"], None))
+    torch.testing.assert_close(found["net.2.mean"], expected["net.2.mean"], rtol=1e-10, atol=1e-12)
+    assert int(found["net.2.runs"]) == 2 * int(expected["net.2.runs"])
 
 
 ran: list[None] = []
