@@ -52,13 +52,13 @@ def tell_of_units(units: InUnits, company: Company, largest: int | None = None) 
         company: Of the ranks.
         largest: Bytes that one rank may tell; None: what is little, as after each batch.
     """
-    if company.group is None:
-        return
     own = units.told(largest, after_batch=largest is None)
-    told = company.gather("telling what units keep", own)
-    for label, line in units.take(list(told.values())).items():
+    told = [own]
+    if company.group is not None:
+        told = list(company.gather("telling what units keep", own).values())
+    for label, line in units.take(told).items():
         rank_zero_warn(
-            f"the {line} works out {label!r} from the value before once for each micro-batch of a batch, and "
+            f"the {line} works out {label!r} once for each micro-batch of a batch, and "
             "no rule is known that puts their results together to what one device has: return what it is "
             "made of, and keep it in on_train_batch_end"
         )

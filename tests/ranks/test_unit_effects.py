@@ -1,6 +1,7 @@
 """What the forward of a unit changes of its own is after a batch what one device has, on every rank."""
 
-from collections import deque
+import warnings
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -117,6 +118,71 @@ def test_what_units_keep_is_that_of_one_device_on_every_rank(
     pipeline = {"stages": stages, "num_microbatches": num_microbatches, "schedule": schedule}
     for found in ranks(stages)(left_by, pipeline):
         assert_close(found, expected)
+
+
+class Reads(nn.Module):
+    """A layer that reads numbers of what passes, so that nothing is known of it without values."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs)
+        self.highest, self.positive = 0.0, 0
+        self.counts: Counter[str] = Counter()
+        self.spread = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x).tanh()
+        self.highest = found.abs().max().item()
+        self.positive += int((found > 0).sum())
+        self.counts["calls"] += 1
+        self.counts["positive"] += int((found > 0).sum())
+        return found
+
+    def plain(self) -> Any:
+        return self.highest, self.positive, dict(self.counts)
+
+
+class Spreads(Reads):
+    """Keeps what no rule puts together."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.spread = self.linear(x).std().item()
+        return super().forward(x)
+
+
+class KeptRead(Regression):
+    def __init__(self, kind: type[Reads]) -> None:
+        super().__init__()
+        sizes = (FEATURES, 5, TARGETS)
+        self.net = nn.Sequential(*map(kind, sizes, sizes[1:])).double()
+        self.after_batches: list[Any] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        layers: Any = self.net
+        self.after_batches.append([one.plain() for one in layers])
+
+
+def read_by(pipeline: dict[str, Any] | None, kind: type[Reads] = Reads) -> tuple[Any, list[str]]:
+    module, run = KeptRead(kind), trainer(pipeline, limit_val_batches=0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(module, loader(24))
+    return module.after_batches, [str(one.message) for one in said if "no rule is known" in str(one.message)]
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_units_read_of_values_and_keep_is_that_of_one_device(ranks: Ranks, stages: int) -> None:
+    expected, _ = read_by(None)
+    for found, said in ranks(stages)(read_by, {"stages": stages, "num_microbatches": 2}, group=False):
+        assert_close(found, expected)
+        assert not said
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_what_no_rule_puts_together_is_told_on_one_rank_too(ranks: Ranks, stages: int) -> None:
+    pipeline = {"stages": stages, "num_microbatches": 2}
+    said = [text for _, lines in ranks(stages)(read_by, pipeline, Spreads, group=False) for text in lines]
+    assert [text for text in said if "forward of Spreads" in text and "net.0.spread" in text], said
 
 
 class Drops(nn.Module):

@@ -46,7 +46,8 @@ def averaged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> 
 
 
 def summed(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
-    """Sums over samples: what each has added is added up."""
+    """Sums over samples: what each has added is added up, to 0 where nothing was there, as in a `Counter`."""
+    start = 0 if start is MISSING and all(map(is_number, results)) else start
     if _are_tensors(start, results):
         return start + torch.stack([result - start for result in results]).sum(0).to(start.dtype)
     if not all(is_number(value) for value in (start, *results)):

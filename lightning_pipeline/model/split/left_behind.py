@@ -532,10 +532,13 @@ class LeftBehind:
         """The rules for what units of this rank keep beside their samples; these run for it."""
         tried = [(unit, place) for unit, place in self.in_units.tried(trace) if place.label not in known]
         parts = [part.unit_numbers for _, part in (asked.one, asked.other, asked.whole)]
+        ran = {
+            call.unit for _, part in (asked.one, asked.other, asked.whole) for call in part.calls if call.ran
+        }
         found: dict[str, Rule | None] = {}
-        for _, place in tried:
+        for unit, place in tried:
             values = [part.get(place.label, MISSING) for part in parts]
-            if MISSING not in values and values[0] == values[1] == values[2]:
+            if unit not in ran and MISSING not in values and values[0] == values[1] == values[2]:
                 found[place.label] = same
         left = [(u, p) for u, p in tried if p.label not in found and self.in_units.is_here(u)]
         if not left:

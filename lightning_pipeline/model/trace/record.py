@@ -93,6 +93,7 @@ class Call:
     asked: Structure = NOTHING
     closed: bool = True
     by_values: bool = False
+    ran: bool = False
 
     def resized(self, inputs: Inputs, own: Collection[int] = ()) -> list[TensorSpec] | None:
         """Its output tensors where others come in; None where a size could stand for several.

@@ -191,7 +191,9 @@ def test_running_statistics_go_on_from_micro_batch_to_micro_batch():
 
 
 def test_a_count_by_which_a_mean_goes_counts_what_the_mean_has():
-    (found, _), (expected, _) = (fitted(in_place_of(2, Averages), pipeline) for pipeline in (WAYS["two"], None))
+    (found, _), (expected, _) = (
+        fitted(in_place_of(2, Averages), pipeline) for pipeline in (WAYS["two"], None)
+    )
     torch.testing.assert_close(found["net.2.mean"], expected["net.2.mean"], rtol=1e-10, atol=1e-12)
     assert int(found["net.2.runs"]) == 2 * int(expected["net.2.runs"])
 
