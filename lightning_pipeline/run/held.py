@@ -26,6 +26,7 @@ from lightning_pipeline.hooks import (
     watch_steps,
 )
 from lightning_pipeline.model.cut import StageTable
+from lightning_pipeline.model.places import exchange_kept
 from lightning_pipeline.model.split import SplitModel
 from lightning_pipeline.model.state import Meeting
 from lightning_pipeline.run.batch import Gradients
@@ -151,6 +152,22 @@ class StagesHeld:
         members.groups.share((shared.stages for shared in split.shared), self._placement)
         self.gradients = Gradients(split, members.groups, members.failure, self._placement)
         self.hooks = self._hooks_elsewhere()
+        self._exchange_kept(self._stand_ins())
+        self._undo.append(lambda: self._exchange_kept(self._originals()))
+
+    def _stand_ins(self) -> dict[int, Tensor]:
+        """What stands for parameters of other stages, by the identity of these."""
+        return {id(tensor): made for tensor, made in self.split.stand_ins.items()}
+
+    def _originals(self) -> dict[int, Tensor]:
+        """These parameters, by the identity of what stands for them."""
+        return {id(made): tensor for tensor, made in self.split.stand_ins.items()}
+
+    def _exchange_kept(self, others: Mapping[int, Tensor]) -> None:
+        """Let what keeps weights beside the module's lists of them (`self.tracked`) have others."""
+        trainer: Any = self._trainer
+        data = [] if trainer.datamodule is None else [trainer.datamodule]
+        exchange_kept(self._module, [*trainer.callbacks, *data], others)
 
     def _hooks_elsewhere(self) -> HooksElsewhere:
         members, split = self._members, self.split
@@ -161,9 +178,8 @@ class StagesHeld:
         def send(what: str, tensor: Tensor, rank: int) -> None:
             members.replica.broadcast(what, tensor, members.ranks[rank], members.groups.pipeline)
 
-        originals = {id(made): tensor for tensor, made in split.stand_ins.items()}
         return HooksElsewhere(
-            self._module, originals, holders, members.gather, send, members.groups.rank,
+            self._module, self._originals(), holders, members.gather, send, members.groups.rank,
             self._placement.num_ranks,
             {name: (part, self._placement.rank_of(stage)) for name, part, stage in split.modules_run()},
         )  # fmt: skip
@@ -184,7 +200,8 @@ class StagesHeld:
         split, groups = self.split, self._members.groups
         if not split.take_in():
             return
-        exchange(self._trainer.optimizers, {id(tensor): made for tensor, made in split.stand_ins.items()})
+        exchange(self._trainer.optimizers, self._stand_ins())
+        self._exchange_kept(self._stand_ins())
         groups.share((shared.stages for shared in split.shared), self._placement)
         self.start_equal()
         self.gradients.list_anew()
@@ -198,6 +215,7 @@ class StagesHeld:
         own = states_of(optimizers, asked), gradients_of(self._module, asked)
         made = split.spread(wider)
         exchange(optimizers, made)
+        self._exchange_kept(made)
         groups.share((shared.stages for shared in split.shared), self._placement)
         start_equal((), [one for one in split.shared if one.name in wider], groups, self._placement)
         self._equal = list(held_states(self._module).values())
@@ -217,14 +235,13 @@ class StagesHeld:
             ConfigurationError: One that cannot be served.
         """
         refuse_unserved(optimizers, self._placement.num_ranks)
-        exchange(optimizers, {id(tensor): made for tensor, made in self.split.stand_ins.items()})
+        exchange(optimizers, self._stand_ins())
         if not self._trains_whole:
             self._undo.append(refuse_strangers(optimizers, self._module))
         self.own_parts = OwnParts(optimizers)
 
         def whole() -> None:
-            originals = {id(made): tensor for tensor, made in self.split.stand_ins.items()}
-            exchange(optimizers, originals)
+            exchange(optimizers, self._originals())
 
         steps = watch_steps(optimizers, lambda: self.meeting.is_inside, self.stepping)
         self._undo += [whole, self.own_parts.remove, steps]

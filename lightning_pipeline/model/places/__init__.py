@@ -1,6 +1,7 @@
 """Where a step may leave something behind, what stood there, and what has changed."""
 
 from lightning_pipeline.model.places.findings import Findings
+from lightning_pipeline.model.places.kept import exchange_kept
 from lightning_pipeline.model.places.owners import (
     FILLED,
     MISSING,
@@ -49,6 +50,7 @@ __all__ = [
     "Standing",
     "Surroundings",
     "TensorOwner",
+    "exchange_kept",
     "give_values",
     "has_values",
     "values_of",
