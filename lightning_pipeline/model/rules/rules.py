@@ -16,7 +16,7 @@ from lightning_pipeline.model.places import MISSING
 from lightning_pipeline.model.rules.rows import rows_in
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, is_number
-from lightning_pipeline.model.tensors import dict_like, joined_in_blocks
+from lightning_pipeline.model.tensors import dict_like, is_placeholder, joined_in_blocks
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -154,7 +154,12 @@ class ByKey:
 
 
 def usual(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
-    """Where nothing is known: as returned values are merged; what was added to a container likewise."""
+    """Where nothing is known: as returned values are merged; what was added to a container likewise.
+
+    What stands for a value of another stage is none to compare.
+    """
+    if all(map(is_placeholder, results)):
+        return results[-1]
     if all(equal(result, results[0]) for result in results) and not is_number(results[0]):
         return results[0]
     if isinstance(start, bool) and all(isinstance(result, bool) for result in results):

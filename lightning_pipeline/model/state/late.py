@@ -8,17 +8,18 @@ from torch import Tensor, nn
 from lightning_pipeline.model.tensors import is_placeholder
 
 
-def late_values(root: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """What this rank has in them, on CPU.
+def late_values(root: nn.Module, names: Sequence[str]) -> list[Tensor | None]:
+    """What this rank has in them, on CPU; None for what only stands for a value of another stage.
 
     Args:
         root: The LightningModule.
         names: In it, such as `matrix` or `head.average`.
     """
-    return [_get(*_place(root, name)).detach().cpu() for name in names]
+    values = [_get(*_place(root, name)) for name in names]
+    return [None if is_placeholder(value) else value.detach().cpu() for value in values]
 
 
-def put_late_values(root: nn.Module, names: Sequence[str], values: Sequence[Tensor]) -> None:
+def put_late_values(root: nn.Module, names: Sequence[str], values: Sequence[Tensor | None]) -> None:
     """Let this rank have the same in them as the last stage.
 
     Args:
@@ -29,7 +30,7 @@ def put_late_values(root: nn.Module, names: Sequence[str], values: Sequence[Tens
     for name, value in zip(names, values, strict=True):
         holder, own = _place(root, name)
         mine = _get(holder, own)
-        if is_placeholder(mine):
+        if value is None or is_placeholder(mine):
             continue
         if mine.shape == value.shape and mine.dtype == value.dtype:
             with torch.no_grad():

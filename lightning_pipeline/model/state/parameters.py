@@ -186,6 +186,7 @@ class StageParameters:
             if id(item.module) not in names:
                 continue
             prefix = names[id(item.module)]
+            self._follow_name(item)
             item.full_name = f"{prefix}.{item.name}" if prefix else item.name
             registry: Any = item.module._parameters if item.is_parameter else item.module._buffers
             made = registry.get(item.name)
@@ -195,6 +196,13 @@ class StageParameters:
             for stands in (made, made.grad, self._gradients.get(id(made))):
                 if stands is not None and is_placeholder(stands):
                     rename(stands, item.full_name)
+
+    def _follow_name(self, item: _Dropped) -> None:
+        """A parameter may have another name in its module, such as one that is pruned."""
+        made = self.stand_ins.get(item.tensor)
+        names = [name for name, one in item.module._parameters.items() if one is made]
+        if made is not None and names and item.name not in names:
+            item.name = names[0]
 
     def _take(
         self, module: nn.Module, registry: Any, name: str, full: str, tensor: Tensor, is_parameter: bool,

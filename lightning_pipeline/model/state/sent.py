@@ -124,12 +124,14 @@ class FromLast(NamedTuple):
         added: To lists that stay where they are, by label.
         rows: What cuts a value by rows, by label, of those as well that are not sent.
         unmerged: Labels of what has no value for the batch.
+        elsewhere: Labels of where it has what stands for a value of another stage, which has that.
     """
 
     values: dict[str, Sent]
     added: dict[str, Added]
     rows: dict[str, Rows]
     unmerged: list[str]
+    elsewhere: list[str]
 
 
 def added_to(value: Any, start: Kept) -> Added | None:

@@ -333,19 +333,21 @@ class StepState:
             read: Labels of large values that they read.
         """
         told = {e.place.label for e in self._effects if e.retains or isinstance(e.place.owner, TensorOwner)}
+        made = self._made()
+        here = {label: value for label, value in made.items() if not is_placeholder(value)}
         values = {
             label: Sent.of(value)
-            for label, value in self._made().items()
+            for label, value in here.items()
             if is_small(value) or ((label in read or label in told) and travels(value))
         }
         labels = [effect.place.label for effect in self._effects if effect.from_units]
         rules = {label: self._rules.get(label) for label in labels}
         by_rows = {label: rule for label, rule in rules.items() if isinstance(rule, Rows)}
-        made = self._made()
+        elsewhere = [label for label, value in made.items() if is_placeholder(value)]
         none = [label for label, value in made.items() if isinstance(value, Unmerged)]
-        grown = {one: added_to(made[one], self._start[one]) for one in made.keys() - values}
+        grown = {one: added_to(made[one], self._start[one]) for one in here.keys() - values}
         added = {label: new for label, new in grown.items() if new is not None}
-        return FromLast(values, added, by_rows, none)
+        return FromLast(values, added, by_rows, none, elsewhere)
 
     def _made(self) -> dict[str, Any]:
         return {
@@ -379,7 +381,7 @@ class StepState:
             elif effect.place.label in shared.unmerged:
                 effect.place.put(Unmerged(attribute_name(effect.place), self._step))
                 taken.append(effect)
-            elif not effect.deep:
+            elif not effect.deep and effect.place.label not in shared.elsewhere:
                 rest.append(effect)
         for effect in self._effects:
             if effect.place.label in shared.values:
