@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeline.errors import ConfigurationError, PlaceholderError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 
@@ -226,3 +227,40 @@ def test_padding_of_the_batch_that_counts_is_told(
     if not said:
         for _, found in every:
             assert_same(found, tagged(None, Packs, kind))
+
+
+class Returns(Tagger):
+    """What it returns beside its loss is as wide as the longest text of each micro-batch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": super().training_step(batch, batch_idx), "words": self.net(*batch[:2])}
+
+
+class ReadsReturned(Returns):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = outputs["words"].shape
+
+
+class Predicts(Tagger):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(*batch[:2])
+
+
+WIDTHS = r"sizes beside the samples differ \(\(4, \d, 8\), .*pad it"
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_widths_that_differ_matter_where_they_are_read_alone(ranks: Ranks, stages: int) -> None:
+    pipeline, expected = {"stages": stages, "num_microbatches": 2}, tagged(None, Trims, Returns)
+    for found in ranks(stages)(tagged, pipeline, Trims, Returns, group=False):
+        assert_same(found, expected)
+
+
+def test_a_width_that_is_read_or_predicted_is_refused_in_words() -> None:
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    with pytest.raises(PlaceholderError, match="entry 'words' of what it returned .* cannot be merged"):
+        tagged(pipeline, Trims, ReadsReturned)
+    module, lengths = Predicts(Trims), torch.tensor(LENGTHS[:8])
+    data = DataLoader(TensorDataset(torch.ones(8, 6, dtype=torch.long), lengths), batch_size=8)
+    with pytest.raises(ConfigurationError, match=WIDTHS):
+        trainer(pipeline).predict(module, data)

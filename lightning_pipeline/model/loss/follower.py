@@ -21,7 +21,8 @@ _MOST_CHANCES = 16  # batches in which a way that one has gone is waited for
 _WAYS_OUT = (
     "override `microbatch_weight(batch)` on the LightningModule with what it divides by (what the "
     "micro-batch counts for), or ask for the mean over samples of the micro-batches' losses by "
-    "PipelineStrategy(loss_weighting='samples')"
+    "PipelineStrategy(loss_weighting='samples'); num_microbatches=1, or whole_steps=True, which is slower, "
+    "gives the step the whole batch"
 )
 
 

@@ -1,6 +1,12 @@
 """What of the module lives on this rank, and what a step leaves behind."""
 
-from lightning_pipeline.model.state.elsewhere import AttributeGuards, Elsewhere, ElsewhereError, Unsent
+from lightning_pipeline.model.state.elsewhere import (
+    AttributeGuards,
+    Elsewhere,
+    ElsewhereError,
+    Unmerged,
+    Unsent,
+)
 from lightning_pipeline.model.state.in_units import InUnits, Told, values_kept
 from lightning_pipeline.model.state.late import late_values, put_late_values
 from lightning_pipeline.model.state.meeting import Meeting
@@ -29,6 +35,7 @@ __all__ = [
     "StageParameters",
     "StepState",
     "Told",
+    "Unmerged",
     "Unsent",
     "is_absent",
     "is_small",

@@ -23,9 +23,11 @@ class MergeFailure(NamedTuple):
 
     Attributes:
         error: What the rules said.
+        parts: The entries of a dictionary, of which some say so when they are read; None: there are none.
     """
 
     error: ConfigurationError
+    parts: dict[Any, Any] | None = None
 
 
 class Difference(NamedTuple):

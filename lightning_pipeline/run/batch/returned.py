@@ -14,7 +14,7 @@ from lightning_pipeline.data import items_of, merge_outputs
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
-from lightning_pipeline.model.state import Elsewhere
+from lightning_pipeline.model.state import Elsewhere, Unmerged
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 from lightning_pipeline.run.batch.differences import Difference, MergeFailure, keys_of, with_parts, written
 
@@ -91,7 +91,20 @@ class ReturnedNumbers:
         try:
             return self._with_known(merge_outputs(outputs, sizes))
         except ConfigurationError as error:
-            return MergeFailure(error)
+            return MergeFailure(error, self._by_entry(outputs, sizes))
+
+    def _by_entry(self, outputs: list[Any], sizes: list[int]) -> dict[Any, Any] | None:
+        """The entries that can be put together, for hooks, which may read no other; a prediction is read."""
+        keys = list(outputs[0]) if type(outputs[0]) is dict else []
+        if self._step == "predict_step" or any(type(one) is not dict or list(one) != keys for one in outputs):
+            return None
+        found = {}
+        for key in keys:
+            try:
+                found[key] = merge_outputs([{key: one[key]} for one in outputs], sizes)[key]
+            except ConfigurationError:
+                found[key] = Unmerged(f"entry {key!r} of what it returned", self._step)
+        return found
 
     def _with_known(self, output: Any) -> Any:
         """What was put together by rules for values, with the numbers that are known for the batch."""
@@ -149,9 +162,11 @@ def checked(output: Any) -> Any:
     Raises:
         ConfigurationError: Our rules do not put it together, and nothing else stands for it.
     """
-    if isinstance(output, MergeFailure):
+    if not isinstance(output, MergeFailure):
+        return output
+    if output.parts is None:
         raise output.error
-    return output
+    return output.parts
 
 
 class _Large(NamedTuple):
