@@ -77,7 +77,7 @@ def _is_number(value: Any) -> bool:
 
 def _merge_tensors(values: list[Tensor], sizes: list[int], where: str) -> Tensor:
     if all(value.dim() and value.shape[0] == size for value, size in zip(values, sizes, strict=True)):
-        if len({value.shape[1:] for value in values}) > 1:  # of texts, as long as the longest of each micro-batch
+        if len({value.shape[1:] for value in values}) > 1:  # as long as the longest text of each
             listed = ", ".join(str(tuple(value.shape)) for value in values)
             raise _cannot(where, f"its sizes beside the samples differ ({listed}): pad it to one size")
         return torch.cat(values)

@@ -377,3 +377,52 @@ def test_hooks_of_batches_read_lists_on_every_rank(ranks: Ranks) -> None:
     for number in (1, 3):
         for found in ranks(2)(logs_of, {"stages": 2, "num_microbatches": number}, ReadsAfterBatches):
             assert found == pytest.approx(expected, rel=1e-9)
+
+
+class Terms(nn.Module):
+    """A criterion that keeps its terms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.terms: dict[str, Any] = {}
+
+    def forward(self, out: Tensor, y: Tensor) -> Tensor:
+        terms = {"mse": nn.functional.mse_loss(out, y), "l1": nn.functional.l1_loss(out, y)}
+        self.terms = {
+            "all": {name: term.detach() for name, term in terms.items()},
+            "mse": terms["mse"].item(),
+        }
+        return sum(terms.values(), torch.zeros(()))
+
+
+class ReadsTerms(Regression):
+    """Hooks of batches read dictionaries of losses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = Terms()
+        self.losses: dict[str, Tensor] = {}
+        self.seen: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        out = self.net(batch[0])
+        self.losses = {"size": out.pow(2).mean(), "terms": self.criterion(out, batch[1])}
+        return self.losses["size"] + self.losses["terms"]
+
+    def on_after_backward(self) -> None:
+        self.seen.append(float(self.criterion.terms["all"]["l1"]))
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seen += [float(self.losses["size"]), float(self.losses["terms"]), self.criterion.terms["mse"]]
+
+
+def terms_of(pipeline: dict[str, Any] | None) -> list[float]:
+    module = ReadsTerms()
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, loader(24))
+    return module.seen
+
+
+def test_hooks_of_batches_read_dictionaries_of_losses_on_every_rank(ranks: Ranks) -> None:
+    expected = terms_of(None)
+    for found in ranks(2)(terms_of, {"stages": 2, "num_microbatches": 2}, group=False):
+        assert found == pytest.approx(expected, rel=1e-9)

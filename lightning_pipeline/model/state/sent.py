@@ -170,8 +170,9 @@ def is_small(value: Any) -> bool:
         return value.numel() * value.element_size() <= _MOST
     if type(value) is tuple:
         return len(value) < _FEW and all(map(is_small, value))
-    if type(value) in _DICTS:
-        return len(value) < _FEW and all(_is_key(key) and type(i) in _SMALL for key, i in value.items())
+    if type(value) in _DICTS:  # of numbers, and of losses
+        few = len(value) < _FEW and all(map(_is_key, value)) and all(map(is_small, value.values()))
+        return few and travels(value) and size_of(value) <= _MOST
     return type(value) in _SMALL or value is MISSING
 
 
