@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_pipeline.model.places import exchange_kept
+from lightning_pipeline.model.state import Elsewhere
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer, weights
 
@@ -117,6 +118,7 @@ def test_weights_are_exchanged_in_whatever_keeps_them() -> None:
     kept["circle"] = [weight]
     kept["circle"].append(kept["circle"])
     kept["drift"] = Drift([weight])
+    kept["elsewhere"] = [Elsewhere("what another stage has"), weight]
     exchange_kept(root, [], {id(weight): new})
     assert root.layer.weight is weight
     assert kept["alone"] is new and kept["set"] == {new, bias}
@@ -124,5 +126,6 @@ def test_weights_are_exchanged_in_whatever_keeps_them() -> None:
     assert list(kept["by"]) == [new, bias] and list(kept["by"].values()) == [1, 2]
     assert kept["deep"][0][0]["a"][1] is new and kept["circle"][0] is new
     assert kept["drift"].parameters == (new,)
+    assert kept["elsewhere"][1] is new
     exchange_kept(root, [], {id(new): weight})
     assert kept["alone"] is weight and kept["pair"].more == [bias, weight]

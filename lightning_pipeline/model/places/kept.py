@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_pipeline.model.places.owners import Guard
 from lightning_pipeline.model.tensors import attributes_of, items_of
 
 _LISTED = ("_parameters", "_buffers", "_modules")
@@ -69,6 +70,8 @@ class _Walk:
 
     def _new(self, value: Any) -> Any:
         """What stands in the place of a value, which is looked into later, or at once if it is fixed."""
+        if isinstance(value, Guard):  # for what another stage has, which raises where it is used
+            return value
         if isinstance(value, Tensor):
             return self._others.get(id(value), value)
         if isinstance(value, tuple | set | frozenset):
