@@ -223,11 +223,35 @@ def refused(pipeline: dict[str, Any], options: dict[str, Any], kind: type[Regres
     return str(told.value)
 
 
+class Wraps(nn.Module):
+    """Calls a layer that is listed elsewhere."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+        self.layers = (layer,)  # in a tuple, so that it is no part of this one
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.scale * self.layers[0](x)
+        return found
+
+
+class CallsALayerOfAnother(Regression):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrap = Wraps(self.net[0])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.mse_loss(self.net[2:](self.wrap(batch[0])), batch[1])
+
+
 def test_what_one_rank_cannot_run_for_another_is_refused(ranks: Ranks) -> None:
     for told in ranks(2)(refused, {"step_timeout": 20}, {}, OfLayers):
         assert "'net.0' is called under torch.func (vmap, grad, ...), which cannot be split" in told
     for told in ranks(2)(refused, {"step_timeout": 20}, {}, OneRegion):
         assert "let each region hold layers of one stage, or take use_reentrant=True" in told
+    told = "\n".join(ranks(2)(refused, {"step_timeout": 20}, {}, CallsALayerOfAnother))
+    assert "the forward of unit 'wrap' calls unit 'net.0', which is on stage 0, and a unit" in told
 
 
 def test_what_goes_by_micro_batches_is_refused_beside_it(ranks: Ranks) -> None:

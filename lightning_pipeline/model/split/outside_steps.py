@@ -239,10 +239,22 @@ class IdleRunner:
         stage = self._view.stage_of[unit]
         if stage in self._stages:
             return self._patches.run_alone(unit, args, kwargs)
+        if self._patches.alone is not None:
+            raise self._inside(self._patches.alone, unit)
         raise SplitError(
             f"unit {self._patches.units[unit].name!r} is on stage {stage} and is called "
             "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "
             f"which run across the stages, or on the whole model after fit [at {user_line(self._root)}]"
+        )
+
+    def _inside(self, caller: int, unit: int) -> SplitError:
+        """The refusal of a unit that another one's forward calls, where that runs on its rank alone."""
+        caller_name, name = (self._patches.units[number].name for number in (caller, unit))
+        return SplitError(
+            f"the forward of unit {caller_name!r} calls unit {name!r}, which is on stage "
+            f"{self._view.stage_of[unit]}, and a unit that is called by message (manual optimization, "
+            "whole_steps=True, hooks) runs on its rank alone: let the step call both, or keep them on one "
+            f"stage by PipelineStrategy(partition=...) [at {user_line(self._root)}]"
         )
 
 

@@ -92,6 +92,7 @@ class UnitPatches:
         idle: Who answers outside a step. None: the original does.
         copies: Modules that were copied from units meanwhile, with the unit's number.
         around_alone: Makes the context in which a unit runs that is called outside of steps.
+        alone: The unit that runs so now.
     """
 
     def __init__(self, units: Sequence[Unit]) -> None:
@@ -101,6 +102,7 @@ class UnitPatches:
         self.idle: Runner | None = None
         self.copies: list[tuple[weakref.ref[nn.Module], int]] = []
         self.around_alone: Callable[[int], AbstractContextManager[None]] = lambda _: nullcontext()
+        self.alone: int | None = None
         self._own = [vars(unit.module).get("forward") for unit in self.units]
         self._undo: list[Undo] = []
 
@@ -138,8 +140,12 @@ class UnitPatches:
 
     def run_alone(self, unit: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a unit of this rank that is called outside of steps."""
-        with self.around_alone(unit):
-            return self.originals[unit](*args, **kwargs)
+        before, self.alone = self.alone, unit
+        try:
+            with self.around_alone(unit):
+                return self.originals[unit](*args, **kwargs)
+        finally:
+            self.alone = before
 
     def copied(self) -> dict[int, int]:
         """The unit that a module was copied from, by its `id`: its weights are where the unit's are."""
