@@ -190,7 +190,9 @@ class Follower:
         self._compare_path()
         self._number = microbatch
         if self._wholes:
-            self._shares = Shares(self._wholes[microbatch], self._root, self._fractions[microbatch])
+            self._shares = Shares(
+                self._wholes[microbatch], self._root, self._fractions[microbatch], by_values=self._by_values
+            )
             self._paths.append(self._shares)
             return self._shares
         self._path = Path()
@@ -429,7 +431,7 @@ class Follower:
 
     def _compare_means(self) -> None:
         """Whether the micro-batches have all values over which one device takes a mean."""
-        for found in zip(*(shares.means for shares in self._paths if self._by_values), strict=False):
+        for found in zip(*(shares.means for shares in self._paths), strict=False):
             line, _, whole = found[0]
             alike = len({(one[0], one[2]) for one in found}) == 1 and len(found) == len(self._fractions)
             here = sum(one[1] for one in found)

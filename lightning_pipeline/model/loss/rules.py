@@ -28,12 +28,12 @@ class Follows(Protocol):
 
     fraction: float
     differs: bool
-    means: list[tuple[str, float, float]]
     root: nn.Module
 
     def of(self, value: Any) -> Share | None: ...
     def bent(self, value: Any) -> Any: ...
     def lost(self, *shares: Share | None) -> Share | None: ...
+    def counted(self, mine: float, whole: float) -> None: ...
     def multiplied(self, result: Tensor, number: Tensor) -> None: ...
     def mean_of(self, result: Tensor, count: float | Tensor) -> None: ...
 
@@ -336,7 +336,7 @@ def _reduction(mean: bool) -> "Rule":
         )
         factor = mine / whole if mean and whole else 1.0
         if mean and step.mine.result == () and not step.whole.operands[0].guessed:
-            step.shares.means.append((user_line(step.shares.root), mine, whole))
+            step.shares.counted(mine, whole)
         if mean and step.whole.operands[0].guessed:
             if step.mine.result == () and (step.known[0] is None or is_of_rows(step.known[0], step.args[0])):
                 return step.mean_of(step.mine.operands[0].elements)
@@ -379,7 +379,7 @@ def _loss(step: Step) -> Share | None:
         return step.lost(always=True)
     if step.mine.divisor is not None and step.whole.divisor is not None:
         mine, whole = read_together(step.mine.divisor, step.whole.divisor)
-        step.shares.means.append((user_line(step.shares.root), mine, whole))
+        step.shares.counted(mine, whole)
         return Share(((mine / whole if whole else math.nan, step.result),), TARGETS)
     if call.weight is not None:
         return step.lost(always=True)
@@ -390,7 +390,7 @@ def _loss(step: Step) -> Share | None:
         for event in (step.mine, step.whole)
     )
     origin = max((share.origin for share in step.known if share is not None), default=SHAPES)
-    step.shares.means.append((user_line(step.shares.root), mine, whole))
+    step.shares.counted(mine, whole)
     return Share(((mine / whole, step.result),), origin)
 
 

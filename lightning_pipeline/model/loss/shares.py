@@ -67,14 +67,15 @@ class Shares:
         strayed: The line from where on the micro-batch went another way than the batch.
         taken: The functions that were called.
         differs: Whether a number between units is another one in the whole batch, or may be in another one.
-        means: Lines of means over all values, with how many these are here and in the whole batch.
+        means: Lines of means over all values, with how many these are here and in the whole batch, where
+            values decide how much units return.
     """
 
-    def __init__(self, whole: Whole, root: nn.Module, fraction: float) -> None:
+    def __init__(self, whole: Whole, root: nn.Module, fraction: float, *, by_values: bool = False) -> None:
         self.fraction, self.strayed = fraction, ""
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
-        self.means: list[tuple[str, float, float]] = []
+        self.means, self._by_values = list[tuple[str, float, float]](), by_values
         self.differs, self.remembered = False, whole.remembered
         self._events: Iterator[tuple[int, Event]] = enumerate(whole.events.get(None, ()))
         self._after: Call = None
@@ -115,6 +116,11 @@ class Shares:
         self._tables.clear()
         self._places.clear()
         self._computed.clear()
+
+    def counted(self, mine: float, whole: float) -> None:
+        """A mean was taken of so many values, and of so many in the whole batch."""
+        if self._by_values:
+            self.means.append((user_line(self.root), mine, whole))
 
     def multiplied(self, result: Tensor, number: Tensor) -> None:
         """A mean was multiplied with a number that a unit computed."""

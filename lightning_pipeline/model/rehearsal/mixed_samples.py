@@ -1,7 +1,8 @@
 """Steps that mix samples of the batch: each micro-batch is given its part of what the batch has."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -23,9 +24,8 @@ from lightning_pipeline.model.mixing import (
     placed_between,
     sums_of_parts,
 )
-from lightning_pipeline.model.places import Effect, Kept, Place, Replayed
+from lightning_pipeline.model.places import FILLED, Effect, Kept, Place, Replayed
 from lightning_pipeline.model.random import Draws
-from lightning_pipeline.model.rehearsal.filled import filled_alone
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import own_containers
@@ -34,6 +34,12 @@ from lightning_pipeline.model.trace import Trace
 
 _Any = TypeVar("_Any", bound=Functions)
 _MOST_LOOKS = 32
+_READING = (
+    "__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "__eq__", "__ne__", "__lt__",
+    "__le__", "__gt__", "__ge__", "__add__", "__mul__", "__rmul__", "__or__", "__ror__", "__copy__",
+    "copy", "count", "index", "pop", "popleft", "popitem", "remove", "reverse", "rotate", "sort",
+    "get", "setdefault", "keys", "values", "items",
+)  # fmt: skip
 
 
 class MixedSamples:
@@ -263,7 +269,7 @@ class MixedSamples:
     def _run(self, step: Step, batch: Microbatch, number: int, route: Route, mixing: _Any) -> _Any:
         outputs = self._finder.outputs(route, batch, partial(step.seeds.microbatch, number))
         mixing.begin(batch)
-        with filled_alone(() if step.name in self._reading else step.trace.effects) as read:
+        with _filled_alone(() if step.name in self._reading else step.trace.effects) as read:
             self._rehearse(batch, outputs, number, Observer([]), Draws(), mixing)
         if read:
             self._reading.add(step.name)
@@ -282,3 +288,34 @@ def _is_known_everywhere(effect: Effect, *, fills: bool) -> bool:
 def _left_there(place: Place, start: Kept) -> Any:
     value = place.get()
     return value.detach().clone() if isinstance(value, Tensor) else own_containers(value, start.items())
+
+
+@contextmanager
+def _filled_alone(effects: Sequence[Effect]) -> Iterator[list[str]]:
+    """Inside, such containers are empty on each rank, and reading one raises.
+
+    Args:
+        effects: Of the step.
+
+    Returns:
+        Labels of those that were read.
+    """
+    read = list[str]()
+    with ExitStack() as stack:
+        for effect in effects:
+            place, value = effect.place, effect.place.get()
+            if effect.from_units and effect.is_container and type(value) in FILLED:
+                place.put(_unread(value, place.label, read))
+                stack.callback(place.put, value)
+        yield read
+
+
+def _unread(value: Any, label: str, read: list[str]) -> Any:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        read.append(label)
+        raise CannotRepeatError(label)
+
+    kind = type(value)
+    reading = {name: refuse for name in _READING if hasattr(kind, name)}
+    made: Any = type(kind.__name__, (kind,), reading)
+    return made([], value.maxlen) if isinstance(value, deque) else made()

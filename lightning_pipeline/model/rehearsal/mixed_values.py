@@ -3,9 +3,6 @@
 A stage has one micro-batch at a time, so `h.flip(0)` there is another one than in the batch. Whether a step
 does so is tried once: units answer with made-up values for the whole batch, and then with others for the
 samples of one micro-batch. What a later unit is given for all other samples has to be the same.
-
-Likewise a unit may give as many words as its longest sample has, so that a batch has padding which a
-micro-batch has not. What a later unit is given for a micro-batch has to be the same with it and without.
 """
 
 import logging
@@ -20,8 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline.model.cut import Microbatch, TracedOutputs
 from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
+from lightning_pipeline.model.rehearsal.padding import Padding
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import LARGEST, MadeUp, Observed, Outputs, bytes_of, made_up_values
+from lightning_pipeline.model.rules import LARGEST, MadeUp, Outputs, bytes_of, made_up_values
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 from lightning_pipeline.model.trace import Trace
 
@@ -59,13 +57,12 @@ class MixedValues:
 
     Attributes:
         lines: By step, at which line that is so, and by which function.
-        padded: By step, units whose padding has a part in what later ones are given, by name.
+        padding: Tries the same of padding.
     """
 
     def __init__(self, runs: MadeUpRuns, outputs: Callable[..., TracedOutputs]) -> None:
         self._runs, self._outputs = runs, outputs
-        self.padded: dict[str, list[str]] = {}
-        self._padding_tried: set[tuple[str, tuple[int, ...]]] = set()
+        self.padding = Padding(runs, outputs)
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
         self.lines: dict[str, dict[str, str]] = {}
 
@@ -78,8 +75,8 @@ class MixedValues:
             sizes: Samples of each micro-batch.
             as_one: Gives its trace as one, and what units return for it.
         """
+        self.padding.look(step, whole, sizes, as_one)
         key = step.name, step.routes[0].trace.path
-        self._look_at_padding(step, whole, sizes, as_one)
         if key in self._tried or not step.routes[0].trace.may_mix_values:
             return
         self._tried.add(key)
@@ -89,36 +86,6 @@ class MixedValues:
             self.lines[step.name] = self.lines.get(step.name, {}) | found
         except Exception as error:  # the user's code, on made-up values
             _log.debug("whether %s mixes what units give cannot be tried: %s", step.name, error)
-
-    def _look_at_padding(self, step: Step, whole: Microbatch, sizes: Sequence[int], as_one: AsOne) -> None:
-        """In the first batch that has padding which its micro-batches have not: does that have a part?"""
-        key, trace = (step.name, step.routes[0].trace.path), step.routes[0].trace
-        is_open = trace.follows_values and key not in self._padding_tried
-        if not is_open or any(route is not step.routes[0] for route in step.routes):
-            return
-        try:
-            whole_trace, outputs = as_one(whole)
-            by_values = {(call.unit, call.nth) for call in trace.calls if call.by_values}
-            for number, batch in enumerate(step.microbatches):
-                own = self._outputs(step.routes[0], batch, partial(step.seeds.microbatch, number))
-                decided = {call: one for call, one in outputs.items() if call in by_values}
-                rows = _Padded(sum(sizes[:number]), sizes[number], sum(sizes), decided, own)
-                if rows.units and bytes_of(outputs) <= LARGEST:
-                    self._padding_tried.add(key)
-                    values = made_up_values(outputs)
-                    theirs = self._run(step, whole, MadeUp(values, whole_trace, frozenset()))
-                    mine = self._run(step, batch, MadeUp(rows.cut(values), trace, frozenset()))
-                    if not rows.are_alike(theirs.seen, mine.seen):
-                        self.padded[step.name] = [trace.units[unit].name for unit in rows.units]
-                        return
-        except Exception as error:  # the user's code, on made-up values
-            self._padding_tried.add(key)
-            _log.debug("whether padding has a part in %s cannot be tried: %s", step.name, error)
-
-    def _run(self, step: Step, batch: Microbatch, runner: MadeUp) -> MadeUp:
-        with self._runs.apart(step):
-            self._runs.run(step, batch, runner, torch.no_grad())
-        return runner
 
     def _mixed(
         self, step: Step, whole: Microbatch, sizes: Sequence[int], trace: Trace, outputs: Outputs
@@ -152,71 +119,6 @@ class MixedValues:
         return {}
 
 
-class _Padded:
-    """What units give for the batch, beside a micro-batch which may have less padding.
-
-    Args:
-        start: Its first sample in the batch.
-        size: Its samples.
-        total: Those of the batch.
-        outputs: What units return for the batch, of which values decide how much that is.
-        own: What all of them return for the micro-batch.
-
-    Attributes:
-        units: Those that give fewer of something, by number.
-    """
-
-    def __init__(self, start: int, size: int, total: int, outputs: Outputs, own: Outputs) -> None:
-        self._start, self._size, self._total, self._own = start, size, total, own
-        self._lengths: set[tuple[int, int]] = set()
-        self.units: list[int] = []
-        for call, (_, specs) in outputs.items():
-            pairs = zip(specs, own[call][1] if call in own else (), strict=False)
-            found = {
-                one for theirs, mine in pairs for one in self._shorter(theirs.shape, mine.shape)
-            }  # by dimension
-            if found and call[0] not in self.units:
-                self.units.append(call[0])
-            self._lengths |= found
-
-    def _shorter(self, theirs: Sequence[int], mine: Sequence[int]) -> Iterator[tuple[int, int]]:
-        if len(theirs) == len(mine):
-            pairs = zip(theirs, mine, strict=True)
-            yield from (one for one in pairs if one[0] > one[1] and one != (self._total, self._size))
-
-    def _rows(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """What the micro-batch has of a tensor of the batch; None where that is not clear."""
-        if tensor.dim() != len(shape):
-            return None
-        has_samples = False
-        for dim, (there, here) in enumerate(zip(tensor.shape, shape, strict=True)):
-            if not has_samples and (there, here) == (self._total, self._size):
-                tensor, has_samples = tensor.narrow(dim, self._start, here), True
-            elif (there, here) in self._lengths:
-                tensor = tensor.narrow(dim, 0, here)
-            elif there != here:
-                return None
-        return tensor
-
-    def cut(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Those of the micro-batch."""
-        found = {}
-        for call, (tensors, structure) in values.items():
-            pairs = zip(tensors, self._own[call][1], strict=True)
-            parts = [self._rows(tensor, spec.shape) for tensor, spec in pairs]
-            found[call] = ([one for one in parts if one is not None], structure)
-        return found
-
-    def are_alike(self, theirs: Observed, mine: Observed) -> bool:
-        """Whether units are given the same samples by a run for the batch and one for the micro-batch."""
-        for (unit, whole), (same, part) in zip(theirs, mine, strict=False):
-            for one, other in zip(whole, part, strict=False):
-                rows = self._rows(one, other.shape) if unit == same and one.dtype == other.dtype else None
-                if rows is not None and not torch.allclose(rows, other, rtol=1e-5, atol=1e-9, equal_nan=True):
-                    return False
-        return True
-
-
 def _parts(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
     """First row and number of rows of the micro-batches to exchange."""
     numbers = range(len(sizes)) if len(sizes) <= _MOST else [*range(_MOST - 1), len(sizes) - 1]
@@ -228,15 +130,17 @@ def _samples_of(outputs: Outputs, own: Outputs, total: int, size: int) -> dict[A
     """The dimension of samples of each tensor that a call returns: it is shorter for a micro-batch."""
     found = {}
     for call, (_, specs) in outputs.items():
-        parts = [one.shape for one in own[call][1]] if call in own else []
+        parts = [one.shape for one in own[call][1]] if call in own else [()] * len(specs)
         found[call] = [
-            next(
-                (d for d, pair in enumerate(zip(spec.shape, part, strict=False)) if pair == (total, size)),
-                None,
-            )
-            for spec, part in zip(specs, [*parts, *[()] * len(specs)], strict=False)
+            _dimension(spec.shape, part, (total, size)) for spec, part in zip(specs, parts, strict=False)
         ]
     return found
+
+
+def _dimension(whole: Sequence[int], part: Sequence[int], sizes: tuple[int, int]) -> int | None:
+    """The first that has these sizes."""
+    pairs = enumerate(zip(whole, part, strict=False))
+    return next((dimension for dimension, pair in pairs if pair == sizes), None)
 
 
 def _exchanged(values: Mapping[Any, Any], along: Mapping[Any, Any], start: int, size: int) -> dict[Any, Any]:

@@ -281,7 +281,7 @@ class SplitModel(OutsideSteps):
             at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
             in_part={line: name for line, (name, _) in partly},
             values=self._mixed_values.lines.get(step, {}),
-            padded=self._mixed_values.padded.get(step, []),
+            padded=self._mixed_values.padding.counted.get(step, []),
             units=self._mixing_units.found.get(step, []),
             numbers=self._mixing_units.numbers.get(step, {}),
         )
@@ -358,14 +358,7 @@ class SplitModel(OutsideSteps):
         self._find_row_order(at_once)
         self._known_left = self._step.left_by_batch or {}
         self._state = self._left_behind.new_state(
-            trace,
-            microbatches,
-            sizes,
-            merge,
-            ways,
-            at_once,
-            as_one,
-            self._step.left_by_batch,
+            trace, microbatches, sizes, merge, ways, at_once, as_one, self._step.left_by_batch
         )
         starts = self._buffers.starts(self._step, trace, at_once, as_one)
         for program in self.programs:

@@ -72,6 +72,7 @@ class Call:
         closed: Whether all values that it reads are among its arguments.
         by_values: Whether values of tensors that code between units gives it, such as lengths, may decide
             what it returns: it did not run without them.
+        ran: Whether it ran, on made-up values, as it did not run without any.
     """
 
     index: int
