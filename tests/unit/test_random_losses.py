@@ -95,6 +95,9 @@ LOSSES = (
     "o.sum() / torch.sqrt(m.sum() + 1)", "torch.where(w.mean() > 0.6, o.mean(), 2 * o.mean())",
     "((o - y).pow(2).sum(0) / (((y - y.mean(0)) ** 2).sum(0) + 0.1)).mean()",
     "F.mse_loss(o, y) * y.std().clamp(min=0.5) + y.var()",
+    "(o[m] @ q).mean()", "torch.einsum('ij,ij->i', o[m], y[m]).mean()", "torch.cat([o[m], o[~m]]).pow(2).mean()",
+    "(F.cross_entropy(o[m], v[m], reduction='none') * w[m]).sum() / w[m].sum()",
+    "F.cross_entropy(o[m], v[m], reduction='none').sum() / m.sum()",
 )  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def test_a_loss_times_a_number_that_was_read_is_refused() -> None:
     assert found.startswith("refused: what training_step returns is divided by what differs")
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, 300_328])
+@pytest.mark.parametrize("seed", [0, 1, 2, 300_328, 400_007])
 def test_a_random_loss_is_that_of_the_batch_or_said_to_be_none(seed: int) -> None:
     loss_outcome_of(loss_program(seed))
 

@@ -5,8 +5,9 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from tests.ranks.lightning_cases import Regression, assert_same, fit
+from tests.ranks.lightning_cases import Regression, assert_same, fit, trainer, weights
 
 pytestmark = pytest.mark.usefixtures("no_group_is_left")
 
@@ -118,3 +119,42 @@ def test_what_a_layer_is_given_by_a_count_of_samples_is_one_devices(name):
 def test_a_count_of_samples_in_python_that_scales_what_a_layer_gave_is_warned_of(name):
     with pytest.warns(UserWarning, match=r"goes by a number of all of them.*test_mixing_of_values.py"):
         fitted(OF_A_MICRO_BATCH[name], STAGED, Counts)
+
+
+SAMPLES, WORDS = 6, 6  # as many of these as of those
+PICKED = {
+    "any number": lambda mask: mask,
+    "as many for each": lambda mask: torch.arange(WORDS).expand_as(mask) < 3,
+}
+
+
+class Words(Regression):
+    """Adds places to words, and goes on with those that a mask picks."""
+
+    def __init__(self, picks):
+        super().__init__()
+        torch.manual_seed(0)
+        self.picks, self.net = picks, nn.Linear(1, 8).double()
+        self.places, self.head = nn.Embedding(WORDS, 8).double(), nn.Linear(8, 1).double()
+
+    def training_step(self, batch, batch_idx):
+        texts, mask = batch
+        found = self.net(texts[..., None]) + self.places(torch.arange(WORDS))
+        mask = self.picks(mask)
+        return (self.head(found[mask]) - texts[mask][:, None]).square().sum() / mask.sum()
+
+
+def fitted_words(picks, pipeline):
+    generator, module = torch.Generator().manual_seed(0), Words(picks)
+    texts = torch.randn(2 * SAMPLES, WORDS, generator=generator, dtype=torch.float64)
+    data = TensorDataset(texts, torch.rand(2 * SAMPLES, WORDS, generator=generator) < 0.6)
+    trainer(pipeline, max_epochs=2, limit_val_batches=0).fit(module, DataLoader(data, batch_size=SAMPLES))
+    return weights(module), {}
+
+
+@pytest.mark.parametrize("name", PICKED)
+def test_words_that_a_mask_picks_and_their_places_are_not_mixed(name):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*mixes")
+        found = fitted_words(PICKED[name], {"stages": 1, "num_microbatches": 2})
+    assert_same(found, fitted_words(PICKED[name], None))
