@@ -206,6 +206,13 @@ class MaskedAfterDropout(Masked):
         return super().pooled(dropout(found, 0.3, self.training), lengths)
 
 
+class MaskedAfterNoise(Masked):
+    """Likewise, in evaluation too."""
+
+    def pooled(self, found: Tensor, lengths: Tensor) -> Tensor:
+        return super().pooled(found + 0.1 * torch.randn_like(found), lengths)
+
+
 class PooledAfterDropout(Pooled):
     def pooled(self, found: Tensor, lengths: Tensor) -> Tensor:
         return super().pooled(dropout(found, 0.3, self.training), lengths)
@@ -227,6 +234,7 @@ def said_of_padding(pipeline: dict[str, Any] | None, kind: type[Tagger]) -> tupl
         (Attended, "net gives as much for each sample as the longest"),
         (PooledAfterDropout, "net gives as much for each sample as the longest"),
         (MaskedAfterDropout, ""),
+        (MaskedAfterNoise, ""),
         (Masked, ""),
     ],
 )

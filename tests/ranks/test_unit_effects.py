@@ -126,12 +126,13 @@ class Reads(nn.Module):
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
         self.linear = nn.Linear(inputs, outputs)
-        self.highest, self.positive = 0.0, 0
+        self.first, self.highest, self.positive = 0.0, 0.0, 0
         self.counts: Counter[str] = Counter()
         self.spread = 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         found = self.linear(x).tanh()
+        self.first = found[0, 0].item()
         self.highest = found.abs().max().item()
         self.positive += int((found > 0).sum())
         self.counts["calls"] += 1
@@ -139,7 +140,7 @@ class Reads(nn.Module):
         return found
 
     def plain(self) -> Any:
-        return self.highest, self.positive, dict(self.counts)
+        return self.first, self.highest, self.positive, dict(self.counts)
 
 
 class Spreads(Reads):

@@ -9,6 +9,7 @@ from torch.nn.utils import prune, spectral_norm
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, loader, trainer
+from tests.ranks.test_one_device_replicas import ByHand
 
 Ranks = Callable[[int], Pool]
 
@@ -26,18 +27,6 @@ class Pruned(Regression):
                 prune.l1_unstructured(layer, "weight", 0.3)
 
 
-class ByHand(Regression):
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
-        optimizer: Any = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(self.loss(batch))
-        optimizer.step()
-
-
 class PrunedByHand(ByHand, Pruned):
     pass
 
@@ -47,6 +36,10 @@ class NormedByHand(ByHand):
         super().__init__()
         for layer in linears(self):
             spectral_norm(layer)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        for layer in linears(self):
+            assert layer.weight.shape == layer.weight_orig.shape
 
 
 def fitted(
