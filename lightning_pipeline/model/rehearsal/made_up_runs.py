@@ -1,13 +1,13 @@
 """Runs of a step in which units give made-up values."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import numpy
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_pipeline.model.cut import Microbatch
 from lightning_pipeline.model.random import Generators, random_state_kept, seed_torch
@@ -16,6 +16,8 @@ from lightning_pipeline.model.rules import MadeUp, Outputs
 from lightning_pipeline.model.tensors import map_tensors
 from lightning_pipeline.model.trace import Trace, UnitPatches
 
+_ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
+_COARSE = 5e-2  # of all other types
 AsOne = Callable[[Microbatch], tuple[Trace, Outputs]]
 """Gives the trace of arguments, such as a batch's as one, and what units return for them."""
 
@@ -72,3 +74,21 @@ def seed_all(seed: int) -> None:
     seed_torch(seed)
     numpy.random.seed(seed)
     random.seed(seed)
+
+
+def rounding_of(module: nn.Module, inputs: Sequence[Tensor]) -> float:
+    """How much of the largest number two results may differ by and be the same: by the coarsest type."""
+    kinds = {tensor.dtype for tensor in (*inputs, *module.parameters()) if tensor.is_floating_point()}
+    devices = {tensor.device.type for tensor in inputs}
+    kinds |= {torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)}
+    return max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=_COARSE)
+
+
+def are_same(one: Tensor, two: Tensor, rounding: float) -> bool:
+    if one.shape != two.shape or one.dtype != two.dtype:
+        return False
+    if not one.is_floating_point() or not one.numel():
+        return torch.equal(one, two)
+    one, two = one.double(), two.double()
+    largest = float(torch.stack([one, two]).nan_to_num(0.0, 0.0, 0.0).abs().max())
+    return torch.allclose(one, two, rtol=0.0, atol=rounding * largest, equal_nan=True)

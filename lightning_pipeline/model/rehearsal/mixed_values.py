@@ -6,7 +6,7 @@ samples of one micro-batch. What a later unit is given for all other samples has
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -54,15 +54,20 @@ class MixedValues:
     Args:
         runs: Makes runs of a step.
         outputs: Gives what units return for a micro-batch, on a way and with its random numbers.
+        stage_of: The stage of each unit.
+        stages: Those of this rank.
 
     Attributes:
         lines: By step, at which line that is so, and by which function.
-        padding: Tries the same of padding.
+        padding: Tries whether padding counts that micro-batches do not have.
     """
 
-    def __init__(self, runs: MadeUpRuns, outputs: Callable[..., TracedOutputs]) -> None:
+    def __init__(
+        self, runs: MadeUpRuns, outputs: Callable[..., TracedOutputs], stage_of: Sequence[int],
+        stages: Collection[int],
+    ) -> None:  # fmt: skip
         self._runs, self._outputs = runs, outputs
-        self.padding = Padding(runs, outputs)
+        self.padding = Padding(runs, outputs, stage_of, stages)
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
         self.lines: dict[str, dict[str, str]] = {}
 
@@ -75,7 +80,6 @@ class MixedValues:
             sizes: Samples of each micro-batch.
             as_one: Gives its trace as one, and what units return for it.
         """
-        self.padding.look(step, whole, sizes, as_one)
         key = step.name, step.routes[0].trace.path
         if key in self._tried or not step.routes[0].trace.may_mix_values:
             return

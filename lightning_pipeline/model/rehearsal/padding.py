@@ -2,42 +2,68 @@
 
 A unit may give as many words as its longest sample has, such as an encoder that packs its input, so that a
 batch has padding which a micro-batch has not. Whether that matters is tried once: a step runs for the batch
-on made-up values, and for a micro-batch on its part of them. What later units are given has to be the same.
+on made-up values, and for a micro-batch on its part of them. What later units are given has to be the same,
+and what units of this rank make of it.
+
+What stands in the padding is what the unit puts there, where this rank has it. Of a unit that is elsewhere
+nobody knows, so that both is tried, something and nothing.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.cut import Microbatch, TracedOutputs
-from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns
+from lightning_pipeline.model.random import random_state_kept
+from lightning_pipeline.model.rehearsal.made_up_runs import AsOne, MadeUpRuns, are_same, rounding_of
 from lightning_pipeline.model.replay import Step
-from lightning_pipeline.model.rules import LARGEST, MadeUp, Observed, Outputs, bytes_of, made_up_values
+from lightning_pipeline.model.rules import (
+    LARGEST,
+    MadeUp,
+    Observed,
+    Outputs,
+    bytes_of,
+    made_up_values,
+    values_in,
+)
 from lightning_pipeline.model.trace import Trace
 
 _log = logging.getLogger(__name__)
+UnitCall = tuple[int, int]
+"""A unit, and which call of it."""
+Values = Mapping[UnitCall, tuple[list[Tensor], Any]]
+"""Tensors that a call of a unit gives, and the structure that they are put into."""
 
 
 class Padding:
-    """Tries whether padding has a part in what later units are given.
+    """Tries whether padding has a part in what later units are given, and in what they make of it.
 
     Args:
         runs: Makes runs of a step.
         outputs: Gives what units return for a micro-batch, on a way and with its random numbers.
+        stage_of: The stage of each unit.
+        stages: Those of this rank.
 
     Attributes:
-        counted: By step, units whose padding has, by name.
+        counted: By step, units of this rank whose padding has a part in what others are given, by name.
+        inside: By step, units of this rank that make something else of the same words with padding behind
+            them than without, by name.
     """
 
-    def __init__(self, runs: MadeUpRuns, outputs: Callable[..., TracedOutputs]) -> None:
-        self._runs, self._outputs = runs, outputs
+    def __init__(
+        self, runs: MadeUpRuns, outputs: Callable[..., TracedOutputs], stage_of: Sequence[int],
+        stages: Collection[int],
+    ) -> None:  # fmt: skip
+        self._runs, self._outputs, self._stage_of, self._stages = runs, outputs, stage_of, stages
         self._tried: set[tuple[str, tuple[int, ...]]] = set()
         self.counted: dict[str, list[str]] = {}
+        self.inside: dict[str, list[str]] = {}
 
     def look(self, step: Step, whole: Microbatch, sizes: Sequence[int], as_one: AsOne) -> None:
         """A batch begins: try it, in the first one that has padding which a micro-batch has not.
@@ -57,12 +83,24 @@ class Padding:
             trace, outputs = as_one(whole)
             for number, padded in self._narrower(step, sizes, outputs):
                 self._tried.add(key)
-                if bytes_of(outputs) <= LARGEST and self._counts(step, whole, trace, outputs, number, padded):
-                    self.counted[step.name] = [trace.units[unit].name for unit in padded.units]
+                if bytes_of(outputs) <= LARGEST:
+                    found = self._counts(step, whole, trace, outputs, number, padded)
+                    here = [unit for unit in padded.units if None in found and self._is_here(unit)]
+                    inside = sorted(unit for unit in found if unit is not None)
+                    self.counted[step.name] = [trace.units[unit].name for unit in here]
+                    self.inside[step.name] = [trace.units[unit].name for unit in inside]
                     return
         except Exception as error:  # the user's code, on made-up values
             self._tried.add(key)
             _log.debug("whether padding has a part in %s cannot be tried: %s", step.name, error)
+
+    def _is_here(self, unit: int) -> bool:
+        return self._stage_of[unit] in self._stages
+
+    def _is_run(self, unit: int) -> bool:
+        module = self._runs.patches.units[unit].module
+        size = sum(p.numel() * p.element_size() for p in module.parameters())
+        return self._is_here(unit) and size <= LARGEST
 
     def _narrower(
         self, step: Step, sizes: Sequence[int], outputs: Outputs
@@ -79,19 +117,75 @@ class Padding:
 
     def _counts(
         self, step: Step, whole: Microbatch, trace: Trace, outputs: Outputs, number: int, padded: "_Padded"
-    ) -> bool:  # fmt: skip
-        """Whether a micro-batch comes to something else without the padding than with it."""
-        values = made_up_values(outputs)
+    ) -> frozenset[int | None]:  # fmt: skip
+        """See `_Padded.differing`, for anything that may stand in the padding."""
+        own = frozenset(filter(self._is_run, trace.path))
 
-        def run(batch: Microbatch, given: Mapping[Any, Any], like: Trace, seed: int = 0) -> Observed:
-            runner = MadeUp(given, like, frozenset())
+        def run(batch: Microbatch, given: Values, like: Trace, seed: int = 0) -> _Seen:
+            forwards = _Forwards(self._runs.patches.originals, own)
+            runner = MadeUp(given, like, own, forwards.all)
             with self._runs.apart(step), _in_evaluation(self._runs.root):  # a dropout draws for other sizes
                 self._runs.run(step, batch, runner, torch.no_grad(), seed=seed)
-            return runner.seen
+            return _Seen(runner.seen, forwards.gave)
 
-        theirs, drawn = run(whole, values, trace), run(whole, values, trace, seed=1)
-        mine = run(step.microbatches[number], padded.cut(values), step.routes[0].trace)
-        return not padded.are_alike(theirs, mine, drawn)
+        def differing(given: Values) -> frozenset[int | None]:
+            theirs, drawn = run(whole, given, trace), run(whole, given, trace, seed=1)
+            mine = run(step.microbatches[number], padded.cut(given), step.routes[0].trace)
+            return padded.differing(theirs, mine, drawn, [one.module for one in trace.units])
+
+        values = made_up_values(outputs)
+        fillings = padded.fillings(values, run(whole, values, trace).gave)
+        return frozenset[int | None]().union(
+            *(frozenset.intersection(*map(differing, each)) for each in fillings)
+        )
+
+
+class _Seen(NamedTuple):
+    """What a run has seen.
+
+    Attributes:
+        given: What each unit was given.
+        gave: What calls of units that did run gave; nothing where they raised.
+    """
+
+    given: Observed
+    gave: Mapping[UnitCall, list[Tensor]]
+
+
+class _Forwards:
+    """The forwards of all units; some note what they give.
+
+    Args:
+        originals: The forwards.
+        units: Those that note it.
+
+    Attributes:
+        all: By number of the unit.
+        gave: What was noted.
+    """
+
+    def __init__(self, originals: Sequence[Callable[..., Any]], units: Collection[int]) -> None:
+        self.all = list(originals)
+        self.gave: dict[UnitCall, list[Tensor]] = {}
+        self._counts: Counter[int] = Counter()
+        self._inside = False
+        for unit in units:
+            self.all[unit] = partial(self._noted, unit, originals[unit])
+
+    def _noted(self, unit: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._inside:  # a unit that is called by another is part of that
+            return forward(*args, **kwargs)
+        call = unit, self._counts[unit]
+        self._counts[unit] += 1
+        self._inside = True
+        try:
+            with random_state_kept():
+                self.gave[call] = values_in(forward(*args, **kwargs))
+        except Exception as error:  # the user's code, on made-up values
+            _log.debug("unit %s does not run on made-up values: %s", unit, error)
+        finally:
+            self._inside = False
+        return None
 
 
 @contextmanager
@@ -122,6 +216,7 @@ class _Padded:
 
     def __init__(self, start: int, size: int, total: int, outputs: Outputs, own: Outputs) -> None:
         self._start, self._size, self._total, self._own = start, size, total, own
+        self._decided = list(outputs)
         self._lengths: set[tuple[int, int]] = set()
         self.units: list[int] = []
         for call, (_, specs) in outputs.items():
@@ -137,41 +232,115 @@ class _Padded:
             pairs = zip(theirs, mine, strict=True)
             yield from (one for one in pairs if one[0] > one[1] and one != (self._total, self._size))
 
-    def _rows(self, tensor: Tensor, shape: Sequence[int]) -> Tensor | None:
-        """What the micro-batch has of a tensor of the batch, by its shape; None where that is not clear."""
+    def _rows(self, tensor: Tensor, shape: Sequence[int]) -> tuple[Tensor | None, int | None]:
+        """What the micro-batch has of a tensor of the batch, by its shape, and the dimension of its samples.
+
+        Nothing where that is not clear.
+        """
         if tensor.dim() != len(shape):
-            return None
-        has_samples = False
+            return None, None
+        samples = None
         for dim, (there, here) in enumerate(zip(tensor.shape, shape, strict=True)):
-            if not has_samples and (there, here) == (self._total, self._size):
-                tensor, has_samples = tensor.narrow(dim, self._start, here), True
+            if samples is None and (there, here) == (self._total, self._size):
+                tensor, samples = tensor.narrow(dim, self._start, here), dim
             elif (there, here) in self._lengths:
                 tensor = tensor.narrow(dim, 0, here)
             elif there != here:
-                return None
-        return tensor
+                return None, None
+        return tensor, samples
 
-    def cut(self, values: Mapping[Any, Any]) -> dict[Any, Any]:
+    def cut(self, values: Values) -> Values:
         """Those of the micro-batch."""
-        found = {}
+        found: dict[UnitCall, tuple[list[Tensor], Any]] = {}
         for call, (tensors, structure) in values.items():
             pairs = zip(tensors, self._own[call][1], strict=True)
-            parts = [self._rows(tensor, spec.shape) for tensor, spec in pairs]
+            parts = [self._rows(tensor, spec.shape)[0] for tensor, spec in pairs]
             found[call] = ([one for one in parts if one is not None], structure)
         return found
 
-    def are_alike(self, theirs: Observed, mine: Observed, drawn: Observed) -> bool:
-        """Whether units are given the same samples by a run for the batch and one for the micro-batch.
+    def fillings(self, values: Values, gave: Mapping[UnitCall, list[Tensor]]) -> list[list[Values]]:
+        """Values to try, each with all that may stand in the padding: one thing if this rank has the units.
+
+        Where it has, words are the units' own, and once more each sample's are all like its first, so that
+        what stands in the padding may be the largest.
 
         Args:
-            theirs: What the first has seen.
-            mine: What the second has.
-            drawn: What the first would have with other random numbers; what differs there says nothing.
+            values: Made-up ones.
+            gave: What units gave that did run.
         """
-        for (unit, whole), (same, part), (_, others) in zip(theirs, mine, drawn, strict=False):
-            for one, other, again in zip(whole, part, others, strict=False):
-                known = unit == same and one.dtype == other.dtype and torch.equal(one, again)
-                rows = self._rows(one, other.shape) if known else None
-                if rows is not None and not torch.allclose(rows, other, rtol=1e-5, atol=1e-9, equal_nan=True):
-                    return False
-        return True
+        known, unknown = dict(values), list[UnitCall]()
+        for call in self._decided:
+            tensors, structure = values[call]
+            real = gave.get(call, [])
+            if [(one.shape, one.dtype) for one in real] == [(one.shape, one.dtype) for one in tensors]:
+                known[call] = real, structure
+            else:
+                unknown.append(call)
+        alike = known | self._changed(known, self._decided, lambda words, _: words.copy_(words[:1].clone()))
+        empty = self._changed(known, unknown, lambda _, padding: padding.zero_())
+        return [[one, one | empty] if unknown else [one] for one in (known, alike)]
+
+    def _changed(
+        self, values: Values, calls: Sequence[UnitCall], change: Callable[[Tensor, Tensor], object]
+    ) -> dict[UnitCall, tuple[list[Tensor], Any]]:
+        """Values of these calls with other words or another padding, along the first dimension of views."""
+        found = {}
+        for call in calls:
+            tensors = [one.clone() for one in values[call][0]]
+            for tensor in filter(torch.is_floating_point, tensors):
+                for dim, size in enumerate(tensor.shape):
+                    for here in [here for there, here in self._lengths if there == size]:
+                        along = tensor.movedim(dim, 0)
+                        change(along[:here], along[here:])
+            found[call] = tensors, values[call][1]
+        return found
+
+    def differing(
+        self, theirs: _Seen, mine: _Seen, drawn: _Seen, modules: Sequence[nn.Module]
+    ) -> frozenset[int | None]:
+        """The units that give something else for the same samples in two runs; None if one is given it.
+
+        Args:
+            theirs: What a run for the batch has seen.
+            mine: What one for the micro-batch has.
+            drawn: What the first would have with other random numbers; what differs there says nothing.
+            modules: The units.
+        """
+        found, counts = set[int | None](), Counter[int]()
+        for (unit, whole), (same, part), (_, again) in zip(
+            theirs.given, mine.given, drawn.given, strict=False
+        ):
+            if unit is None or unit != same:
+                break  # it went elsewhere, which says nothing
+            call, rounding = (unit, counts[unit]), rounding_of(modules[unit], whole)
+            counts[unit] += 1
+            given = self._compared((whole, part, again), rounding)
+            found |= {None} if True in given else set()
+            gave = [seen.gave.get(call, []) for seen in (theirs, mine, drawn)]
+            if given == [False] * len(whole) and any(self._compared(gave, rounding, each=True)):
+                found.add(unit)
+        return frozenset(found)
+
+    def _compared(
+        self, seen: Sequence[Sequence[Tensor]], rounding: float, *, each: bool = False
+    ) -> list[bool | None]:
+        """Of each tensor of a batch, whether a micro-batch has something else; None where nobody can tell.
+
+        Args:
+            seen: The batch's, the micro-batch's, and the batch's with other random numbers.
+            rounding: By how much of the largest number two that are the same may differ.
+            each: Whether words differ only if those of each sample do: what stands in the padding of a
+                shorter one may be anything, and the longest has none.
+        """
+        found: list[bool | None] = []
+        for one, other, again in zip(*seen, strict=False):
+            known = one.dtype == other.dtype and are_same(one, again, 0.0)
+            rows, samples = self._rows(one, other.shape) if known else (None, None)
+            if rows is None:
+                found.append(None)
+            elif each and samples is not None and rows.numel() < one.numel() // self._total * self._size:
+                pairs = zip(rows.unbind(samples), other.unbind(samples), strict=True)
+                found.append(not any(are_same(*pair, rounding) for pair in pairs))
+            else:
+                found.append(not are_same(rows, other, rounding))
+        return found

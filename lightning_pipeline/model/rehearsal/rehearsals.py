@@ -87,7 +87,7 @@ class Rehearsals:
         )
         self.as_one = ToldAsOne(root, told, patches, apart, quiet)
         runs = MadeUpRuns(root, patches, apart, quiet)
-        self.values = MixedValues(runs, self.ways.outputs)
+        self.values = MixedValues(runs, self.ways.outputs, stage_of, stages)
         self.buffers = UnitBuffers(runs, stage_of, stages)
         self.row_order = RowOrder(runs)
         self.mixing_units = UnitMixing(runs, stage_of, stages)

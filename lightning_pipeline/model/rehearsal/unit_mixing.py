@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from typing_extensions import override
 
 from lightning_pipeline._torch import AnyBatchNorm, TorchDispatchMode, tree_leaves
@@ -21,7 +21,7 @@ from lightning_pipeline.data import split_batch
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
 from lightning_pipeline.model.mixing import is_cut_by_rows
 from lightning_pipeline.model.random import random_state_kept
-from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns, seed_all
+from lightning_pipeline.model.rehearsal.made_up_runs import MadeUpRuns, are_same, rounding_of, seed_all
 from lightning_pipeline.model.replay import Step
 from lightning_pipeline.model.rules import MadeUp, made_up
 from lightning_pipeline.model.tensors import TensorSpec, is_placeholder, map_tensors, tensors_in
@@ -39,8 +39,6 @@ Place = Callable[[int], int]
 """Which of so many samples is looked at."""
 _LARGEST = 1 << 28  # bytes of a unit's parameters, and of one made-up value
 _FEW = 16  # powers of two: numbers of a sample's values that are compared
-_ROUNDING = {torch.float64: 1e-8, torch.complex128: 1e-8, torch.float32: 1e-3, torch.complex64: 1e-3}
-_COARSE = 5e-2  # of all other types
 
 
 class UnitMixing:
@@ -273,7 +271,7 @@ class _Forwards:
             ]
             for at in _PLACES
         ]
-        rounding = _rounding(self._patches.units[unit].module, inputs)
+        rounding = rounding_of(self._patches.units[unit].module, inputs)
         sums = None if still.drawn else self._sums(call, forward, (args, kwargs), output, rounding)
         return _Seen(unit, given, plain, gave, still.drawn, rounding, sums)
 
@@ -294,9 +292,9 @@ class _Forwards:
         numbers = torch.stack([torch.stack(part) for part in parts])
         weights = numbers.new_tensor(lengths)[:, None]
         made = torch.stack(whole)
-        if _is_same(made, (numbers * weights).sum(0) / weights.sum(), rounding):
+        if are_same(made, (numbers * weights).sum(0) / weights.sum(), rounding):
             return None
-        return _is_same(made, numbers.sum(0), rounding)
+        return are_same(made, numbers.sum(0), rounding)
 
     def _numbers_in(self, call: UnitCall, output: Any) -> list[Tensor]:
         """Numbers in an output, and in attributes that the step reads."""
@@ -543,14 +541,6 @@ def _some(tensor: Tensor) -> Tensor:
     return tensor.detach().flatten()[:: (tensor.numel() >> _FEW) | 1].clone()
 
 
-def _rounding(module: nn.Module, inputs: Sequence[Tensor]) -> float:
-    """By the coarsest type that it works with."""
-    kinds = {tensor.dtype for tensor in (*inputs, *module.parameters()) if tensor.is_floating_point()}
-    devices = {tensor.device.type for tensor in inputs}
-    kinds |= {torch.get_autocast_dtype(one) for one in devices if torch.is_autocast_enabled(one)}
-    return max((_ROUNDING.get(kind, _COARSE) for kind in kinds), default=_COARSE)
-
-
 def _differing(first: Sequence[_Seen], other: Sequence[_Seen], number: int) -> frozenset[int]:
     """Units that gave another thing for the sample at a place, though they were given the same for it."""
     found, calls = set[int](), {one.unit for one in other}
@@ -569,7 +559,7 @@ def _is_given_same(one: _Seen, two: _Seen, number: int) -> bool:
         return False
     return all(
         len(before) == len(after)
-        and any(_is_same(*pair, one.rounding) for pair in zip(before, after, strict=True))
+        and any(are_same(*pair, one.rounding) for pair in zip(before, after, strict=True))
         for before, after in zip(one.given[number], two.given[number], strict=True)
     )
 
@@ -577,16 +567,6 @@ def _is_given_same(one: _Seen, two: _Seen, number: int) -> bool:
 def _gave_other(one: _Seen, two: _Seen, number: int) -> bool:
     for before, after in zip(one.gave[number], two.gave[number], strict=False):
         for pair in zip(before, after, strict=False):
-            if pair[0].shape == pair[1].shape and not _is_same(*pair, one.rounding):
+            if pair[0].shape == pair[1].shape and not are_same(*pair, one.rounding):
                 return True
     return False
-
-
-def _is_same(one: Tensor, two: Tensor, rounding: float) -> bool:
-    if one.shape != two.shape or one.dtype != two.dtype:
-        return False
-    if not one.is_floating_point() or not one.numel():
-        return torch.equal(one, two)
-    one, two = one.double(), two.double()
-    largest = float(torch.stack([one, two]).nan_to_num(0.0, 0.0, 0.0).abs().max())
-    return torch.allclose(one, two, rtol=0.0, atol=rounding * largest, equal_nan=True)

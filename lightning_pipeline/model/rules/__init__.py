@@ -11,6 +11,7 @@ from lightning_pipeline.model.rules.made_up import (
     joined_values,
     made_up,
     made_up_values,
+    values_in,
 )
 from lightning_pipeline.model.rules.probe import Rules, rules_of
 from lightning_pipeline.model.rules.rows import Rows, StartRows, rows_by_shape
@@ -49,4 +50,5 @@ __all__ = [
     "unmerged",
     "usual",
     "values_at_end",
+    "values_in",
 ]

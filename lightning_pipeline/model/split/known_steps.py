@@ -44,7 +44,8 @@ class Doubts:
         at_end: Whether all of them come after the last unit.
         in_part: The same lines, where micro-batches get their samples of some of what it mixes.
         values: Lines at which it mixes samples of what units gave, on the last stage, and by which function.
-        padded: Units whose padding, which micro-batches have less of, has a part in what follows.
+        padded: Units of this rank that give micro-batches less padding, which has a part in what follows.
+        padded_inside: Units of this rank whose own forward counts such padding.
         units: Units of this rank whose own forward mixes samples, by their names and classes.
         numbers: Those that give a number of all samples which is no mean: whether it is a sum.
     """
@@ -61,6 +62,7 @@ class Doubts:
     in_part: Mapping[str, str]
     values: Mapping[str, str]
     padded: Sequence[str]
+    padded_inside: Sequence[str]
     units: Sequence[str]
     numbers: Mapping[str, bool]
 

@@ -131,8 +131,9 @@ class SplitModel(OutsideSteps):
         )  # fmt: skip
         self._finder, self._mixing = rehearsals.ways, rehearsals.mixed
         self._divisors, self.as_one = rehearsals.divisors, rehearsals.as_one
-        self._mixed_values, self._buffers = rehearsals.values, rehearsals.buffers
-        self._mixing_units, self._row_order = rehearsals.mixing_units, rehearsals.row_order
+        self._mixed_values, self._padding = rehearsals.values, rehearsals.values.padding
+        self._mixing_units, self._buffers = rehearsals.mixing_units, rehearsals.buffers
+        self._row_order = rehearsals.row_order
         self.signatures: list[Hashable] = []
         self.begun, self.counts_next = 0, False
         self.count: SavedCount | None = None
@@ -281,7 +282,8 @@ class SplitModel(OutsideSteps):
             at_end=all(position >= len(trace.calls) for _, position in mixed.values()),
             in_part={line: name for line, (name, _) in partly},
             values=self._mixed_values.lines.get(step, {}),
-            padded=self._mixed_values.padding.counted.get(step, []),
+            padded=self._padding.counted.get(step, []),
+            padded_inside=self._padding.inside.get(step, []),
             units=self._mixing_units.found.get(step, []),
             numbers=self._mixing_units.numbers.get(step, {}),
         )
@@ -388,12 +390,14 @@ class SplitModel(OutsideSteps):
             self._open.enter_context(self.told.metrics_unfollowed())
 
     def _try_mixing(self, whole: Microbatch | None, later: Collection[int]) -> None:
-        """Find out which units of this rank mix samples; those that run `later` have all of the batch."""
+        """Find out which units of this rank mix samples or count padding; `later` are given all."""
         step = self._step
         if step is None or whole is None or len(step.microbatches) == 1:
             return
         seeds = partial(step.seeds.microbatch, 0)
         outputs = partial(self._finder.outputs, step.routes[0], seeds=seeds)
+        with self._left_behind.begun(None, self._sizes):
+            self._padding.look(step, whole, self._sizes, partial(self._finder.as_one, step))
         with self._left_behind.begun(0, self._sizes):
             self._mixing_units.look(step, whole, self._sizes, outputs, later)
 

@@ -109,16 +109,20 @@ class Advice:
                 "mix samples in on_after_batch_transfer, before the first layer"
             )
 
-    def of_padding(self, units: Sequence[str]) -> None:
-        """Padding has a part in what later units are given."""
-        if units:
-            self.say(
-                ("padding", self._step),
-                f"{', '.join(units)} gives as much for each sample as the longest that it is given has, and "
-                f"what {self._step} makes of it goes by the padding, too (a mean, a softmax without a mask): "
-                f"each of {self._number} micro-batches is as wide as its own longest sample, so that "
+    def of_padding(self, units: Sequence[str], inside: Sequence[str]) -> None:
+        """Padding has a part in what later units are given, or in what they make of it."""
+        made_by = [f"what {self._step} makes of it"] if units else []
+        made_by += [f"the forward of {', '.join(inside)}"] if inside else []
+        kind = ("padding", self._step)
+        if made_by and kind not in self._warned:
+            self._warned.add(kind)
+            giver = ", ".join(units) or "a layer"
+            warnings.warn(
+                f"in {self._step} {giver} gives as much for each sample as the longest that it is given "
+                f"has, and {' and '.join(made_by)} goes by the padding, too (a mean, a softmax without a "
+                f"mask): each of {self._number} micro-batches is as wide as its own longest sample, so that "
                 "numbers are not those of one device. Leave padding out by a mask, or let the layer give the "
-                "width of what it is given (`pad_packed_sequence(..., total_length=x.shape[1])`)",
+                "width of what it is given (`pad_packed_sequence(..., total_length=x.shape[1])`)"
             )
 
     def of_units(self, units: Sequence[str]) -> None:
@@ -287,7 +291,7 @@ class Advice:
         if self._number > 1:
             self.of_units(doubts.units)
             self.of_values({} if doubts.mixed else doubts.values)
-            self.of_padding(doubts.padded)
+            self.of_padding(doubts.padded, doubts.padded_inside)
         if self._number > 1 and not later:
             self.of_mixing(doubts)
 
