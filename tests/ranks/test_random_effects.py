@@ -32,6 +32,18 @@ def test_a_place_that_a_later_batch_changes_further_down_is_that_of_one_device(r
     assert several.startswith(("equal", "refused"))
 
 
+def test_how_much_a_hook_has_put_into_a_list_decides(ranks: Ranks) -> None:
+    """What the step counts then begins in the second batch, in which all else is as in the first."""
+    more = Statement("batch start", "always", "append", "batch sum", 1)
+    counts = [
+        Statement("between", "list", effect, "hidden mean", 7)
+        for effect in ("closure", "class", "entry add", "object")
+    ]
+    pipeline = {"stages": 2, "num_microbatches": 2}
+    programs = [Program((more, one), pipeline, 3, False) for one in counts]
+    assert outcomes_of(programs, ranks(2)) == ["equal"] * len(programs)
+
+
 def test_a_number_in_a_text_decides(ranks: Ranks) -> None:
     text = Statement("before", "text", "append", "batch mean", 5)
     program = Program((text,), {"stages": 2, "num_microbatches": 2}, 4, False)

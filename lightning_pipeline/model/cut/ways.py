@@ -5,6 +5,7 @@ Of each way, which values each boundary message carries, and which stages need w
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -188,17 +189,36 @@ def goes_on(trace: Trace, stage_of: Sequence[int], stage: int) -> bool:
     return any(position > leaves for position in positions)
 
 
+class UnclearSizesError(BaseException):
+    """What a unit returns for arguments of other sizes does not follow from what it returned before."""
+
+
 class TracedOutputs(dict[tuple[int, int], TracedOutput]):
     """What calls of units, by unit and number of the call, return."""
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__({(call.unit, call.nth): (call.structure, call.specs) for call in calls})
         self._calls = {(call.unit, call.nth): call for call in calls}
+        self._raises = False
+
+    def strict(self) -> "TracedOutputs":
+        """The same, which raises where sizes are not clear."""
+        found = copy(self)
+        found._raises = True
+        return found
 
     def given(self, unit: int, nth: int, arguments: Any) -> TracedOutput:
-        """What a call returns, where values such as lengths or a mask may give its arguments other sizes."""
+        """What a call returns, where values such as lengths or a mask may give its arguments other sizes.
+
+        Raises:
+            UnclearSizesError: One of its own sizes could be another now, such as that of a layer of three
+                features given three words. It is not the user's to catch.
+        """
         call = self._calls[unit, nth]
-        return call.structure, call.resized(inputs_of(arguments)) or call.specs
+        specs = call.resized(inputs_of(arguments))
+        if specs is None and self._raises:
+            raise UnclearSizesError
+        return call.structure, specs or call.specs
 
 
 @dataclass(frozen=True, slots=True)

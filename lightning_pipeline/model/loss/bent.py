@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pipeline.model.loss.events import Form, Seen, Share, Whole, grows, pairs, type_of
-from lightning_pipeline.model.loss.functions import ARITHMETIC, PLACES, both
+from lightning_pipeline.model.loss.functions import ARITHMETIC, PLACES, SUMS, both
 from lightning_pipeline.model.loss.reductions import LOSSES
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors
 
@@ -68,6 +68,12 @@ class Bent:
     kwargs: dict[str, Any] = field(default_factory=dict)
     always: bool = False
     by_unit: bool = False
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether numbers are added, and nothing else."""
+        parts = [one for one in self.args if isinstance(one, Bent)]
+        return self.func in SUMS and self.by_unit and all(one.is_sum for one in parts)
 
     def origins(self) -> set[int]:
         """Of all that it begins with."""

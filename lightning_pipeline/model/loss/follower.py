@@ -65,10 +65,16 @@ class Part(NamedTuple):
 
 
 class Path:
-    """Notes which functions that may make a loss a micro-batch calls, where nothing is to be followed."""
+    """Notes which functions that may make a loss a micro-batch calls, where nothing is to be followed.
+
+    Attributes:
+        taken: These.
+        flags: What it was told by numbers of tensors that it decides by.
+    """
 
     def __init__(self) -> None:
         self.taken: list[Any] = []
+        self.flags: list[bool] = []
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
@@ -77,7 +83,10 @@ class Path:
         """Run a function."""
         if func in FOLLOWED:
             self.taken.append((func, kwargs.get("reduction")))
-        return run(func, args, kwargs)
+        result = run(func, args, kwargs)
+        if type(result) is bool:
+            self.flags.append(result)
+        return result
 
 
 class Follower:
@@ -120,7 +129,8 @@ class Follower:
         self._about: float | None = None  # the batch's divisor, as far as the first of them tells
         self.worth: list[float] | None = None
         self.doubt: str | None = None
-        self._by_values = False
+        self._by_values, self._is_torn = False, False
+        self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
         self._number = 0  # of the micro-batch that runs
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
@@ -148,6 +158,7 @@ class Follower:
         tried: Callable[[], list[float] | None] = lambda: None,
         *,
         by_values: bool = False,
+        is_torn: bool = False,
     ) -> None:
         """A batch comes.
 
@@ -158,8 +169,9 @@ class Follower:
                 step cannot be run once more.
             tried: Tries what each micro-batch's loss is worth; None where it is no part of a sum.
             by_values: Whether values decide how much units return, so that shapes alone say nothing.
+            is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
         """
-        self._by_values = by_values
+        self._by_values, self._is_torn, self._flags = by_values, is_torn, set()
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed, self.doubt = [], None, None
@@ -205,6 +217,8 @@ class Follower:
 
     def left(self) -> None:
         """The step of the micro-batch is over: only its way is kept, none of its values."""
+        seen = self._shares or self._path
+        self._flags |= set() if seen is None else {tuple(seen.flags)}
         if self._shares is not None:
             self._shares.forget()
             self._shares = None
@@ -243,7 +257,10 @@ class Follower:
         if bent is not None and not drawn:
             self._bends = True
             self._plain = self._plain and VALUES not in bent.origins()
-            return Part(value * shares.fraction, bent=bent)
+            total = share.total() if share is not None and not share.lost and bent.is_sum else None
+            return Part(
+                value * shares.fraction if total is None else total, bent=bent, is_known=total is not None
+            )
         self._note(shares, share)
         if share is None or share.lost or self._is_doubtful(shares, share):
             unclear = shares.is_astray or (share is not None and bool(share.lost))
@@ -275,13 +292,15 @@ class Follower:
         if shares is None:
             return None
         share = shares.of(loss)
+        self._end(shares)
         self._note(shares, share)
         if self._is_doubtful(shares, share):
             return None
         if share is not None and share.own is not None:
             self._compare_computed(shares, loss)
             return self._own_share(share.own, loss)
-        is_astray = bool(shares.strayed) and (share is None or bool(share.lost))
+        is_lost = share is None or bool(share.lost)
+        is_astray = (bool(shares.strayed) and is_lost) or shares.ends_early
         if is_astray and self.tries():
             return self._tried_share(loss)
         if is_astray and not bool(loss.detach()):  # it may have had nothing to divide
@@ -305,6 +324,15 @@ class Follower:
         if share.lost:
             raise self._lost(f"from {share.lost} on")
         return share
+
+    def _end(self, shares: Shares) -> None:
+        shares.end()
+        if shares.makes_less:
+            self.doubt = (
+                f"{self._step} calls more functions for the batch as a whole than for a micro-batch, such as "
+                "where a number of samples decides: the loss is taken for what its micro-batches add up to. "
+                f"If it is not, {_WAYS_OUT}"
+            )
 
     def _lost(self, where: str) -> SplitError:
         return SplitError(
@@ -334,6 +362,13 @@ class Follower:
         Raises:
             SplitError: Some micro-batches have divided by what units decide, and others by something else.
         """
+        if len(self._flags) > 1 and not self._is_torn and self.doubt is None:
+            self.doubt = (
+                f"{self._step} decides by what layers compute (`if loss > bound`), and the micro-batches of "
+                "one have decided otherwise than each other, where one device decides once for all of its "
+                "samples: decide sample by sample with torch.where, or use num_microbatches=1; "
+                "whole_steps=True, which is slower, gives the step the whole batch"
+            )
         return self.worth, self.say_doubt, self._left_to_divide()
 
     def _left_to_divide(self) -> tuple[float, float] | None:

@@ -28,6 +28,7 @@ def both(names: str) -> list[Any]:
 _SUMS = "add add_ __add__ __radd__ __iadd__ sub sub_ subtract __sub__ __isub__ rsub __rsub__ neg __neg__"
 _PRODUCTS = "mul mul_ multiply __mul__ __rmul__ __imul__ div div_ divide true_divide __truediv__ __itruediv__"
 ARITHMETIC = frozenset(both(_SUMS) + both(_PRODUCTS))
+SUMS = frozenset(both("add add_ __add__ __radd__ __iadd__"))
 IN_PLACE = frozenset(both("add_ __iadd__ sub_ __isub__ mul_ __imul__ div_ __itruediv__"))
 _LINEAR_NAMES = (
     "neg negative clone detach to float double half bfloat16 type type_as contiguous reshape view flatten",
@@ -47,6 +48,7 @@ TAKING_ROWS = frozenset(both("index_select"))
 REPEATING = frozenset(both("repeat_interleave"))  # by values where these are not numbers
 
 
+OF_FORM = frozenset(both("new_zeros new_ones zeros_like ones_like"))
 AT_LEAST = frozenset(both("clamp clamp_ clamp_min clamp_min_"))
 
 

@@ -1,7 +1,7 @@
 """The share of what a function makes, by the shares of what it was given: one rule a function."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,7 +18,7 @@ from lightning_pipeline.model.loss.events import (
     Whole,
     pairs,
 )
-from lightning_pipeline.model.loss.functions import AT_LEAST, SELECTING, both
+from lightning_pipeline.model.loss.functions import AT_LEAST, SELECTING, SUMS, both
 from lightning_pipeline.model.loss.reductions import LOSSES, read_together, reduction_of, valid_targets
 from lightning_pipeline.model.tensors import is_placeholder, user_line
 
@@ -285,6 +285,31 @@ def mean_of_picked(
     number = float(args[0].numel())
     shares.mean_of(result, number)
     return Share((), VALUES, user_line(shares.root), own=OwnDivisor(number, number, is_count=True))
+
+
+def are_sums(one: Any, other: Any) -> bool:
+    """Whether both add two values: `total + loss`, and for the first of several losses `0 + loss`."""
+    return one in SUMS and other in SUMS
+
+
+def sum_of_numbers(
+    func: Any, args: tuple[Any, ...], kwargs: Any, result: Any, known: Sequence[Share | None]
+) -> Share | None:
+    """Of two numbers that were followed, or one and 0, whatever the whole batch's step does; else None.
+
+    A loss for each of several tasks is added where a micro-batch has samples of that task.
+    """
+    if func not in SUMS or kwargs or not isinstance(result, Tensor) or result.dim():
+        return None
+    terms: list[tuple[float, Tensor]] = []
+    for share, value in zip(known, args, strict=True):
+        is_number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
+        is_nothing = share is None and is_number and float(value) == 0
+        if not is_nothing and (share is None or share.lost or not share.single):
+            return None
+        terms += [] if share is None else share.terms
+    origin = max((share.origin for share in known if share is not None), default=SHAPES)
+    return Share(tuple(terms), origin, single=True)
 
 
 def _by_other(step: Step, position: int, change: Callable[[Tensor], Tensor]) -> Share | None:

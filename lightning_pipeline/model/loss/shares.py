@@ -8,6 +8,7 @@ where it has the whole batch's divisor; so a term counts as its value times (div
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -32,7 +33,9 @@ from lightning_pipeline.model.loss.functions import (
     JOINING,
     LINEAR,
     NUMBERS,
+    OF_FORM,
     SELECTING,
+    SUMS,
     TAKING_ROWS,
     gives_places,
     written_by,
@@ -43,6 +46,7 @@ from lightning_pipeline.model.loss.rules import (
     FOLLOWED,
     RULES,
     Step,
+    are_sums,
     at_least,
     is_of_rows,
     is_own,
@@ -51,6 +55,7 @@ from lightning_pipeline.model.loss.rules import (
     operand_of,
     renamed,
     shape_of,
+    sum_of_numbers,
 )
 from lightning_pipeline.model.tensors import user_line
 
@@ -66,6 +71,7 @@ class Shares:
     Attributes:
         strayed: The line from where on the micro-batch went another way than the batch.
         taken: The functions that were called.
+        flags: What the step was told by numbers of tensors that it decides by.
         differs: Whether a number between units is another one in the whole batch, or may be in another one.
         means: Lines of means over all values, with how many these are here and in the whole batch, where
             values decide how much units return.
@@ -75,6 +81,7 @@ class Shares:
         self.fraction, self.strayed = fraction, ""
         self.whole, self.root = whole, root
         self.taken: list[Any] = []
+        self.flags: list[bool] = []
         self.means, self._by_values = list[tuple[str, float, float]](), by_values
         self.differs, self.remembered = False, whole.remembered
         self._events: Iterator[tuple[int, Event]] = enumerate(whole.events.get(None, ()))
@@ -83,7 +90,9 @@ class Shares:
         self._calls: Iterator[tuple[int, Seen]] | None = enumerate(whole.calls.after(None))
         self.place: tuple[Any, ...] = ()
         self._mean: Bent | None = None  # of the function that runs
-        self._reads = 0
+        self._is_summed = False  # whether that adds numbers, whatever the whole batch's step does
+        self._reads, self._passed = 0, False
+        self._entered, self._unmade = set[Call](), list[Any]()
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
         self._places: dict[int, Tensor] = {}  # of what a mask picks
@@ -91,6 +100,7 @@ class Shares:
 
     def unit(self, number: int, nth: int) -> None:
         """A unit was called."""
+        self._entered.add(self._after)
         self._after = (number, nth)
         self._events, self.strayed = enumerate(self.whole.events.get(self._after, ())), ""
         self._calls = enumerate(self.whole.calls.after(self._after))
@@ -148,6 +158,8 @@ class Shares:
     def call(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """Run a function, and find the share of what it returns."""
         result = self._shared(func, args, kwargs, run)
+        if type(result) is bool:
+            self.flags.append(result)
         self._note_places(func, args, kwargs, result)
         return result
 
@@ -164,10 +176,13 @@ class Shares:
             return self._followed(func, args, kwargs, run, seen)
         for table in written_by(func, args, kwargs) if self._tables else ():
             self._tables.pop(id(table), None)
-        bent = bend(self, func, args, kwargs, seen)  # before it is run: it may write in place
-        self._mean = None
+        makes = func not in OF_FORM  # such as zeros, which are the same for any batch
+        bent = bend(self, func, args, kwargs, seen) if makes else None  # before it runs, maybe in place
+        self._mean, self._is_summed = None, False
         result = self._followed(func, args, kwargs, run, seen)
         bent = bent if bent is not None and bent.always else self._mean or bent
+        if self._is_summed:
+            bent = None
         if isinstance(result, tuple):
             found = extremes(self, func, args, kwargs, result, seen)
             for one, made in zip(result, found, strict=False):
@@ -207,6 +222,8 @@ class Shares:
         """The call in the whole batch's step; None from where on this one went another way."""
         index, seen = (0, None) if self._calls is None else next(self._calls, (0, None))
         self.place = "call", self._after, index
+        if seen is not None and seen.func != func and are_sums(func, seen.func):
+            return None
         if seen is None or seen.func != func:  # what reads an attribute is made anew each time
             self._calls = None
             return None
@@ -244,17 +261,20 @@ class Shares:
             return self._other(func, args, kwargs, run, seen) if self._known else run(func, args, kwargs)
         place, event = self._take(func)
         known = [self.of(arg) for arg in args[:2]]
-        if event is None:
-            result = run(func, args, kwargs)
-            self._keep(result, mean_of_picked(self, func, args, result, known[0]) or self.lost(*known))
-            return result
         operands = tuple(operand_of(arg) for arg in args[:2])
-        event = self._compared(event, operands, args, place)
-        count = valid_targets(func, args, kwargs) if func in LOSSES and event.divisor is not None else None
         before = args[0]
         if func in IN_PLACE and isinstance(before, Tensor) and before.numel() == 1:
             before = before.clone()
             known[0] = renamed(known[0], args[0], before)
+        if event is None:
+            result = run(func, args, kwargs)
+            summed = sum_of_numbers(func, (before, *args[1:]), kwargs, result, known)
+            self._is_summed = summed is not None
+            found = summed or mean_of_picked(self, func, args, result, known[0])
+            self._keep(result, found or self.lost(*known))
+            return result
+        event = self._compared(event, operands, args, place)
+        count = valid_targets(func, args, kwargs) if func in LOSSES and event.divisor is not None else None
         result = run(func, args, kwargs)
         if isinstance(result, Tensor):
             mine = Event(func, operands, shape_of(result), count)
@@ -303,10 +323,60 @@ class Shares:
     def _take(self, func: Any) -> tuple[tuple[Any, ...], Event | None]:
         if not self.strayed:
             index, event = next(self._events, (0, None))
+            while event is not None and event.func in SUMS and func not in SUMS and self._has_passed_units:
+                self._passed, (index, event) = True, next(self._events, (0, None))
             if event is not None and event.func is func:
                 return ("event", self._after, index), event
+            if are_sums(func, func if event is None else event.func):
+                return (), None
+            place = self._passed_over(func) if event is None else None
+            if place is not None:
+                return ("event", *place), self.whole.events[place[0]][place[1]]
             self.strayed = user_line(self.root)
         return (), None
+
+    @property
+    def _has_passed_units(self) -> bool:
+        """Whether the whole batch's step has called others up to here, and has more to add up."""
+        before = takewhile(lambda after: after != self._after, self.whole.events)
+        return not self._entered.issuperset(before)
+
+    def _passed_over(self, func: Any) -> tuple[Call, int] | None:
+        """The place of a call after units that this micro-batch does not call, such as those of a task.
+
+        It is the only one of its function there, or nobody knows which.
+        """
+        segments = list(self.whole.events)
+        later = segments[segments.index(self._after) + 1 :] if self._after in self.whole.events else []
+        places = [(after, index) for after in later for index in range(len(self.whole.events[after]))]
+        found = [
+            at for at, (after, index) in enumerate(places) if self.whole.events[after][index].func is func
+        ]
+        if len(found) != 1:
+            return None
+        self._after = after = places[found[0]][0]
+        self._events = enumerate(self.whole.events[after])
+        for index, _ in self._events:
+            if index == places[found[0]][1]:
+                break
+        self._passed = True
+        return places[found[0]]
+
+    def end(self) -> None:
+        """The loss was made."""
+        self._entered.add(self._after)
+        self._unmade = [] if self.strayed else [event.func for _, event in self._events]
+
+    @property
+    def ends_early(self) -> bool:
+        """After `end`: whether a call that came after what was passed over was another than thought."""
+        return self._passed and bool(self._unmade)
+
+    @property
+    def makes_less(self) -> bool:
+        """After `end`: whether the whole batch's step calls more, beside sums of what passed units give."""
+        passes = not self._entered.issuperset(self.whole.events)
+        return any(not (passes and func in SUMS) for func in self._unmade)
 
     def _select(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """A mask picks samples, and may by chance pick as many as in the whole batch."""
@@ -323,7 +393,7 @@ class Shares:
         """A function without a rule: what it makes of a followed value is followed if it is linear."""
         found = [share for value in _values(args, kwargs) if (share := self.of(value)) is not None]
         result = run(func, args, kwargs)
-        if not found:
+        if not found or func in OF_FORM:
             return result
         if func in NUMBERS:
             self._reads += 1

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.cut import Microbatch
+from lightning_pipeline.model.cut import Microbatch, UnclearSizesError
 from lightning_pipeline.model.loss import Follower, Guess, Observer, Whole, rehearsed, told_apart
 from lightning_pipeline.model.random import Draws
 from lightning_pipeline.model.rehearsal.routes import RouteFinder
@@ -84,16 +84,22 @@ class Divisors:
         tried = partial(self._worth.of, step, arguments, fractions)  # by each micro-batch's own numbers
         by_values = any(route.trace.follows_values for route in step.routes)
         tries = (lambda: None) if step.mixing else tried
-        follower.begin(fractions, tensors, rehearse, tries, by_values=by_values)
+        is_torn = step.name in self._finder.torn
+        follower.begin(fractions, tensors, rehearse, tries, by_values=by_values, is_torn=is_torn)
 
     def _rehearsed(self, step: Step, arguments: Any, tensors: list[Tensor]) -> list[Whole]:
         """What was seen for each micro-batch; twice, where something was made up that it goes by."""
+        parts = [arguments] if step.mixing else step.microbatches  # whose draws are the batch's own
+
+        def runs(guess: Guess, *, anew: bool) -> list[Whole]:
+            rehearse = partial(self._rehearse, step, anew=anew)
+            return rehearsed(arguments, parts, rehearse, lambda: Observer(tensors, guess))
 
         def run(guess: Guess) -> list[Whole]:
-            parts = [arguments] if step.mixing else step.microbatches  # whose draws are the batch's own
-            found = rehearsed(
-                arguments, parts, partial(self._rehearse, step), lambda: Observer(tensors, guess)
-            )
+            try:
+                found = runs(guess, anew=False)
+            except UnclearSizesError:
+                found = runs(guess, anew=True)
             return found * len(step.microbatches) if step.mixing else found
 
         first, second = (Guess(*given) for given in _GUESSES)
@@ -107,21 +113,24 @@ class Divisors:
             self._bounds.add(step.name)
         return wholes
 
-    def _rehearse(self, step: Step, batch: Microbatch, number: int, observer: Observer, draws: Draws) -> None:
+    def _rehearse(
+        self, step: Step, batch: Microbatch, number: int, observer: Observer, draws: Draws, *, anew: bool
+    ) -> None:  # fmt: skip
         """Run the step once without units, and leave nothing behind.
 
         Raises:
             CannotRepeatError: It takes from an iterator.
+            UnclearSizesError: Nobody knows what a unit returns, if it is not traced `anew`.
             _UnknownWholeError: It calls units with shapes of which nobody here knows what comes out.
         """
         seeds = partial(step.seeds.microbatch, number)
         (route,) = self._finder.routes(step.ways, [batch], lambda _: seeds())
         with self._apart.running(step.name) as outside:
             try:
-                outputs = self._finder.outputs(route, batch, seeds)
+                outputs = self._finder.outputs(route, batch, seeds, anew=anew)
             except SplitError as error:  # what is wrong with the micro-batches, too, they raise
                 raise _UnknownWholeError(error) from error
             outside.check()
             noted = nullcontext if any(batch is part for part in step.microbatches) else self._noted
             with self._silent(), noted():
-                self._run(batch, outputs, number, observer, draws)
+                self._run(batch, outputs if anew else outputs.strict(), number, observer, draws)

@@ -175,10 +175,9 @@ class RouteFinder:
             with self._glancing() if None in found else nullcontext():
                 for number, microbatch in enumerate(microbatches):
                     if found[number] is None:
+                        at = partial(seeds, number)
                         with begun(number):
-                            found[number] = self._glance(
-                                routes, keys[number], microbatch, partial(seeds, number)
-                            )
+                            found[number] = self._glance(routes, keys[number], microbatch, at)
                             flags[number] = self._flags
         for number, microbatch in enumerate(microbatches):
             if found[number] is None:
@@ -371,8 +370,7 @@ class RouteFinder:
             routes.put(
                 [self._route(one.number, one.trace, now) for one, now in zip(known_ways, live, strict=True)]
             )
-        known = routes.known.get(trace.path)
-        if known is None:
+        if (known := routes.known.get(trace.path)) is None:
             self._check(trace)
             known = self._route(len(routes.known), trace, self._cut.liveness(trace))
             if routes.add(known):
@@ -416,16 +414,19 @@ class RouteFinder:
         (route,) = self.routes(step.ways, [whole], lambda _: seeds())
         return route.trace, self.outputs(route, whole, seeds)
 
-    def outputs(self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds]) -> TracedOutputs:
+    def outputs(
+        self, route: Route, batch: Microbatch, seeds: Callable[[], MicrobatchSeeds], *, anew: bool = False
+    ) -> TracedOutputs:  # fmt: skip
         """What units return for arguments of these shapes, on this way.
 
         Args:
             route: The way.
             batch: The arguments.
             seeds: Sets the random numbers of the micro-batch.
+            anew: Whether by their values.
         """
         shapes, trace = signature_of(*batch), route.trace
-        if trace.follows_values:  # such as an encoder that cuts its input to a length
+        if anew or trace.follows_values:  # such as an encoder that cuts its input to a length
             with self._numbers_kept():
                 return TracedOutputs(self._traced(trace.step, batch, seeds(), ()).calls)
         key = (*self.context(trace.step), route.number, shapes)

@@ -8,6 +8,7 @@ which all that was ever compared comes out as in one before goes the same way, a
 
 import math
 import operator
+from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -33,6 +34,8 @@ _MOST_OPPOSITE, _OTHERWISE_EACH, _ENDLESS = 20, 100, 20_000
 _aten = torch.ops.aten
 _NUMBERS = (int, float, bool)
 _PLAIN = frozenset({bool, int, str})
+_SIZED = frozenset({list, dict, set, deque})
+_SHORT = 32
 _STATED = frozenset({*_PLAIN, float, complex, bytes, type(None)})
 _UPDATES = "_update_count"  # where a metric counts its updates
 _METHODS = frozenset({FunctionType, MethodType, partial})  # a split module has some in the place of its own
@@ -417,11 +420,10 @@ def _add_plain(value: Any, found: list[Hashable]) -> None:
 
 
 def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tuple[int, Any]]) -> Hashable:
-    """Flags, whole numbers and strings that code between units may choose by, the epoch, and what runs.
+    """Flags, whole numbers, strings and lengths that code between units may choose by, epoch and what runs.
 
-    Validation before training (the Trainer's sanity check) and within it are two things that may run.
-
-    Left out is what `updates_of_metrics` has.
+    Validation before training (the Trainer's sanity check) and within it are two things that may run. Left
+    out is what `updates_of_metrics` has.
 
     Args:
         root: The LightningModule.
@@ -435,6 +437,12 @@ def plain_state(root: nn.Module, modules: Iterable[nn.Module], left_out: set[tup
         plain = [pair for pair in held.items() if type(pair[1]) in _PLAIN]
         own, but = id(held), _UPDATES if isinstance(module, Metric) else None
         found += [pair for pair in plain if pair[0] != but and (own, pair[0]) not in left_out]
+    sized = [(name, len(value)) for name, value in vars(root).items() if type(value) in _SIZED]
+    found += [  # of a long one the binary digits, for it may grow for ever
+        (name, length if length <= _SHORT else _SHORT + length.bit_length())
+        for name, length in sized
+        if (id(vars(root)), name) not in left_out
+    ]
     return tuple(found)
 
 

@@ -148,18 +148,25 @@ def silence() -> Iterator[None]:
 
 @contextmanager
 def printed_once(root: nn.Module) -> Iterator[None]:
-    """Inside, what a step prints or logs as information is dropped: it is run again. A debugger is heard.
+    """Inside, what a step prints, logs as information or warns of is dropped: it is run again.
+
+    A debugger is heard.
 
     Args:
         root: The LightningModule, whose `print` goes to a progress bar.
     """
-    is_heard = logging.Logger.isEnabledFor
+    is_heard, warned, thread = logging.Logger.isEnabledFor, warnings.warn, get_ident()
 
     def is_enabled(logger: logging.Logger, level: int) -> bool:
         return level > logging.INFO and is_heard(logger, level)
 
+    def warn(*args: Any, **kwargs: Any) -> None:
+        if get_ident() != thread:
+            warned(*args, **kwargs)
+
     with (
         redirect_stdout(_Dropped(sys.stdout)),
+        patched(warnings, {"warn": warn}),  # a filter would let Python tell again what it has told
         patched(logging.Logger, {"isEnabledFor": is_enabled}),  # `disable` clears a cache of every logger
         _own_print(root, lambda *args, **kwargs: None),
     ):

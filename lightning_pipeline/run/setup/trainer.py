@@ -11,6 +11,7 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning_pipeline import _lightning
 from lightning_pipeline.model.tensors import ModuleState, ObjectState
 from lightning_pipeline.ranks import Outlet
+from lightning_pipeline.run.setup.hook_state import HookState
 
 
 @contextmanager
@@ -50,10 +51,12 @@ def hooks_undone(trainer: Trainer, step: str) -> Iterator[None]:
     attributes = {} if data is None else dict(vars(data))
     state = ModuleState(trainer.lightning_module)
     containers = ObjectState({name: value for name, value in attributes.items() if name != "trainer"})
+    reached = HookState(trainer.lightning_module, *(() if data is None else (data,)))
     try:
         with as_the_loop_will(trainer, step, moving=True):
             yield
     finally:
+        reached.restore()
         state.restore()
         containers.restore()
         if data is not None:

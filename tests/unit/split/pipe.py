@@ -158,7 +158,7 @@ def piped(
             )  # fmt: skip
             outcome.logs.update({name: _together(name, found) for name, found in bent.items()})
         except BaseException:
-            for split in dict.fromkeys(splits):
+            for split in reversed(dict.fromkeys(splits)):  # each puts back the standard output that it found
                 split.failed()
             raise
     outcome.logged = logged
@@ -207,7 +207,8 @@ def _run_batch(
         if training:
             for index in range(len(microbatches)):
                 _run_backward(splits, index, sent[index], split_backward)
-        results = {split: split.finish() for split in dict.fromkeys(splits)}
+        found = {split: split.finish() for split in reversed(dict.fromkeys(splits))}
+        results = dict(reversed(found.items()))
         _settle(list(results), splits[-1], step, entire)
     last = results[splits[-1]]
     last.say_doubt()
