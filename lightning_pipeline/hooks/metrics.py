@@ -7,7 +7,8 @@ from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+import torchmetrics.metric
+from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 
 from lightning_pipeline.model.state import ElsewhereError
@@ -45,6 +46,7 @@ class SharedMetrics:
         self._undo: list[Undo] = []
         self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
         self._share(named_metrics(module))
+        self._undo.append(_gathered_once(replicas))
         trackers = {name: m for name, m in module.named_modules() if isinstance(m, MetricTracker)}
         if trackers:
             self._undo.append(self._watch(trackers))
@@ -144,6 +146,34 @@ class SharedMetrics:
             yield
         finally:
             self._elsewhere = False
+
+
+def _gathered_once(replicas: dist.ProcessGroup | None) -> Undo:
+    """Let metrics that no module has, such as a callback's, gather what all ranks of a replica have once.
+
+    All stages run the hooks, with the same data: torchmetrics would count it once for each of them. What only
+    some have been given, such as the last stage in a step, counts from all.
+
+    Args:
+        replicas: The data-parallel group of this rank's stage.
+    """
+    gather: Any = vars(torchmetrics.metric)["gather_all_tensors"]
+
+    def gathered(result: Tensor, group: Any = None) -> list[Tensor]:
+        found: list[Tensor] = gather(result, group)
+        if group is not None:
+            return found
+        number = 1 if replicas is None else replicas.size()
+        parts = [found[replica::number] for replica in range(number)]  # see `Numbering`
+        if all(_are_same(part[0], other) for part in parts for other in part[1:]):
+            return [part[0] for part in parts]
+        return found
+
+    return patch(torchmetrics.metric, "gather_all_tensors", gathered)
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _not_here() -> bool:

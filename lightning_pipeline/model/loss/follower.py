@@ -129,7 +129,7 @@ class Follower:
         self._about: float | None = None  # the batch's divisor, as far as the first of them tells
         self.worth: list[float] | None = None
         self.doubt: str | None = None
-        self._by_values, self._is_torn = False, False
+        self._by_values, self._is_torn, self._has_loss = False, False, False
         self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
         self._number = 0  # of the micro-batch that runs
 
@@ -172,6 +172,7 @@ class Follower:
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
         """
         self._by_values, self._is_torn, self._flags = by_values, is_torn, set()
+        self._has_loss = self._step != "training_step"
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
         self._paths, self._computed, self.doubt = [], None, None
@@ -281,7 +282,7 @@ class Follower:
         Raises:
             SplitError: It is divided by what differs between micro-batches, and could not be followed.
         """
-        known = len(self._own)
+        known, self._has_loss = len(self._own), True
         share = self._share_of(loss)
         if len(self._own) == known:
             self._plainly.append(loss.detach())
@@ -449,7 +450,8 @@ class Follower:
         self._compare_path()
         wholes, self._wholes, self._shares = self._wholes, (), None
         self._compare_means()
-        if self._by_values or not wholes or not self._plain or any(None in whole.targets for whole in wholes):
+        is_known = self._has_loss and not self._by_values
+        if not (is_known and wholes and self._plain) or any(None in whole.targets for whole in wholes):
             return
         if len(self._plain_paths) < _MOST_PATHS:
             self._plain_paths.update(tuple(shares.taken) for shares in self._paths)

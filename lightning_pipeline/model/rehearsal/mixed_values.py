@@ -68,7 +68,7 @@ class MixedValues:
     ) -> None:  # fmt: skip
         self._runs, self._outputs = runs, outputs
         self.padding = Padding(runs, outputs, stage_of, stages)
-        self._tried: set[tuple[str, tuple[int, ...]]] = set()
+        self._tried: dict[tuple[str, tuple[int, ...]], set[int]] = {}
         self.lines: dict[str, dict[str, str]] = {}
 
     def look(self, step: Step, whole: Microbatch, sizes: Sequence[int], as_one: AsOne) -> None:
@@ -80,10 +80,11 @@ class MixedValues:
             sizes: Samples of each micro-batch.
             as_one: Gives its trace as one, and what units return for it.
         """
-        key = step.name, step.routes[0].trace.path
-        if key in self._tried or not step.routes[0].trace.may_mix_values:
+        tried = self._tried.setdefault((step.name, step.routes[0].trace.path), set())
+        ways = len(step.ways.called)  # another batch may call other functions between the same units
+        if ways in tried or len(tried) == _MOST or not step.routes[0].trace.may_mix_values:
             return
-        self._tried.add(key)
+        tried.add(ways)
         try:
             trace, outputs = as_one(whole)
             found = self._mixed(step, whole, sizes, trace, outputs)
