@@ -2,7 +2,7 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -47,6 +47,7 @@ class Heard(NamedTuple):
         left: What is small of what stands in the places of the step then, by label.
         returned: What it returned.
         writes: What it gave to loggers.
+        unknown: What it logged of values that are not here, likewise.
         batch_sizes: What it said of how many samples numbers are of, likewise by name.
         is_sure: Whether what units gave is put together as they would have given it for the batch as one.
     """
@@ -59,6 +60,7 @@ class Heard(NamedTuple):
     writes: Sequence[Any] = ()
     is_sure: bool = False
     batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
+    unknown: Collection[tuple[str, int]] = ()
 
 
 class _ReadsSeen(TorchFunctionMode):
@@ -197,11 +199,13 @@ class ToldAsOne:
 
     def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
         logged, reads, counts = dict[tuple[str, int], float](), _ReadsSeen(self._root), Counter[str]()
-        batch_sizes = dict[tuple[str, int], int]()
+        batch_sizes, unknown = dict[tuple[str, int], int](), set[tuple[str, int]]()
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for name, value in _numbers(*given):
-                if not reads.is_unknown(value):
+                if is_placeholder(value) or reads.is_unknown(value):
+                    unknown.add((name, counts[name]))
+                else:
                     number = value.detach() if isinstance(value, Tensor) else value
                     logged[name, counts[name]] = float(number)
                 if isinstance(size := given[1].get("batch_size"), int):
@@ -226,7 +230,9 @@ class ToldAsOne:
         if step.weights is not None and isinstance(loss, Tensor) and loss.numel() == 1 and not said:
             told = float(loss.detach())
         returned = map_tensors(Tensor.detach, result)
-        return Heard(told, logged, reads.lines, left, returned, writes, batch_sizes=batch_sizes)
+        return Heard(
+            told, logged, reads.lines, left, returned, writes, batch_sizes=batch_sizes, unknown=unknown
+        )
 
     def _draws(self) -> Any:
         """Where random numbers stand."""
@@ -241,7 +247,7 @@ def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[st
     several = next((value for value in values[:1] if isinstance(value, dict)), kwargs.get("dictionary"))
     pairs = several.items() if isinstance(several, dict) else [_bound(*args, **kwargs)]
     for name, value in pairs:
-        one = isinstance(value, Tensor) and value.numel() == 1 and not is_placeholder(value)
+        one = isinstance(value, Tensor) and value.numel() == 1
         if one or isinstance(value, int | float):
             yield name, value
 

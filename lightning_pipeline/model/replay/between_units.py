@@ -310,7 +310,11 @@ class GlueRun:
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
         if any(is_placeholder(t) for t in tensors_in(value)) or self.taint.holds(value):
-            raise self._refuse(f"{what} holds a value of another stage that was not sent here")
+            raise self._refuse(
+                f"{what} holds a value of another stage that was not sent here. Weights that it is made of "
+                "are found when the model is cut, in the first batch: let the step read them in every batch, "
+                "times 0 where they do not count (`loss + factor * penalty`)"
+            )
 
     def _refuse(self, reason: str) -> PlaceholderError:
         view = self._view

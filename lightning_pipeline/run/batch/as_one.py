@@ -208,7 +208,7 @@ def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
         if entry.dtype is None:
             continue
         mine, position = values[position], position + 1
-        if entry.metric is not None:
+        if entry.metric is not None or (entry.name, nth) in one.unknown:
             continue
         theirs = one.logged.get((entry.name, nth))
         if theirs is None or not _is_close(mine, theirs, entry.dtype):
