@@ -9,7 +9,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, MinMetric, SumMetric
+from torchmetrics import (
+    CatMetric,
+    MaxMetric,
+    MeanMetric,
+    Metric,
+    MetricCollection,
+    MinMetric,
+    R2Score,
+    SumMetric,
+)
 from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import (
     MulticlassAccuracy,
@@ -175,3 +184,29 @@ def test_a_step_may_decide_by_what_a_metric_counts(ranks: Ranks) -> None:
     expected = counted(None)
     assert expected == 4  # all batches of two epochs but the first ones
     assert ranks(2)(counted, {"stages": 2, "num_microbatches": 1})[0] == expected
+
+
+class Explains(Regression):
+    """Calls a metric that has no value for the one sample of the last micro-batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.explained = R2Score().set_dtype(torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        found = self.explained(self.net(batch[0])[:, 0], batch[1][:, 0])
+        self.log("of all", self.explained)
+        self.log("of each", found)
+
+
+def explained(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Explains(), trainer(pipeline, max_epochs=1)
+    run.fit(module, loader(), loader(11, seed=4))  # batches of 8 and 3
+    return weights(module), {name: float(value) for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_metric_that_has_no_value_for_one_sample_has_the_batchs(ranks: Ranks, stages: int) -> None:
+    expected = explained(None)
+    for found in ranks(stages)(explained, {"stages": stages, "num_microbatches": 2}, group=False):
+        assert_same(found, expected)

@@ -399,9 +399,12 @@ class MetricCalls:
         return key in self._ways and self._ways[key].is_of_samples
 
     def _forward(self, line: _Line, nth: int, args: Any, kwargs: Any) -> Any:
-        """The value of the micro-batch alone."""
+        """The value of the micro-batch alone; nan where its samples are too few for one, as for `R2Score`."""
         draft = self._draft(line.metric)
-        value = draft(*args, **kwargs)
+        try:
+            value = draft(*args, **kwargs)
+        except ValueError:  # where the batch has too few, too, the call for the batch raises it
+            value = draft._forward_cache = torch.tensor(math.nan, device=draft.device)
         pairs: Any = zip(line.metric.modules(), draft.modules(), strict=True)
         for place, (mine, theirs) in enumerate(pairs):
             if isinstance(theirs, Metric):

@@ -73,7 +73,8 @@ class HookState:
         if is_generator(value):
             self._generators.append((value, state_of(value)))
         elif isinstance(value, Tensor):
-            if value.numel() <= _SMALL and not (value.is_meta or is_placeholder(value) or value.is_sparse):
+            is_here = not (value.is_meta or is_placeholder(value) or value.is_inference())
+            if is_here and value.layout is torch.strided and value.numel() <= _SMALL:
                 self._tensors.append((value, value.detach().clone(), version_of(value)))
         elif isinstance(value, nn.Module):
             self._modules.append(ModuleState(value))
@@ -85,8 +86,9 @@ class HookState:
         else:
             for item in _items(value):
                 self._look_at(item, depth - 1)
-            if hasattr(value, "__dict__") and not isinstance(value, _APART):
-                self._look(vars(value), depth - 1)
+            own = None if isinstance(value, _APART) else getattr(value, "__dict__", None)
+            if isinstance(own, dict):
+                self._look(own, depth - 1)
 
 
 def _items(value: Any) -> Iterator[Any]:
