@@ -88,6 +88,8 @@ class LogRecorder:
         self._warned: set[str] = set()
         self.guesses: dict[str, str] = {}
         """Numbers of this batch that are not known to be one device's, and what to say of them."""
+        self.followed = set[tuple[str, int]]()
+        """Those that were followed, or will be, by name and how often that was logged before."""
         self._of_whole: dict[str, int] = {}  # batch sizes that the step of the whole batch gives
         self._numbers: dict[
             tuple[str, int], tuple[Any, bool]
@@ -107,6 +109,7 @@ class LogRecorder:
             sizes: Samples of each micro-batch; `None` where unknown.
         """
         self._calls, self._seen, self._sizes, self.guesses = {}, {}, sizes, {}
+        self.followed.clear()
         self.whole_begins()
         self._of_whole.clear()
         self._others.clear()
@@ -256,6 +259,9 @@ class LogRecorder:
     def _reduced(self, key: tuple[str, int], call: _Call) -> Tensor:
         """The batch's value of those of its micro-batches."""
         found = self._known(key, call)
+        is_known = call.known == len(call.values) or (found is not None and call.bent)
+        if is_known or not call.parts:  # of a way that is new: the next batches are followed
+            self.followed.add(key)
         return self._guessed(key, call) if found is None else found
 
     def _known(self, key: tuple[str, int], call: _Call) -> Tensor | None:

@@ -30,6 +30,7 @@ class Otherwise(NamedTuple):
         theirs: That of the batch as one; None where it logs none.
         lines: At which the step reads numbers.
         nth: How often it was logged before in the step.
+        is_unknown: Whether the batch as one logs a value that is not here.
     """
 
     name: str | None
@@ -37,6 +38,7 @@ class Otherwise(NamedTuple):
     theirs: float | None
     lines: list[str]
     nth: int = 0
+    is_unknown: bool = False
 
 
 class Compared(NamedTuple):
@@ -208,11 +210,12 @@ def _differing(report: Report, one: Heard) -> Iterator[Otherwise]:
         if entry.dtype is None:
             continue
         mine, position = values[position], position + 1
-        if entry.metric is not None or (entry.name, nth) in one.unknown:
+        if entry.metric is not None:
             continue
         theirs = one.logged.get((entry.name, nth))
         if theirs is None or not _is_close(mine, theirs, entry.dtype):
-            yield Otherwise(entry.name, mine, theirs, one.lines, nth)
+            is_unknown = (entry.name, nth) in one.unknown
+            yield Otherwise(entry.name, mine, theirs, one.lines, nth, is_unknown=is_unknown)
 
 
 def _is_close(mine: float, theirs: float, dtype: torch.dtype) -> bool:

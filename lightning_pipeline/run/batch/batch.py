@@ -351,6 +351,8 @@ class Batch:
         for one in found.told:
             if one.name is None:
                 self.advice.of_loss(one.mine, one.theirs, one.lines)
+            elif one.is_unknown and (one.name, one.nth) in self._steps.recorder.followed:
+                continue  # an earlier layer gave what it is made of, which is not kept
             elif one.theirs is None or self.step in split.as_one.missed or not found.is_sure:
                 self._steps.recorder.warn_of(one.name, one.mine, one.theirs, one.lines)
             if one.name is not None and one.theirs is not None and found.is_sure:
