@@ -54,7 +54,7 @@ USES_OF_ARRAYS = ("use array",)
 
 _ABOUT_EFFECTS = (
     "works out", "leaves behind", "leaves another number in", "on the last stage alone", "decides by what is in", "decides by the sum",
-    "mixes samples of the batch",
+    "mixes samples of the batch", "mixes what layers gave",
 )  # fmt: skip
 
 
