@@ -17,7 +17,8 @@ from lightning_pipeline.model.tensors import ModuleState, is_placeholder, put_ba
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _APART = (Trainer, Callback, DataLoader, Dataset, ModuleType, FunctionType, MethodType, type)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
-_DEEP, _MOST, _SMALL = 6, 20_000, 1 << 16  # levels and objects that are looked into; elements of a tensor
+_DEEP, _MOST, _LONG = 6, 20_000, 1000  # levels and objects that are looked into, and the longest container
+_SMALL = 1 << 16  # elements of a tensor
 
 
 class HookState:
@@ -57,7 +58,7 @@ class HookState:
     def _look(self, held: dict[Any, Any], depth: int) -> None:
         """Keep what stands in a dictionary."""
         self._held.append((held, dict(held)))
-        for key, value in list(held.items()):
+        for key, value in list(held.items()) if len(held) <= _LONG else ():
             if key not in _OF_ALL_MODULES:
                 self._look_at(value, depth)
                 copied = _copied(value)
@@ -92,7 +93,7 @@ class HookState:
 
 
 def _items(value: Any) -> Iterator[Any]:
-    if isinstance(value, list | tuple | set | deque):
+    if isinstance(value, list | tuple | set | deque) and len(value) <= _LONG:
         yield from value
 
 
