@@ -1,17 +1,20 @@
 """torchmetrics objects of a module: updated on the last stage, their value the same on every rank."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
+import numpy
+import torch
 import torch.distributed as dist
 import torchmetrics.metric
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricTracker
 
 from lightning_pipeline.model.state import ElsewhereError
+from lightning_pipeline.model.tensors import tensors_in
 from lightning_pipeline.model.trace import named_metrics
 from lightning_pipeline.patching import Undo, all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
@@ -158,22 +161,54 @@ def _gathered_once(replicas: dist.ProcessGroup | None) -> Undo:
         replicas: The data-parallel group of this rank's stage.
     """
     gather: Any = vars(torchmetrics.metric)["gather_all_tensors"]
+    sync, number = Metric.sync, 1 if replicas is None else replicas.size()
+    asked: list[tuple[Metric, list[bool]]] = []  # metrics that gather now, each with what was found
 
-    def gathered(result: Tensor, group: Any = None) -> list[Tensor]:
-        found: list[Tensor] = gather(result, group)
-        if group is not None:
-            return found
-        number = 1 if replicas is None else replicas.size()
-        parts = [found[replica::number] for replica in range(number)]  # see `Numbering`
-        if all(_are_same(part[0], other) for part in parts for other in part[1:]):
-            return [part[0] for part in parts]
-        return found
+    def synced(metric: Metric, *args: Any, **kwargs: Any) -> None:
+        asked.append((metric, []))
+        try:
+            sync(metric, *args, **kwargs)
+        finally:
+            asked.pop()
 
-    return patch(torchmetrics.metric, "gather_all_tensors", gathered)
+    def gathered(result: Tensor, group: Any = None) -> Any:
+        if group is not None or not asked:
+            return gather(result, group)
+        metric, found = asked[-1]
+        if not found:
+            found.append(_is_alike(metric, number))
+        every = gather(result, group)
+        return every[:number] if found[0] else every  # those of the last stages: see `Numbering`
+
+    changed = [(torchmetrics.metric, "gather_all_tensors", gathered), (Metric, "sync", synced)]
+    return all_undone([patch(*one) for one in changed])
 
 
-def _are_same(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+def _is_alike(metric: Metric, number: int) -> bool:
+    """Whether all stages of each of so many replicas have been given the same; all ranks call.
+
+    A metric's states count together: step times that each rank takes itself have the same number alone.
+    """
+    mine = [_summary(tensor) for tensor in tensors_in(metric.metric_state)]
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    parts = [every[replica::number] for replica in range(number)]
+    return all(_are_close(part[0], other) for part in parts for other in part[1:])
+
+
+def _summary(tensor: Tensor) -> tuple[tuple[int, ...], list[float]]:
+    """The shape of a tensor, and a few numbers that tell its values from others."""
+    values = tensor.detach().double().flatten()
+    places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
+    numbers = [values.sum(), values.square().sum(), (values * places).sum()]
+    return tuple(tensor.shape), [float(one) for one in numbers]
+
+
+def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(
+        mine[0] == theirs[0] and numpy.allclose(mine[1], theirs[1], rtol=1e-6, equal_nan=True)
+        for mine, theirs in zip(one, other, strict=True)
+    )
 
 
 def _not_here() -> bool:

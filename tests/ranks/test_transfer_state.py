@@ -2,7 +2,7 @@
 
 import itertools
 import random
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -109,3 +109,26 @@ def test_a_hook_finds_what_it_has_kept_itself(ranks: Ranks, name: str, owner: st
     expected = fitted(None, name, owner)
     for found in ranks(stages)(fitted, {"stages": stages, "num_microbatches": 2}, name, owner, group=False):
         assert_same(found, expected)
+
+
+class Rates(Regression):
+    """Has the parts of a schedule at hand, in the order of their use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recent = OrderedDict(first=1.0, second=2.0)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.recent[f"batch {len(self.recent)}"] = self.recent.popitem(last=False)[1] + 1
+        self.recent.move_to_end("second", last=False) if "second" in self.recent else None
+        return [batch[0] * sum(self.recent.values()), batch[1]]
+
+
+def rated(pipeline: dict[str, Any] | None) -> Any:
+    module, run = Rates(), trainer(pipeline, max_epochs=1, limit_val_batches=0)
+    run.fit(module, loader())
+    return weights(module), dict(enumerate(module.recent.values()))
+
+
+def test_an_ordered_dictionary_of_a_hook_is_as_it_was() -> None:
+    assert_same(rated({"stages": 1, "num_microbatches": 2}), rated(None))

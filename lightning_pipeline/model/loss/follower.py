@@ -131,6 +131,7 @@ class Follower:
         self.doubt: str | None = None
         self._by_values, self._is_torn, self._has_loss = False, False, False
         self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
+        self._is_harmless = False  # whether these differ where losses do not
         self._number = 0  # of the micro-batch that runs
 
     def warn_of_losses(self, inside: Iterable[tuple[str, int]], batch: Sequence[Tensor]) -> None:
@@ -238,9 +239,14 @@ class Follower:
             f"at again. If such a loss is divided by anything else, {_WAYS_OUT}"
         )
 
-    def say_doubt(self) -> None:
-        """After the batch: warn of what no look at the batch as one has settled."""
-        if self.doubt is not None:
+    def say_doubt(self, *, is_settled: bool = False) -> None:
+        """After the batch: warn of what no look at the batch as one has settled.
+
+        Args:
+            is_settled: Whether that has come to the same numbers: what the step decides makes no loss.
+        """
+        self._is_harmless = self._is_harmless or (is_settled and len(self._flags) > 1)
+        if self.doubt is not None and not is_settled:
             self._say(self.doubt)
 
     def part(self, value: Any, *, always: bool = False) -> Part:
@@ -363,7 +369,7 @@ class Follower:
         Raises:
             SplitError: Some micro-batches have divided by what units decide, and others by something else.
         """
-        if len(self._flags) > 1 and not self._is_torn and self.doubt is None:
+        if len(self._flags) > 1 and not (self._is_torn or self._is_harmless) and self.doubt is None:
             self.doubt = (
                 f"{self._step} decides by what layers compute (`if loss > bound`), and the micro-batches of "
                 "one have decided otherwise than each other, where one device decides once for all of its "

@@ -299,12 +299,12 @@ def sum_of_numbers(
 
     A loss for each of several tasks is added where a micro-batch has samples of that task.
     """
-    if func not in SUMS or kwargs or not isinstance(result, Tensor) or result.dim():
+    if func not in SUMS or kwargs or len(args) != 2 or not isinstance(result, Tensor) or result.dim():
         return None
     terms: list[tuple[float, Tensor]] = []
     for share, value in zip(known, args, strict=True):
-        is_number = not isinstance(value, Tensor) or (value.dim() == 0 and not value.requires_grad)
-        is_nothing = share is None and is_number and float(value) == 0
+        is_there = not isinstance(value, Tensor) or not (value.requires_grad or is_placeholder(value))
+        is_nothing = share is None and is_there and shape_of(value) == () and bool(value == 0)
         if not is_nothing and (share is None or share.lost or not share.single):
             return None
         terms += [] if share is None else share.terms

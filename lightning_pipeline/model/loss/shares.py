@@ -268,7 +268,8 @@ class Shares:
             known[0] = renamed(known[0], args[0], before)
         if event is None:
             result = run(func, args, kwargs)
-            summed = sum_of_numbers(func, (before, *args[1:]), kwargs, result, known)
+            given = (before, *args[1:])
+            summed = None if self.strayed else sum_of_numbers(func, given, kwargs, result, known)
             self._is_summed = summed is not None
             found = summed or mean_of_picked(self, func, args, result, known[0])
             self._keep(result, found or self.lost(*known))

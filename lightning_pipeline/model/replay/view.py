@@ -121,7 +121,7 @@ class StepResult:
     outputs: list[Any]
     parts: list[Tensor | None]
     worth: list[float] | None = None
-    say_doubt: Callable[[], None] = lambda: None
+    say_doubt: Callable[..., None] = lambda **_: None
     factors: tuple[float, float] | None = None
 
 

@@ -318,8 +318,10 @@ class Batch:
         is_compared = found.has_loss if self.trains else found.is_made
         if looks:
             self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
-        if not is_compared and report.num_values:  # else nothing is weighed
-            self.result.say_doubt()
+        if report.num_values:  # else nothing is weighed
+            same = is_compared and all(one.name is not None for one in found.told)
+            if same or not is_compared:
+                self.result.say_doubt(is_settled=same)
         if mixes and looks:
             self._settle_mixing(is_compared and (self.trains or found.is_sure))
         self._write(found.writes)

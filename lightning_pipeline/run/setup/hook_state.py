@@ -1,7 +1,7 @@
 """What hooks that a batch goes through on its way to the device may reach: as it stands, to be put back."""
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_pipeline.model.random import is_generator, set_state, state_of
-from lightning_pipeline.model.tensors import ModuleState, is_placeholder, put_back, version_of
+from lightning_pipeline.model.tensors import ModuleState, are_the_users, is_placeholder, put_back, version_of
 
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _APART = (Trainer, Callback, DataLoader, Dataset, ModuleType, FunctionType, MethodType, type)
@@ -46,8 +46,11 @@ class HookState:
     def restore(self) -> None:
         """Put all of it back."""
         for held, saved in self._held:
-            dict.clear(held)
-            dict.update(held, saved)
+            methods: Any = (
+                OrderedDict if isinstance(held, OrderedDict) else dict
+            )  # which has links of its own
+            methods.clear(held)
+            methods.update(held, saved)
         for tensor, values, version in self._tensors:
             put_back(tensor, values, version)
         for generator, state in self._generators:
@@ -57,8 +60,10 @@ class HookState:
 
     def _look(self, held: dict[Any, Any], depth: int) -> None:
         """Keep what stands in a dictionary."""
+        if len(held) > _LONG:
+            return
         self._held.append((held, dict(held)))
-        for key, value in list(held.items()) if len(held) <= _LONG else ():
+        for key, value in list(held.items()):
             if key not in _OF_ALL_MODULES:
                 self._look_at(value, depth)
                 copied = _copied(value)
@@ -85,11 +90,19 @@ class HookState:
         elif isinstance(value, dict):
             self._look(value, depth - 1)
         else:
-            for item in _items(value):
-                self._look_at(item, depth - 1)
-            own = None if isinstance(value, _APART) else getattr(value, "__dict__", None)
-            if isinstance(own, dict):
-                self._look(own, depth - 1)
+            self._look_into(value, depth - 1)
+
+    def _look_into(self, value: Any, depth: int) -> None:
+        """Keep what an object of another kind has, and the items of a container."""
+        for item in _items(value):
+            self._look_at(item, depth)
+        kind = type(value)
+        apart = isinstance(value, _APART) or hasattr(kind, "__next__")  # a loader's iterator has processes
+        own = None if apart else getattr(value, "__dict__", None)
+        if isinstance(own, dict) and are_the_users(kind.__module__):
+            self._look(own, depth)
+        elif isinstance(own, dict):  # of a library: a thread, a queue or a connection stands as it does
+            self._generators += [(one, state_of(one)) for one in own.values() if is_generator(one)]
 
 
 def _items(value: Any) -> Iterator[Any]:
@@ -103,5 +116,5 @@ def _copied(value: Any) -> Any:
         return None
     try:
         return copy.copy(value)
-    except TypeError:
+    except Exception:  # whatever its class does
         return None
