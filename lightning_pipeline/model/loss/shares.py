@@ -92,7 +92,7 @@ class Shares:
         self._mean: Bent | None = None  # of the function that runs
         self._is_summed = False  # whether that adds numbers, whatever the whole batch's step does
         self._reads, self._passed = 0, False
-        self._entered, self._unmade = set[Call](), list[Any]()
+        self._entered, self._made, self._unmade = set[Call](), set[Any](), list[Any]()
         self._known: dict[int, tuple[Any, Share]] = {}  # with what it is of, so that no identity comes twice
         self._bent: dict[int, tuple[Any, Bent]] = {}
         self._places: dict[int, Tensor] = {}  # of what a mask picks
@@ -367,6 +367,8 @@ class Shares:
         """The loss was made."""
         self._entered.add(self._after)
         self._unmade = [] if self.strayed else [event.func for _, event in self._events]
+        events = self.whole.events.get(self._after, ())
+        self._made = {event.func for event in events[: len(events) - len(self._unmade)]}
 
     @property
     def ends_early(self) -> bool:
@@ -375,9 +377,13 @@ class Shares:
 
     @property
     def makes_less(self) -> bool:
-        """After `end`: whether the whole batch's step calls more, beside sums of what passed units give."""
+        """After `end`: whether the whole batch's step calls more.
+
+        That is neither a sum of what passed units give nor one more turn of a loop over samples.
+        """
         passes = not self._entered.issuperset(self.whole.events)
-        return any(not (passes and func in SUMS) for func in self._unmade)
+        known = self._made | SUMS if passes else self._made
+        return not known.issuperset(self._unmade)
 
     def _select(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any]) -> Any:
         """A mask picks samples, and may by chance pick as many as in the whole batch."""

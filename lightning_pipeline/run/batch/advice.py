@@ -189,14 +189,13 @@ class Advice:
                 f"not seen: it is done once for each of {self._number} micro-batches, on the last stage. Do "
                 "it before such a line, or in on_train_batch_end or another hook, which every rank runs",
             )
-        elif names and (self._number > 1 or self._has_others):
-            alone = "on the last stage alone, and " if self._has_others else ""
+        elif names and self._has_others:
             self.say(
                 ("unforeseen", step),
-                f"{step} has changed {_listed(names)} {alone}for each micro-batch by itself, as if "
-                "something decided so that nobody sees: a value that the model computes (`if loss < 0.1`), "
-                "a list that the number of a step is the index of, how much an object holds, the clock. "
-                "Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
+                f"{step} has changed {_listed(names)} on the last stage alone, and for each micro-batch by "
+                "itself, as if something decided so that nobody sees: a value that the model computes "
+                "(`if loss < 0.1`), a list that the number of a step is the index of, how much an object "
+                "holds, the clock. Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
             )
 
     def divided(self, divided: Sequence[str]) -> None:
