@@ -195,7 +195,8 @@ class Advice:
                 f"{step} has changed {_listed(names)} on the last stage alone, and for each micro-batch by "
                 "itself, as if something decided so that nobody sees: a value that the model computes "
                 "(`if loss < 0.1`), a list that the number of a step is the index of, how much an object "
-                "holds, the clock. Decide by what it returns, in on_train_batch_end or another hook, which every rank runs",
+                "holds, the clock. Decide by what it returns, in on_train_batch_end or another hook, which "
+                "every rank runs",
             )
 
     def divided(self, divided: Sequence[str]) -> None:
