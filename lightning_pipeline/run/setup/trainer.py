@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.model.tensors import ModuleState, ObjectState
+from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.setup.hook_state import HookState
 
@@ -48,9 +48,7 @@ def hooks_undone(trainer: Trainer, step: str) -> Iterator[None]:
         step: That the batch is for.
     """
     data: Any = getattr(trainer, "datamodule", None)
-    attributes = {} if data is None else dict(vars(data))
     state = ModuleState(trainer.lightning_module)
-    containers = ObjectState({name: value for name, value in attributes.items() if name != "trainer"})
     reached = HookState(trainer.lightning_module, *(() if data is None else (data,)))
     try:
         with as_the_loop_will(trainer, step, moving=True):
@@ -58,10 +56,6 @@ def hooks_undone(trainer: Trainer, step: str) -> Iterator[None]:
     finally:
         reached.restore()
         state.restore()
-        containers.restore()
-        if data is not None:
-            vars(data).clear()
-            vars(data).update(attributes)
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:
