@@ -1,9 +1,10 @@
-"""Weights that a hook before a layer's forward makes of others: pruned ones, and a spectral norm of old."""
+"""Weights that hooks make of others: pruned ones, a spectral norm of old, averages in plain objects."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn.utils import prune, spectral_norm
 
@@ -57,3 +58,43 @@ def test_weights_that_hooks_make_of_others_are_one_devices(ranks: Ranks, kind: t
     assert any(name.endswith("_orig") for name in expected[0])
     for found in ranks(2)(fitted, {"stages": 2, "num_microbatches": 2}, kind, group=False):
         assert_same(found, expected)
+
+
+class Average:
+    """Of weights, in a plain object."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.kept = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def update(self, module: nn.Module) -> None:
+        for name, p in module.named_parameters():
+            self.kept[name].lerp_(p.detach(), 0.1)
+
+
+class Averages(Regression):
+    def on_fit_start(self) -> None:
+        self.average = Average(self.net)
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self.average.update(self.net)
+
+
+class AveragesBeside(Callback):
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.average = Average(pl_module.net)
+
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.average.update(pl_module.net)
+
+
+def averaged(pipeline: dict[str, Any] | None) -> list[dict[str, Tensor]]:
+    module, beside = Averages(), AveragesBeside()
+    trainer(pipeline, max_epochs=1, callbacks=[beside]).fit(module, loader())
+    return [module.average.kept, beside.average.kept]
+
+
+def test_averages_in_a_plain_object_are_whole_after_the_run(ranks: Ranks) -> None:
+    expected = averaged(None)
+    for found in ranks(2)(averaged, {"stages": 2, "num_microbatches": 2}, group=False):
+        for mine, theirs in zip(found, expected, strict=True):
+            assert_same((mine, {}), (theirs, {}))

@@ -1,4 +1,4 @@
-"""Copies of the module that callbacks keep, and plain tensors in its attributes: made whole when a run ends.
+"""Copies of weights in callbacks, attributes of the module and objects there: made whole when a run ends.
 
 A copy made during a run holds this stage's values and placeholders. What stands on the path to a placeholder
 is on another rank under the same path, for callbacks do the same on all of them.
@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_pipeline.model.places import Guard
-from lightning_pipeline.model.tensors import is_placeholder
+from lightning_pipeline.model.tensors import attributes_of, is_placeholder
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 
@@ -74,11 +74,14 @@ def _held(path: str, holder: Any, seen: set[int]) -> Iterator[_Held]:
             yield _Held(where, holder, key, value)
         elif isinstance(value, Guard):
             continue
-        elif id(value) not in seen and isinstance(value, dict | list | nn.Module):
-            seen.add(id(value))
-            yield from (
-                _held_in_module(where, value) if isinstance(value, nn.Module) else _held(where, value, seen)
-            )
+        elif id(value) not in seen:
+            inner = value if isinstance(value, dict | list) else attributes_of(value)
+            if isinstance(value, nn.Module):
+                seen.add(id(value))
+                yield from _held_in_module(where, value)
+            elif inner is not None:
+                seen.add(id(value))
+                yield from _held(where, inner, seen)
 
 
 def _held_in_module(path: str, module: nn.Module) -> Iterator[_Held]:
