@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pipeline.errors import SplitError
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, assert_same, trainer, weights
 
@@ -80,6 +81,26 @@ def test_a_loss_for_each_task_that_is_there(
     pipeline = {"stages": stages, "num_microbatches": parts}
     for found in ranks(stages)(fitted, pipeline, made, targets, tasks, group=False):
         assert_same(found, expected)
+
+
+class Halved(Tasks):
+    """Divides the loss of the first task where there is no other: by what the batch divides another by."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y, task = batch
+        h, (first, second) = self.net(x), self.heads
+        loss = mse_loss(first(h[task == 0]), y[task == 0]) if (task == 0).any() else 0.0 * h.sum()
+        own = task == 1
+        return loss + mse_loss(second(h[own]), y[own]) / 3.0 if own.any() else loss / 2.0
+
+
+def test_a_loss_that_is_made_otherwise_without_a_task_is_refused() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(8, size, generator=generator, dtype=torch.float64) for size in (6, 5))
+    data = TensorDataset(x, y, torch.tensor([0, 0, 0, 1, 0, 0, 0, 0]))
+    run = trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1, limit_val_batches=0)
+    with pytest.raises(SplitError, match="a micro-batch calls other functions"):
+        run.fit(Halved("summed", 5, 2), DataLoader(data, batch_size=8))
 
 
 class Decides(Regression):
