@@ -1,21 +1,18 @@
 """torchmetrics objects of a module: updated on the last stage, their value the same on every rank."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
 
-import numpy
-import torch
 import torch.distributed as dist
-import torchmetrics.metric
-from torch import Tensor, nn
+from torch import nn
 from torchmetrics import Metric, MetricTracker
+from torchmetrics.metric import jit_distributed_available
 
+from lightning_pipeline.model.places import changes_of_metrics, metrics_born, named_metrics
 from lightning_pipeline.model.state import ElsewhereError
-from lightning_pipeline.model.tensors import tensors_in
-from lightning_pipeline.model.trace import named_metrics
 from lightning_pipeline.patching import Undo, all_undone, patch
 from lightning_pipeline.ranks import Board, Outlet, on_device
 
@@ -48,8 +45,9 @@ class SharedMetrics:
         self._gathers = whole if outlet.is_source else {**whole, "distributed_available_fn": _not_here}
         self._undo: list[Undo] = []
         self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
-        self._share(named_metrics(module))
-        self._undo.append(_gathered_once(replicas))
+        self._module = module
+        self._look()
+        self._undo += [_as_one_device(replicas), metrics_born(module)]
         trackers = {name: m for name, m in module.named_modules() if isinstance(m, MetricTracker)}
         if trackers:
             self._undo.append(self._watch(trackers))
@@ -60,11 +58,21 @@ class SharedMetrics:
         self._own.clear()
         all_undone(undo)()
 
+    def _look(self) -> None:
+        """Share metrics that there were not before."""
+        self._changes = changes_of_metrics(self._module)
+        self._share(named_metrics(self._module))
+
+    def _look_again(self) -> None:
+        if changes_of_metrics(self._module) != self._changes:
+            self._look()
+
     def _share(self, held: Mapping[str, nn.Module]) -> None:
         parts = {
             f"{name}.{inner}".strip("."): m for name, one in held.items() for inner, m in one.named_modules()
         }
-        named = {id(m): (name, m) for name, m in parts.items() if isinstance(m, Metric)}
+        new = {name: m for name, m in parts.items() if isinstance(m, Metric) and id(m) not in self._own}
+        named = {id(m): (name, m) for name, m in new.items()}
         for name, metric in named.values():
             self._own[id(metric)] = metric, {key: getattr(metric, key) for key in self._gathers}
             changed = {"compute": partial(self._compute, name, metric, metric.compute), **self._gathers}
@@ -126,8 +134,10 @@ class SharedMetrics:
         """For the time of a step, on all ranks: `local`, and values of before are old."""
         self._steps += 1
         self._asked.clear()
+        self._look_again()
         with self.local():
             yield
+        self._look_again()  # the step was traced
         posted, self._posted = self._posted, []  # ranks that asked have done so: they took part in this step
         for key in posted:
             self._board.remove(key)
@@ -151,64 +161,31 @@ class SharedMetrics:
             self._elsewhere = False
 
 
-def _gathered_once(replicas: dist.ProcessGroup | None) -> Undo:
-    """Let metrics that no module has, such as a callback's, gather what all ranks of a replica have once.
+def _as_one_device(replicas: dist.ProcessGroup | None) -> Undo:
+    """Let metrics that no step updates, such as a callback's, take a replica's ranks for one device.
 
-    All stages run the hooks, with the same data: torchmetrics would count it once for each of them. What only
-    some have been given, such as the last stage in a step, counts from all.
+    All stages run the hooks, with the same data: torchmetrics would count it once for each of them, and wait
+    for all where one rank alone asks. With several replicas metrics gather over these, as under DDP.
 
     Args:
         replicas: The data-parallel group of this rank's stage.
     """
-    gather: Any = vars(torchmetrics.metric)["gather_all_tensors"]
-    sync, number = Metric.sync, 1 if replicas is None else replicas.size()
-    asked: list[tuple[Metric, list[bool]]] = []  # metrics that gather now, each with what was found
+    sync, several = Metric.sync, replicas is not None and replicas.size() > 1
 
-    def synced(metric: Metric, *args: Any, **kwargs: Any) -> None:
-        asked.append((metric, []))
-        try:
-            sync(metric, *args, **kwargs)
-        finally:
-            asked.pop()
+    @wraps(sync)
+    def synced(
+        metric: Metric, dist_sync_fn: Any = None, process_group: Any = None, should_sync: bool = True,
+        distributed_available: Any = None,
+    ) -> None:  # fmt: skip
+        asks = distributed_available or metric.distributed_available_fn
+        if (
+            asks is jit_distributed_available
+            and (dist_sync_fn or process_group or metric.process_group) is None
+        ):
+            process_group, distributed_available = replicas, asks if several else _alone
+        sync(metric, dist_sync_fn, process_group, should_sync, distributed_available)
 
-    def gathered(result: Tensor, group: Any = None) -> Any:
-        if group is not None or not asked:
-            return gather(result, group)
-        metric, found = asked[-1]
-        if not found:
-            found.append(_is_alike(metric, number))
-        every = gather(result, group)
-        return every[:number] if found[0] else every  # those of the last stages: see `Numbering`
-
-    changed = [(torchmetrics.metric, "gather_all_tensors", gathered), (Metric, "sync", synced)]
-    return all_undone([patch(*one) for one in changed])
-
-
-def _is_alike(metric: Metric, number: int) -> bool:
-    """Whether all stages of each of so many replicas have been given the same; all ranks call.
-
-    A metric's states count together: step times that each rank takes itself have the same number alone.
-    """
-    mine = [_summary(tensor) for tensor in tensors_in(metric.metric_state)]
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
-    parts = [every[replica::number] for replica in range(number)]
-    return all(_are_close(part[0], other) for part in parts for other in part[1:])
-
-
-def _summary(tensor: Tensor) -> tuple[tuple[int, ...], list[float]]:
-    """The shape of a tensor, and a few numbers that tell its values from others."""
-    values = tensor.detach().double().flatten()
-    places = torch.arange(1, len(values) + 1, dtype=torch.float64, device=values.device)
-    numbers = [values.sum(), values.square().sum(), (values * places).sum()]
-    return tuple(tensor.shape), [float(one) for one in numbers]
-
-
-def _are_close(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return len(one) == len(other) and all(
-        mine[0] == theirs[0] and numpy.allclose(mine[1], theirs[1], rtol=1e-6, equal_nan=True)
-        for mine, theirs in zip(one, other, strict=True)
-    )
+    return patch(Metric, "sync", synced)
 
 
 def _not_here() -> bool:

@@ -23,6 +23,7 @@ WRITES = {
     "model/state/absent.py": "a mark on a placeholder of ours",
     "model/state/elsewhere.py": "methods of our own classes",
     "model/state/parameters.py": "a buffer that a stage has not",
+    "model/places/metrics.py": "a metric that the user's step makes, for good",
     "model/places/owners.py": "what the user's step has set",
     "model/trace/choices.py": "comparisons of a class of ours, when it is made",
     "model/trace/ports.py": "what the user's step has set, put back or set",

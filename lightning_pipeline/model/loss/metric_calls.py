@@ -17,28 +17,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric, MetricCollection
-from torchmetrics.aggregation import BaseAggregator
-from torchmetrics.classification import (
-    MulticlassConfusionMatrix,
-    MulticlassExactMatch,
-    MulticlassStatScores,
-)
-from torchmetrics.wrappers import BootStrapper, Running
+from torchmetrics import Metric
 
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
 from lightning_pipeline.model.loss.events import type_of
 from lightning_pipeline.model.loss.follower import Part
-from lightning_pipeline.model.tensors import tensors_in
+from lightning_pipeline.model.loss.metric_kinds import AnyMetric, goes_by_call, sums_samples
 from lightning_pipeline.patching import patched
 
 _PLAIN = (type(None), bool, str, bytes, torch.dtype, torch.device)
-AnyMetric = Metric | MetricCollection
 METHODS = ("forward", "update", "compute", "reset")
-_BY_CALLS = (BaseAggregator, BootStrapper, Running)  # what these hold goes by calls
-_BY_ROWS = (MulticlassStatScores, MulticlassConfusionMatrix, MulticlassExactMatch)
-"""Of scores they take the largest of a row. Others of their kind make probabilities of logits where any of
-the call is none, and those of images may take a range of values."""
 
 
 class Kept(NamedTuple):
@@ -374,7 +362,8 @@ class MetricCalls:
         nth = line.counts[number]
         line.counts[number] += 1
         if method == "update" and self._adds_up(metric, nth, (args, kwargs)):
-            return original(*args, **kwargs)
+            with self._settled():
+                return original(*args, **kwargs)
         while len(line.calls) <= nth:
             line.calls.append([])
         arguments = kept((args, kwargs), self._part_of)
@@ -390,7 +379,7 @@ class MetricCalls:
         """Whether the order and number of updates is nothing to a metric, and it is given samples alone."""
         if not self._only_updates.get((self._step, id(metric)), False):
             return False
-        if not _sums_samples(metric) or _goes_by_call(metric, arguments):
+        if not sums_samples(metric) or goes_by_call(metric, arguments):
             return False
         key = self._step, id(metric), nth
         whole = self._of_whole.get(id(metric), [])
@@ -456,12 +445,17 @@ class MetricCalls:
             shared[id(group)] = group
             if not any(isinstance(inner, AnyMetric) for inner in part.modules()):
                 shared[id(part)] = part
-        replaced = {name: vars(metric).pop(name) for name in METHODS if name in vars(metric)}
+        replaced = [
+            (part, {name: vars(part).pop(name) for name in METHODS if name in vars(part)})
+            for part in metric.modules()
+            if id(part) in self._originals
+        ]
         try:
             with torch.inference_mode(False):
                 made = copy.deepcopy(metric, shared)
         finally:
-            vars(metric).update(replaced)
+            for part, methods in replaced:
+                vars(part).update(methods)
         for part in made.modules():
             if isinstance(part, Metric):
                 part.distributed_available_fn = _alone
@@ -523,7 +517,7 @@ class MetricCalls:
                 raise DifferentWaysError  # one device calls it more often, some of it for each sample
             arguments = self._joined(metric, [call.arguments for call in calls], nth, sizes)
         except (DifferentWaysError, LookupError, RuntimeError, TypeError, ValueError):
-            if not _sums_samples(metric) or any(_goes_by_call(metric, given(c.arguments)) for c in calls):
+            if not sums_samples(metric) or any(goes_by_call(metric, given(c.arguments)) for c in calls):
                 self._doubt(metric)
             for call in calls:
                 self._run(metric, call.method, given(call.arguments))
@@ -546,10 +540,15 @@ class MetricCalls:
 
     def _run(self, metric: AnyMetric, method: str, arguments: Any) -> Any:
         args, kwargs = arguments
+        with self._settled(), torch.no_grad():
+            return self._originals[id(metric)][method](*args, **kwargs)
+
+    @contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Inside, calls are made: those of a collection to its members, too."""
         before, self._settling = self._settling, True
         try:
-            with torch.no_grad():
-                return self._originals[id(metric)][method](*args, **kwargs)
+            yield
         finally:
             self._settling = before
 
@@ -563,29 +562,6 @@ class MetricCalls:
             "by samples is taken: give it values for each sample, or call it in on_train_batch_end or "
             "on_validation_batch_end"
         )
-
-
-def _sums_samples(metric: AnyMetric) -> bool:
-    """Whether it is the library's, and what it holds is put together of samples in any parts."""
-    parts = [part for part in metric.modules() if isinstance(part, Metric)]
-    return not any(
-        isinstance(part, _BY_CALLS) or not type(part).__module__.startswith("torchmetrics.") for part in parts
-    )
-
-
-def _goes_by_call(metric: AnyMetric, arguments: Any) -> bool:
-    """Whether what it makes of a sample may follow from the others in the call."""
-    kinds = [type(part) for part in metric.modules() if isinstance(part, Metric)]
-    scores = any(tensor.is_floating_point() for tensor in tensors_in(arguments))
-    return any(
-        kind.__module__.startswith("torchmetrics.image.")
-        or (
-            scores
-            and kind.__module__.startswith("torchmetrics.classification.")
-            and not issubclass(kind, _BY_ROWS)
-        )
-        for kind in kinds
-    )
 
 
 def _alone() -> bool:

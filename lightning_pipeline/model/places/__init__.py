@@ -2,6 +2,17 @@
 
 from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.kept import exchange_kept
+from lightning_pipeline.model.places.metrics import (
+    MetricBesideError,
+    around_metrics,
+    changes_of_metrics,
+    know_metric,
+    metrics_born,
+    metrics_of,
+    named_metrics,
+    others_refused,
+    stub_metrics,
+)
 from lightning_pipeline.model.places.owners import (
     FILLED,
     MISSING,
@@ -42,6 +53,7 @@ __all__ = [
     "Guard",
     "Kept",
     "Memory",
+    "MetricBesideError",
     "Numbers",
     "Owner",
     "Place",
@@ -50,8 +62,16 @@ __all__ = [
     "Standing",
     "Surroundings",
     "TensorOwner",
+    "around_metrics",
+    "changes_of_metrics",
     "exchange_kept",
     "give_values",
     "has_values",
+    "know_metric",
+    "metrics_born",
+    "metrics_of",
+    "named_metrics",
+    "others_refused",
+    "stub_metrics",
     "values_of",
 ]

@@ -8,20 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
+from lightning_pipeline.model.places import around_metrics, changes_of_metrics, metrics_of, stub_metrics
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import (
     PlaceholderMode,
     TensorSpec,
 )
-from lightning_pipeline.model.trace import (
-    ToldOnce,
-    around_metrics,
-    metrics_of,
-    note_told,
-    printed_once,
-    stub_metrics,
-    stub_sinks,
-)
+from lightning_pipeline.model.trace import ToldOnce, note_told, printed_once, stub_sinks
 from lightning_pipeline.patching import patched
 
 Sink = Callable[..., None]
@@ -60,7 +53,8 @@ class Told:
     ) -> None:  # fmt: skip
         self._root, self._sinks, self._mode = root, dict(sinks), mode
         self.device, self._has_last_stage = device, has_last_stage
-        self.metrics, self._follower = metrics_of(root), follower
+        self._follower = follower
+        self._look_for_metrics()
         self.calls = MetricCalls(self._followed, self._know)
         self.lines = ToldOnce()
         self.microbatch, self.made_up, self.as_batch = 0, 0.0, False
@@ -72,7 +66,16 @@ class Told:
 
     def changed(self) -> None:
         """Metrics may have come, as a tracker makes one for each epoch."""
+        self._look_for_metrics()
+
+    def _look_for_metrics(self) -> None:
+        self._changes = changes_of_metrics(self._root)
         self.metrics = metrics_of(self._root)
+
+    def begin(self) -> None:
+        """A batch begins: hooks may have made metrics, and the step may have been seen to use others."""
+        if changes_of_metrics(self._root) != self._changes:
+            self._look_for_metrics()
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -25,6 +25,7 @@ from lightning_pipeline.model.places import (
     Place,
     Standing,
     Surroundings,
+    metrics_of,
 )
 from lightning_pipeline.model.rules import (
     CHAINED,
@@ -47,15 +48,7 @@ from lightning_pipeline.model.rules import (
 )
 from lightning_pipeline.model.state import AttributeGuards, InUnits, StepState, is_absent, values_kept
 from lightning_pipeline.model.tensors import ModuleState, Versions
-from lightning_pipeline.model.trace import (
-    MADE_PLAIN,
-    Expression,
-    Trace,
-    UnitPatches,
-    grown_in,
-    metrics_of,
-    step_function,
-)
+from lightning_pipeline.model.trace import MADE_PLAIN, Expression, Trace, UnitPatches, grown_in, step_function
 
 _log = logging.getLogger(__name__)
 _MOST_TRIES = 16  # batches in which something is looked for that those before have not shown

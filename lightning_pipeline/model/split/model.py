@@ -327,6 +327,7 @@ class SplitModel(OutsideSteps):
         self.begun += 1
         self._module_guards.check()
         trace, liveness = self.known.of(step, microbatches[0], again=self.looks_again)
+        self.told.begin()
         self._left_behind.watch(trace)
         self.in_units.begin(trace)
         ways = self._finder.of_step(trace, liveness)

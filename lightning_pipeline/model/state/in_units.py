@@ -15,13 +15,13 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from lightning_pipeline.model.places import MISSING, Effect, Guard, Owner, Place, Surroundings
+from lightning_pipeline.model.places import MISSING, Effect, Guard, Owner, Place, Surroundings, metrics_of
 from lightning_pipeline.model.rules import CHAINED, Rows, Rule, unmerged, usual
 from lightning_pipeline.model.state.elsewhere import AttributeGuards, SetByUnit, set_by_unit
 from lightning_pipeline.model.state.sent import Sent, left_in, put_in, size_of, travels
 from lightning_pipeline.model.state.step_state import StepState
 from lightning_pipeline.model.tensors import is_placeholder, put_back, tensors_held, version_of
-from lightning_pipeline.model.trace import Trace, Unit, metrics_of
+from lightning_pipeline.model.trace import Trace, Unit
 
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _ROUNDS = 2  # batches of a step after which ranks tell each other in any case: a trace may show more by then

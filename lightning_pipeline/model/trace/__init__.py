@@ -44,12 +44,8 @@ from lightning_pipeline.model.trace.record import (
 )
 from lightning_pipeline.model.trace.sinks import (
     ToldOnce,
-    around_metrics,
-    metrics_of,
-    named_metrics,
     printed_once,
     silence,
-    stub_metrics,
     stub_sinks,
 )
 from lightning_pipeline.model.trace.tracing import trace_step
@@ -74,7 +70,6 @@ __all__ = [
     "Unit",
     "UnitPatches",
     "Watch",
-    "around_metrics",
     "array_of",
     "circumstances",
     "find_new_units",
@@ -88,8 +83,6 @@ __all__ = [
     "is_tensor_read",
     "leaves_of",
     "makes_guard",
-    "metrics_of",
-    "named_metrics",
     "note_told",
     "numbers_beside",
     "numbers_changed",
@@ -100,7 +93,6 @@ __all__ = [
     "reentrant_checkpoint_replaced",
     "silence",
     "step_function",
-    "stub_metrics",
     "stub_sinks",
     "trace_step",
     "untraced",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pipeline._torch import in_a_transform, tree_leaves
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import Effect, Owner, Place
+from lightning_pipeline.model.places import Effect, Owner, Place, metrics_of
 from lightning_pipeline.model.random import MicrobatchSeeds
 from lightning_pipeline.model.tensors import (
     NOTHING,
@@ -34,7 +34,6 @@ from lightning_pipeline.model.tensors import (
 from lightning_pipeline.model.trace.choices import Expression, Noted
 from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
-from lightning_pipeline.model.trace.sinks import metrics_of
 from lightning_pipeline.model.trace.units import Unit
 
 Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]

@@ -1,27 +1,18 @@
-"""Where values leave a step (logs, metrics), replaced for the time of a trace or replay."""
+"""Where a step tells something (logs, prints), replaced for the time of a trace or replay."""
 
 import io
-import itertools
 import logging
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stdout
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
 from threading import get_ident
 from typing import Any
 
 from torch import nn
-from torchmetrics import Metric, MetricCollection
 
-from lightning_pipeline.model.tensors import attributes_of, items_of, objects_below
 from lightning_pipeline.patching import patched
-
-_MOST = 100  # items of a container that are looked into
-_METRICS, _NESTED = (Metric, MetricCollection), (dict, list, tuple)
-_MAY_LEAD_TO_METRICS = (nn.Module, *_NESTED)
-_REGISTRIES = ("_modules", "_parameters", "_buffers")
-_METRIC_METHODS = ("forward", "update", "compute", "reset")
 
 
 @contextmanager
@@ -33,104 +24,6 @@ def stub_sinks(root: nn.Module, names: Sequence[str], on_value: Callable[[Any], 
 
     with patched(root, dict.fromkeys(names, sink)):
         yield
-
-
-def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
-    """All torchmetrics objects of a module, by name, those in plain dictionaries, lists and objects too."""
-    modules = list(root.named_modules())
-    found = {name: module for name, module in modules if isinstance(module, _METRICS)}
-    known = {id(metric) for metric in found.values()}
-    entries = [(f"{prefix}." if prefix else "", vars(module)) for prefix, module in modules]
-    entries += [(f"{path}.", attributes_of(one) or {}) for path, one in objects_below(entries)]
-    for prefix, held in entries:
-        for key, value in held.items():
-            if isinstance(value, _MAY_LEAD_TO_METRICS) and key not in _REGISTRIES:
-                for path, metric in _metrics_in(f"{prefix}{key}", value, 3):
-                    if id(metric) not in known:
-                        known.update(id(part) for part in metric.modules())
-                        found[path] = metric
-    return found
-
-
-def _metrics_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, nn.Module) and isinstance(value, _METRICS):  # the first is quick
-        yield name, value
-    elif isinstance(value, _NESTED) and depth and len(value) < _MOST:
-        for key, item in items_of(value):
-            yield from _metrics_in(f"{name}.{key}", item, depth - 1)
-
-
-def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
-    """All torchmetrics objects of a module; members of a collection are left to it."""
-    found: list[Metric | MetricCollection] = []
-    members: set[int] = set()
-    for metric in named_metrics(root).values():
-        if id(metric) not in members:
-            found.append(metric)
-            members.update(id(member) for member in metric.modules())
-    return found
-
-
-@contextmanager
-def stub_metrics(
-    metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
-) -> Iterator[None]:  # fmt: skip
-    """Let metrics only tell what they were given.
-
-    Args:
-        metrics: The metrics.
-        on_value: Told that.
-        scalar: Gives what a call returns, or one for each member.
-        answer: Given the metric and how many calls there were before, gives what is known to be the answer;
-            None where that is not known.
-    """
-    with ExitStack() as stack:
-        for metric in metrics:
-            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer)))
-        yield
-
-
-@contextmanager
-def around_metrics(
-    metrics: Sequence[Metric | MetricCollection], around: Callable[[], AbstractContextManager[None]]
-) -> Iterator[None]:
-    """Run the methods of metrics inside a context."""
-
-    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with around():
-                return method(*args, **kwargs)
-
-        return call
-
-    with ExitStack() as stack:
-        for metric in metrics:
-            methods = {name: wrapped(getattr(metric, name)) for name in _METRIC_METHODS}
-            stack.enter_context(patched(metric, methods))
-        yield
-
-
-def _stubs(
-    metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
-    answer: Callable[[Metric | MetricCollection, int], Any],
-) -> dict[str, Any]:  # fmt: skip
-    names = [str(name) for name in metric] if isinstance(metric, MetricCollection) else None
-
-    calls = itertools.count()
-
-    def result(*args: Any, **kwargs: Any) -> Any:
-        on_value((args, kwargs))
-        known = answer(metric, next(calls))
-        if known is not None:
-            return known
-        return scalar() if names is None else {name: scalar() for name in names}
-
-    def silent(*args: Any, **kwargs: Any) -> None:
-        next(calls)
-        on_value((args, kwargs))
-
-    return {"forward": result, "compute": result, "update": silent, "reset": silent}
 
 
 @contextmanager

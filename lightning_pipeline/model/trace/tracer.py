@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.places import metrics_of, others_refused, stub_metrics
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderMode,
@@ -41,7 +42,7 @@ from lightning_pipeline.model.trace.record import (
     step_function,
 )
 from lightning_pipeline.model.trace.saved_activations import Regions, SavedActivations
-from lightning_pipeline.model.trace.sinks import metrics_of, stub_metrics, stub_sinks
+from lightning_pipeline.model.trace.sinks import stub_sinks
 
 _MOST_CALLS = 200  # of a unit, where a value may say whether there is one more
 
@@ -115,7 +116,9 @@ class Tracer:
         self.glue.mixing.begin((args, kwargs))
         with ExitStack() as stack, reentrant_checkpoint_replaced(lambda: False) as self._fake.reentrant:
             stack.enter_context(stub_sinks(self.root, self._sinks, self.observed.told))
-            stack.enter_context(stub_metrics(metrics_of(self.root), self.observed.told, self._fake.scalar))
+            metrics = metrics_of(self.root)
+            stack.enter_context(stub_metrics(metrics, self.observed.told, self._fake.scalar))
+            stack.enter_context(others_refused(self.root, metrics))
             self.patches.runner, observed.mode.watcher = self, self
             stack.enter_context(forward_context())
             stack.enter_context(GlueFunctions(observed, self.glue))

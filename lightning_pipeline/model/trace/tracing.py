@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import Owner, Standing
+from lightning_pipeline.model.places import MetricBesideError, Owner, Standing, know_metric
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
     ModuleState,
@@ -106,9 +106,12 @@ def trace_step(
             patched.install()
         try:
             return _traced(root, step, batch, patched, placeholders, look, forward_context, porting, ahead)
+        except MetricBesideError as found:
+            know_metric(root, found)
         finally:
             if patches is None:
                 patched.remove()
+        return once(porting, look, ahead)
 
     try:
         found = _with_ports(once, like)

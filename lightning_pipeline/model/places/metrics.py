@@ -1,0 +1,262 @@
+"""The torchmetrics objects that steps of a module work with, replaced for the time of a trace or replay.
+
+Those of the module, in its plain containers and objects too, and others that a step was seen to update, such
+as a global one: those are known from then on.
+"""
+
+import itertools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torchmetrics import Metric, MetricCollection
+
+from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.tensors import attributes_of, items_of, objects_below, user_line
+from lightning_pipeline.patching import Undo, patch, patched
+
+_MOST = 100  # items of a container that are looked into
+_METRICS, _NESTED = (Metric, MetricCollection), (dict, list, tuple)
+_MAY_LEAD_TO_METRICS = (nn.Module, *_NESTED)
+_REGISTRIES = ("_modules", "_parameters", "_buffers")
+_METRIC_METHODS = ("forward", "update", "compute", "reset")
+_UPDATES = "_update_count"  # that every update of a metric sets, before it does anything
+
+
+@dataclass
+class _Beside:
+    """What is known of metrics that a module does not have.
+
+    Attributes:
+        metrics: Those that a step was seen to update.
+        changes: How often there were more metrics than before, the module's too.
+        made: Places in the module where a step has made one.
+    """
+
+    metrics: list[Metric | MetricCollection] = field(default_factory=list)
+    changes: int = 0
+    made: set[tuple[int, Any]] = field(default_factory=set)
+
+
+_beside: WeakKeyDictionary[nn.Module, _Beside] = WeakKeyDictionary()
+
+
+class MetricBesideError(BaseException):
+    """A step updates a metric that is not known yet. Not for the user's `except Exception`.
+
+    Args:
+        metric: The metric, to which nothing was done.
+        holder: The module, dictionary or list that the step has put it into, where the step has made it.
+        key: Where there.
+    """
+
+    def __init__(self, metric: Metric | MetricCollection, holder: Any = None, key: Any = None) -> None:
+        super().__init__(f"{type(metric).__name__} is not the module's")
+        self.metric, self.holder, self.key = metric, holder, key
+
+
+def changes_of_metrics(root: nn.Module) -> int:
+    """A number that grows whenever a module's steps may work with more metrics than before."""
+    return _of(root).changes
+
+
+def metrics_born(root: nn.Module) -> Undo:
+    """From now on, until it is undone, metrics that come into being count as changes of a module's."""
+    original = Metric.__init__
+
+    @wraps(original)
+    def init(metric: Metric, *args: Any, **kwargs: Any) -> None:
+        original(metric, *args, **kwargs)
+        _of(root).changes += 1
+
+    return patch(Metric, "__init__", init)
+
+
+def know_metric(root: nn.Module, found: MetricBesideError) -> None:
+    """Have a metric that steps of a module update, from now on.
+
+    One that the step makes is there before the step then, as it is in all batches but the first.
+    """
+    beside, holder = _of(root), found.holder
+    beside.changes += 1
+    if holder is None:
+        beside.metrics.append(found.metric)
+        return
+    beside.made.add((id(holder), found.key))
+    if isinstance(holder, nn.Module):
+        setattr(holder, found.key, found.metric)
+    elif isinstance(holder, dict):
+        holder[found.key] = found.metric
+    else:
+        holder.append(found.metric)
+
+
+@contextmanager
+def others_refused(root: nn.Module, metrics: Sequence[Metric | MetricCollection]) -> Iterator[None]:
+    """Inside, the update of a metric that is none of these raises, before it changes anything.
+
+    Those that are made inside may be updated, unless the module has them by then.
+
+    Args:
+        root: The LightningModule.
+        metrics: Those that are known.
+
+    Raises:
+        MetricBesideError: One is updated.
+        SplitError: The module has got one that it had got before, which the step makes every time.
+    """
+    known = {id(part) for metric in metrics for part in metric.modules()}
+    before, born = {id(one) for module in root.modules() for one in (module, *_held(module))}, list[Metric]()
+    made, original = _of(root).made, Metric.__setattr__
+
+    def setting(metric: Metric, name: str, value: Any) -> None:
+        if name == _UPDATES and id(metric) not in known:
+            if name not in vars(metric):
+                born.append(metric)
+            elif all(metric is not one for one in born):
+                raise MetricBesideError(metric)
+            else:
+                known.add(id(metric))
+                for holder, key, new in _places_of(root, metric, before):
+                    if id(holder) not in before or (id(holder), key) in made:
+                        raise SplitError(
+                            f"a step makes a metric ({type(metric).__name__}) that the module keeps, in "
+                            "every batch: micro-batches would have one each. Make it in __init__, and let "
+                            f"the step call its `reset()` [at {user_line(root)}]"
+                        )
+                    raise MetricBesideError(new, holder, key)
+        original(metric, name, value)
+
+    with patched(Metric, {"__setattr__": setting}):
+        yield
+
+
+def _places_of(
+    root: nn.Module, metric: Metric, before: Collection[int]
+) -> Iterator[tuple[Any, Any, Metric | MetricCollection]]:
+    """Where modules have a new metric, or the new collection that it is in: in what, and at which key.
+
+    Args:
+        root: The LightningModule.
+        metric: The metric.
+        before: Identities of the modules and their containers that there were.
+    """
+    for module in [one for one in root.modules() if id(one) in before]:
+        held = [(one, items_of(one)) for one in _held(module)]
+        for holder, items in [(module, module._modules.items()), *held]:
+            for key, item in items:
+                is_new = isinstance(item, nn.Module) and isinstance(item, _METRICS) and id(item) not in before
+                if is_new and any(part is metric for part in item.modules()):
+                    yield holder, key, item
+
+
+def _held(module: nn.Module) -> list[Any]:
+    """Containers of a module in which it may keep metrics."""
+    return [one for one in vars(module).values() if type(one) in (dict, list) and len(one) < _MOST]
+
+
+def _of(root: nn.Module) -> _Beside:
+    return _beside.setdefault(root, _Beside())
+
+
+def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
+    """All torchmetrics objects that steps of a module work with, by name.
+
+    Those in plain dictionaries, lists and objects too, and those beside the module that are known.
+    """
+    modules = list(root.named_modules())
+    found = {name: module for name, module in modules if isinstance(module, _METRICS)}
+    known = {id(metric) for metric in found.values()}
+    entries = [(f"{prefix}." if prefix else "", vars(module)) for prefix, module in modules]
+    entries += [(f"{path}.", attributes_of(one) or {}) for path, one in objects_below(entries)]
+    for prefix, held in entries:
+        for key, value in held.items():
+            if isinstance(value, _MAY_LEAD_TO_METRICS) and key not in _REGISTRIES:
+                for path, metric in _metrics_in(f"{prefix}{key}", value, 3):
+                    if id(metric) not in known:
+                        parts = list(metric.named_modules(prefix=path))
+                        known.update(id(part) for _, part in parts)
+                        found |= {name: part for name, part in parts if isinstance(part, _METRICS)}
+    for number, metric in enumerate(_of(root).metrics):
+        if id(metric) not in known:
+            found[f"{type(metric).__name__} {number} beside the module"] = metric
+    return found
+
+
+def _metrics_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, nn.Module) and isinstance(value, _METRICS):  # the first is quick
+        yield name, value
+    elif isinstance(value, _NESTED) and depth and len(value) < _MOST:
+        for key, item in items_of(value):
+            yield from _metrics_in(f"{name}.{key}", item, depth - 1)
+
+
+def metrics_of(root: nn.Module) -> list[Metric | MetricCollection]:
+    """All torchmetrics objects that steps of a module work with, members of collections too: each once."""
+    return list({id(metric): metric for metric in named_metrics(root).values()}.values())
+
+
+@contextmanager
+def stub_metrics(
+    metrics: Sequence[Metric | MetricCollection], on_value: Callable[[Any], None], scalar: Callable[[], Any],
+    answer: Callable[[Metric | MetricCollection, int], Any] = lambda metric, nth: None,
+) -> Iterator[None]:  # fmt: skip
+    """Let metrics only tell what they were given.
+
+    Args:
+        metrics: The metrics.
+        on_value: Told that.
+        scalar: Gives what a call returns, or one for each member.
+        answer: Given the metric and how many calls there were before, gives what is known to be the answer;
+            None where that is not known.
+    """
+    with ExitStack() as stack:
+        for metric in metrics:
+            stack.enter_context(patched(metric, _stubs(metric, on_value, scalar, answer)))
+        yield
+
+
+@contextmanager
+def around_metrics(
+    metrics: Sequence[Metric | MetricCollection], around: Callable[[], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """Run the methods of metrics inside a context."""
+
+    def wrapped(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return method(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as stack:
+        for metric in metrics:
+            methods = {name: wrapped(getattr(metric, name)) for name in _METRIC_METHODS}
+            stack.enter_context(patched(metric, methods))
+        yield
+
+
+def _stubs(
+    metric: Metric | MetricCollection, on_value: Callable[[Any], None], scalar: Callable[[], Any],
+    answer: Callable[[Metric | MetricCollection, int], Any],
+) -> dict[str, Any]:  # fmt: skip
+    names = [str(name) for name in metric] if isinstance(metric, MetricCollection) else None
+
+    calls = itertools.count()
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        on_value((args, kwargs))
+        known = answer(metric, next(calls))
+        if known is not None:
+            return known
+        return scalar() if names is None else {name: scalar() for name in names}
+
+    def silent(*args: Any, **kwargs: Any) -> None:
+        next(calls)
+        on_value((args, kwargs))
+
+    return {"forward": result, "compute": result, "update": silent, "reset": silent}
