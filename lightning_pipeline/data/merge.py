@@ -1,5 +1,6 @@
 """What the micro-batches of a batch returned becomes what one device would have returned."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -136,6 +137,11 @@ def _merge_items(values: list[Any], sizes: list[int], where: str) -> Any:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)
+    if isinstance(one, deque | list | tuple):
+        alike = type(one) is type(other) and len(one) == len(other)
+        return alike and all(map(_equal, one, other))
     return bool(one is other or one == other)
 
 

@@ -146,14 +146,23 @@ def fill(
     by_name = _by_parameter(flat, set(names_of(optimizer, names)))
     for index, group in enumerate(optimizer.param_groups):
         if index < len(groups) and not any(id(p) in names for p in group["params"]):
-            group.update(groups[index]["options"])
+            _set_options(optimizer, group, groups[index]["options"])
         for parameter in (p for p in group["params"] if id(p) in names):
             state, options = by_name.get(names[id(parameter)], ({}, {}))
-            group.update(restored(options))
+            _set_options(optimizer, group, restored(options))
             optimizer.state.pop(parameter, None)  # such as that of a search for a learning rate
             if state:
                 placed = {k: _beside(optimizer, group, k, v, parameter) for k, v in state.items()}
                 optimizer.state[parameter] = restored(placed)
+
+
+def _set_options(optimizer: Optimizer, group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Have these alone, as torch's `load_state_dict` has: not what a schedule has left since."""
+    if options:
+        lasting = {"params", "param_names", *optimizer.defaults, *options}
+        for key in [key for key in group if key not in lasting]:
+            del group[key]
+    group.update(options)
 
 
 def _by_parameter(

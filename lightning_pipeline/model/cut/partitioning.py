@@ -224,6 +224,8 @@ def _too_few(
     helps = bool(finer) and (tried is None or tried(finer))
     advice = f", or split finer with units={finer}" if helps else ""
     together = f"; kept together: {'; '.join(bound)}" if bound else ""
+    if bound and trace.step == "training_step" and len(trace.units) >= num_stages:
+        advice += "; or whole_steps=True, which calls them where they are, one stage after the other"
     return (
         f"{num_stages} stages were asked for, but the model has {len(atoms)} "
         f"unit{'s' if len(atoms) != 1 else ''} to share out{together}: use at most "

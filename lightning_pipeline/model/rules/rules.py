@@ -16,7 +16,7 @@ from lightning_pipeline.model.places import MISSING
 from lightning_pipeline.model.rules.rows import rows_in
 from lightning_pipeline.model.rules.trial import Merge, NoFit, Rule, Trial
 from lightning_pipeline.model.rules.values import equal, is_number
-from lightning_pipeline.model.tensors import dict_like, is_placeholder, joined_in_blocks
+from lightning_pipeline.model.tensors import dict_like, is_placeholder, joined_in_blocks, tensors_in
 
 
 def same(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
@@ -221,7 +221,8 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
     Returns:
         None where none fits.
     """
-    rows = rows_in(*trials[0][:2], trials[0].whole) if anew else None
+    is_added_to = all(_tensors(trial.after) > _tensors(trial.other) for trial in trials)
+    rows = rows_in(*trials[0][:2], trials[0].whole) if anew and not is_added_to else None
     if rows is not None and all(_fits(rows, start, trial, merge) for trial in trials):
         return rows
     if all(isinstance(value, dict) for trial in trials for value in trial[:4]):
@@ -230,6 +231,10 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
         if all(_fits(rule, start, trial, merge) for trial in trials):
             return rule
     return None
+
+
+def _tensors(value: Any) -> int:
+    return len(list(tensors_in(value)))
 
 
 def fits_by_place(start: Any, trials: Sequence[Trial], merge: Merge) -> bool:

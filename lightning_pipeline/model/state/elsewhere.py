@@ -67,7 +67,6 @@ _WRITES = [
     "__setitem__",
     "__delitem__",
     "update",
-    "setdefault",
     "appendleft",
     "extendleft",
 ]
@@ -126,6 +125,19 @@ class _ContainerElsewhere(Guard):
     """Base of lists and their like."""
 
     _what: str
+    _before: Any = ()
+
+    def stand_for(self, before: Any) -> Any:
+        """What this rank had, of which the containers inside take writes, too; returns the guard."""
+        self._before = before
+        return self
+
+    def _inside(self, found: Any) -> Any:
+        """What stands for a container in this one."""
+        if isinstance(found, Guard):
+            return found
+        kind = next((kind for plain, kind in _KINDS.items() if isinstance(found, plain)), None)
+        return self._refused() if kind is None else kind(self._what).stand_for(found)
 
     def __repr__(self) -> str:
         return f"<{self._what}: on the last stage>"
@@ -158,11 +170,29 @@ class ElsewhereDict(_ContainerElsewhere, dict[Any, Any]):
         self._what = what
 
 
+_KINDS: dict[type, Callable[[str], Any]] = {list: ElsewhereList, deque: ElsewhereDeque, dict: ElsewhereDict}
+
+
+def _item(self: Any, key: Any) -> Any:
+    """A container that was in a list, which takes writes (`self.outputs[0].append(...)`)."""
+    before = self._before
+    inside = isinstance(key, int) and -len(before) <= key < len(before)
+    return self._inside(before[key] if inside else None)
+
+
+def _entry(self: Any, key: Any, default: Any = None) -> Any:
+    """The same of a dictionary, or what it makes of a key that it has not."""
+    before, makes = self._before, getattr(self._before, "default_factory", None)
+    return self._inside(before[key] if key in before else default if makes is None else makes())
+
+
 for _cls in (ElsewhereList, ElsewhereDeque, ElsewhereDict):
     for _name in _READS:
         setattr(_cls, _name, _reader(_name))
     for _name in _WRITES:
         setattr(_cls, _name, _silent)
+    _cls.__getitem__ = _entry if _cls is ElsewhereDict else _item  # type: ignore[assignment]
+ElsewhereDict.setdefault = _entry  # type: ignore[assignment]
 
 
 def _refuse_unit(what: str) -> NoReturn:
@@ -244,13 +274,9 @@ class AttributeGuards:
             if isinstance(value, Guard):
                 continue
             self._before.setdefault(place.identity, (place, value, kind))
-            kinds: dict[type, Callable[[str], Any]] = {
-                list: ElsewhereList,
-                deque: ElsewhereDeque,
-                dict: ElsewhereDict,
-            }
-            found = kind or next((kinds[plain] for plain in kinds if isinstance(value, plain)), Elsewhere)
-            place.put(found(attribute_name(place)))
+            found = kind or next((_KINDS[plain] for plain in _KINDS if isinstance(value, plain)), Elsewhere)
+            guard = found(attribute_name(place))
+            place.put(guard.stand_for(value) if isinstance(guard, _ContainerElsewhere) else guard)
 
     def forget(self, places: Iterable[Place]) -> None:
         """These have a value of their own now, and are guarded no more."""

@@ -191,7 +191,7 @@ class StepState:
             return value
         if before is not None and isinstance(value, list | deque) and _is_grown(value, before):
             value = NewItems([value[index] for index in range(len(before), len(value))])
-        return map_tensors(_copied, value) if _leaves_compared(value) <= _SMALL else None
+        return map_tensors(_copied, own_containers(value)) if _leaves_compared(value) <= _SMALL else None
 
     def _list_before(self, effect: Effect) -> Any:
         """What a list or deque without others in it held, that stood there when the batch began."""

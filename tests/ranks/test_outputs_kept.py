@@ -1,0 +1,168 @@
+"""Outputs that a step keeps in dictionaries and lists of lists, for a hook at the epoch's end to read."""
+
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+
+
+class Keeps(Regression):
+    """A container is read before the layers are called: `self.kept["outputs"].append(self.net(x))`."""
+
+    def made(self) -> Any:
+        return {"outputs": [], "targets": []}
+
+    def on_validation_epoch_start(self) -> None:
+        self.kept = self.made()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept["outputs"].append(self.net(batch[0]))
+        self.kept["targets"].append(batch[1])
+
+    def read(self) -> tuple[Any, Any]:
+        return self.kept["outputs"], self.kept["targets"]
+
+    def on_validation_epoch_end(self) -> None:
+        outputs, targets = (torch.cat(values) for values in self.read())
+        self.log("median", (outputs - targets).abs().median())
+
+
+class ByDefault(Keeps):
+    """Lists that a dictionary makes."""
+
+    def made(self) -> Any:
+        return defaultdict(list)
+
+
+class SetByDefault(Keeps):
+    """Lists that `setdefault` makes."""
+
+    def made(self) -> Any:
+        return {}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept.setdefault("outputs", []).append(self.net(batch[0]))
+        self.kept.setdefault("targets", []).append(batch[1])
+
+
+class Pairs(Keeps):
+    """Lists in a list, of pairs."""
+
+    def made(self) -> Any:
+        return [[], []]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept[1].append((self.net(batch[0]), batch[1]))
+
+    def read(self) -> tuple[Any, Any]:
+        return tuple(zip(*self.kept[1], strict=True))  # type: ignore[return-value]
+
+
+class Nested(Keeps):
+    """A dictionary in a dictionary."""
+
+    def made(self) -> Any:
+        return {"val": super().made()}
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept["val"]["outputs"].append(self.net(batch[0]))
+        self.kept["val"]["targets"].append(batch[1])
+
+    def read(self) -> tuple[Any, Any]:
+        return self.kept["val"]["outputs"], self.kept["val"]["targets"]
+
+
+class OneList(Keeps):
+    """A new list each time, with what was in the old one."""
+
+    def made(self) -> Any:
+        return []
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.kept = self.kept + [(self.net(batch[0]), batch[1])]  # as users write it
+
+    def read(self) -> tuple[Any, Any]:
+        return tuple(zip(*self.kept, strict=True))  # type: ignore[return-value]
+
+
+class ReadsWhatIsKept(Keeps):
+    """Reads what another stage has, in its step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        before = len(self.kept["outputs"])
+        self.kept["outputs"].append(self.net(batch[0] + before))
+        self.kept["targets"].append(batch[1])
+
+
+EQUAL = (Keeps, ByDefault, SetByDefault, Pairs, Nested, OneList)
+KINDS = {kind.__name__: kind for kind in (*EQUAL, ReadsWhatIsKept)}
+
+
+def medians(pipeline: dict[str, Any] | None, kind: str) -> tuple[float, list[str]]:
+    """With a last batch that is shorter than the others, in two epochs."""
+    run = trainer(pipeline)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        run.fit(KINDS[kind](), loader(16), loader(10, 4, seed=4))
+    ours = [str(one.message) for one in said if "validation_step" in str(one.message)]
+    return float(run.callback_metrics["median"]), ours
+
+
+@pytest.mark.parametrize("kind", [kind.__name__ for kind in EQUAL])
+def test_what_a_step_keeps_is_one_devices(ranks: Ranks, kind: str) -> None:
+    expected, _ = medians(None, kind)
+    one_rank = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2}
+    for found, said in (
+        medians(one_rank, kind),
+        *ranks(2)(medians, {"stages": 2, "num_microbatches": 2}, kind, group=False),
+    ):
+        assert found == pytest.approx(expected, rel=1e-12)
+        assert said == []
+
+
+class Remembers(Regression):
+    """Keeps an array and a number for each batch, as a replay memory does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory: deque[Any] = deque(maxlen=9)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            action = int(self.net(torch.ones(1, 6).double()).argmax(1).item())
+        self.memory.append((numpy.full(2, float(batch_idx + action)), action))
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_memory_of_arrays_has_one_entry_for_each_batch() -> None:
+    one, ours = Remembers(), Remembers()
+    trainer(None).fit(one, loader(24))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="(training_step|what training_step)")
+        trainer({"stages": 1, "num_microbatches": 2}).fit(ours, loader(24))
+    assert len(one.memory) == len(ours.memory) == 6
+    for (expected, action), (found, ours_action) in zip(one.memory, ours.memory, strict=True):
+        assert action == ours_action
+        numpy.testing.assert_array_equal(expected, found)
+
+
+def refused(pipeline: dict[str, Any] | None, kind: str) -> str:
+    try:
+        medians(pipeline, kind)
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+def test_a_length_on_another_stage_is_refused(ranks: Ranks) -> None:
+    for found in ranks(2)(refused, {"stages": 2, "num_microbatches": 2}, "ReadsWhatIsKept", group=False):
+        assert "attribute 'kept' of the LightningModule is filled by the end of the step" in found
