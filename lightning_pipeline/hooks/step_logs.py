@@ -120,6 +120,11 @@ class LogRecorder:
         self._numbers = {}
         self._logged.clear()
 
+    def whole_is_unlike(self) -> None:
+        """What the step of the whole batch told goes by numbers or texts that units did not give."""
+        self._numbers = {}
+        self._others.clear()
+
     def log(self, microbatch: int, *args: Any, **kwargs: Any) -> None:
         """A call of `self.log` in a micro-batch."""
         given = SIGNATURE.bind(self._module, *args, **kwargs).arguments

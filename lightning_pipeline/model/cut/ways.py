@@ -278,12 +278,12 @@ class Node:
     Attributes:
         through: One of them.
         ends: The one that has no further call.
-        following: By the unit that is called next.
+        following: By the unit that is called next, or its turn; see `Trace.way`.
     """
 
     through: Route
     ends: Route | None = None
-    following: dict[int, "Node"] = field(default_factory=dict)
+    following: dict[Hashable, "Node"] = field(default_factory=dict)
 
 
 class StepRoutes:
@@ -296,7 +296,7 @@ class StepRoutes:
 
     def __init__(self, base: Route, modules: Sequence[nn.Module]) -> None:
         self.base = base
-        self.known = {base.trace.path: base}
+        self.known = {base.trace.way: base}
         self.ports: dict[tuple[int, int], PortSpec] = {}
         self.decisions = dict[Expression, None]()  # by numbers that change between batches
         self._numbers: dict[str, Place] = {}
@@ -325,12 +325,12 @@ class StepRoutes:
 
     def add(self, route: Route) -> bool:
         """One more. Whether the step leaves something else behind on it."""
-        self.known[route.trace.path] = route
+        self.known[route.trace.way] = route
         self._decides(route.trace.decisions, route.trace.numbers)
         self.ports.update(route.trace.ports)
         node = self.start
-        for unit in route.trace.path:
-            node = node.following.setdefault(unit, Node(route))
+        for turn in route.trace.way:
+            node = node.following.setdefault(turn, Node(route))
         node.ends = route
         return self._join(self.base.trace, route.trace)
 
@@ -410,11 +410,11 @@ class StepRoutes:
             places: That made it worth a trace; those that it does not show are left alone from now on.
         """
         stood = _positions(self.base.trace)
-        like = self.known.get(trace.path)
+        like = self.known.get(trace.way)
         reads = like is not None and _join_reads(like.trace, trace)
         more = self._join(self.base.trace, trace) or _positions(self.base.trace) != stood
         self._decides(trace.decisions, trace.numbers)
-        if more and trace.path in self.known and (same := self.known[trace.path]) is not self.base:
+        if more and trace.way in self.known and (same := self.known[trace.way]) is not self.base:
             self._join(same.trace, trace)
         known = {effect.place.identity for effect in self.base.trace.effects}
         self._passing.update(place for place in places if place not in known)

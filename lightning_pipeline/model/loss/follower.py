@@ -129,7 +129,7 @@ class Follower:
         self._about: float | None = None  # the batch's divisor, as far as the first of them tells
         self.worth: list[float] | None = None
         self.doubt: str | None = None
-        self._by_values, self._is_torn, self._has_loss = False, False, False
+        self._by_values, self._is_torn, self._has_loss, self._is_unlike = False, False, False, False
         self._flags: set[tuple[bool, ...]] = set()  # of the micro-batches
         self._is_harmless = False  # whether these differ where losses do not
         self._number = 0  # of the micro-batch that runs
@@ -172,7 +172,7 @@ class Follower:
             by_values: Whether values decide how much units return, so that shapes alone say nothing.
             is_torn: Whether it is known that micro-batches decide otherwise by what is in the batch.
         """
-        self._by_values, self._is_torn, self._flags = by_values, is_torn, set()
+        self._by_values, self._is_torn, self._flags, self._is_unlike = by_values, is_torn, set(), False
         self._has_loss = self._step != "training_step"
         self._tried, self.worth = cache(tried), None
         self._fractions, self._wholes, self._shares, self._path = fractions, (), None, None
@@ -257,7 +257,7 @@ class Follower:
             always: Whether a number that is a mean over samples is to be followed in each batch.
         """
         shares = self._shares
-        if shares is None:
+        if shares is None or self._is_unlike:
             return Part()
         share, bent = shares.of(value), shares.bent(value)
         drawn = shares.whole.unclear and (shares.whole.ragged or (bent and bent.origins() != {SHAPES}))
@@ -277,6 +277,10 @@ class Follower:
         value = 0.0 if total is None else total
         return Part(value, not shares.is_mean(share), is_known=True, read=share.read)
 
+    def unlike(self) -> None:
+        """A unit gives another number or text than where the batch was looked at as one, without values."""
+        self._is_unlike = True
+
     def know(self, value: Any, bent: Bent) -> None:
         """A value of the micro-batch that runs comes from elsewhere, with how the batch's is made."""
         if self._shares is not None:
@@ -289,10 +293,23 @@ class Follower:
             SplitError: It is divided by what differs between micro-batches, and could not be followed.
         """
         known, self._has_loss = len(self._own), True
-        share = self._share_of(loss)
+        if self._is_unlike:
+            self._doubt_unlike(loss)
+        share = None if self._is_unlike else self._share_of(loss)
         if len(self._own) == known:
             self._plainly.append(loss.detach())
         return share
+
+    def _doubt_unlike(self, loss: Tensor) -> None:
+        """A loss that is weighted by samples now is in doubt where it is known to be no plain mean."""
+        shares = self._shares
+        share = None if shares is None else shares.of(loss)
+        if shares is not None and share is not None and not shares.is_mean(share):
+            self.doubt = (
+                f"{self._step} makes its loss of a number or text that a unit returns, and which is another "
+                "one than where the batch was looked at as a whole: this batch is weighted by samples. If "
+                f"such a loss is divided by anything else, {_WAYS_OUT}"
+            )
 
     def _share_of(self, loss: Tensor) -> Share | None:
         shares = self._shares

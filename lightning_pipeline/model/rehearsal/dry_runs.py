@@ -17,6 +17,7 @@ from lightning_pipeline.model.rehearsal.routes import Reads
 from lightning_pipeline.model.replay import Replay, StageView
 from lightning_pipeline.model.tensors import (
     TensorSpec,
+    describe,
     fitted,
     is_placeholder,
     of_most,
@@ -32,6 +33,7 @@ from lightning_pipeline.model.trace import (
     inputs_of,
     is_tensor_read,
     reentrant_checkpoint_replaced,
+    turn_of,
 )
 
 
@@ -153,6 +155,7 @@ class Rehearsal(_DryRun):
         self._counts[unit] = nth + 1
         self._observer.unit(unit, nth)
         structure, specs = self._outputs.given(unit, nth, (args, kwargs))
+        self._view.current_step().rehearsed[unit, nth] = structure
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)
         if self._view.host_random:
@@ -251,7 +254,8 @@ class Walk(_DryRun):
         self._reads.on_call()
         nth = self._counts[unit]
         self._counts[unit] = nth + 1
-        node = self._node.following.get(unit)
+        following = self._node.following
+        node = following.get(unit) or following.get(turn_of(unit, describe((args, kwargs), [])))
         if node is None:
             raise _NewWay
         call = node.through.trace.calls[self._depth]

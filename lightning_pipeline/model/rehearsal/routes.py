@@ -370,7 +370,7 @@ class RouteFinder:
             routes.put(
                 [self._route(one.number, one.trace, now) for one, now in zip(known_ways, live, strict=True)]
             )
-        if (known := routes.known.get(trace.path)) is None:
+        if (known := routes.known.get(trace.way)) is None:
             self._check(trace)
             known = self._route(len(routes.known), trace, self._cut.liveness(trace))
             if routes.add(known):

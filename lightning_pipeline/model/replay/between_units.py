@@ -5,7 +5,7 @@ The second is that of a backward, in regions of activation checkpointing, with u
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NoReturn
 from weakref import ref
 
 import torch
@@ -29,13 +29,16 @@ from lightning_pipeline.model.random import RANDOM_FUNCTIONS, MicrobatchSeeds, S
 from lightning_pipeline.model.replay.view import Returned, StageView
 from lightning_pipeline.model.tensors import (
     Given,
+    Opaque,
     Structure,
     Taint,
     TensorSpec,
+    are_unlike,
     by_shape_alone,
     data_set_without_values,
     flatten,
     is_placeholder,
+    leaves_in,
     map_tensors,
     read_of,
     takes_containers,
@@ -96,6 +99,7 @@ class GlueRun:
         inside: Whether a unit runs.
         in_regions: Whether code ran under hooks on saved tensors, as activation checkpointing has them.
         draws: Whether code between units drew random numbers.
+        described: On the last stage, how what units gave is put together.
     """
 
     def __init__(
@@ -114,6 +118,7 @@ class GlueRun:
         self._outer_hooks = top_saved_hooks()
         self.remembered = view.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
+        self.described: dict[tuple[int, int], Structure] = {}
         self.functions = _GlueFunctions(self)
         self.follow: Follow | None = None
         self.mixing: Functions | None = None  # of a step that mixes samples
@@ -216,7 +221,32 @@ class GlueRun:
         self._seeds.follow(states, given, again=unit in self._view.repeated)
         if structure == _LONE:
             return tensors[0]
+        if len(tensors) != self._view.num_tensors.get((unit, nth), len(tensors)):
+            self._refuse_other_tensors(unit, nth, len(tensors))
+        if self.is_last:
+            self._describe(unit, nth, structure)
         return self._put_together(tensors, structure, self._around(unit, nth, args, kwargs))
+
+    def _refuse_other_tensors(self, unit: int, nth: int, found: int) -> NoReturn:
+        raise SplitError(
+            f"unit {self._view.unit_name(unit)!r} returns {found} tensors now, and "
+            f"{self._view.num_tensors[unit, nth]} when {self._view.step} was traced, which stages send: let "
+            "an argument of its forward choose (a flag, or None), by which stages tell such calls apart, and "
+            "no attribute of its own; or return the same tensors in every batch [at "
+            f"{user_line(self._view.root)}]"
+        )
+
+    def _describe(self, unit: int, nth: int, structure: Structure) -> None:
+        """What a unit gave in this micro-batch, where the last stage may have to know it of the batch."""
+        if structure is _LONE or structure == _LONE:
+            return
+        self.described[unit, nth] = structure
+        step = self._view.current_step()
+        rehearsed = step.rehearsed.get((unit, nth))
+        if rehearsed is not None and not step.is_unlike and are_unlike(rehearsed, structure):
+            step.is_unlike = True
+            if step.follower is not None:
+                step.follower.unlike()
 
     def _received_or_placeholder(self, key: ValueKey, spec: TensorSpec) -> Tensor:
         tensor = self._received.get(key)
@@ -309,6 +339,8 @@ class GlueRun:
 
     def check_real(self, value: Any, what: str) -> None:
         """Raise where a placeholder is about to leave the step."""
+        for opaque in leaves_in(value, Opaque):
+            opaque.refused()
         if any(is_placeholder(t) for t in tensors_in(value)) or self.taint.holds(value):
             raise self._refuse(
                 f"{what} holds a value of another stage that was not sent here. Weights that it is made of "

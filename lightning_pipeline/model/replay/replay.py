@@ -256,6 +256,8 @@ class Replay(GlueRun):
                 tensors[leaf], copied = tensor.clone(), True
                 self._copies.add(tensors[leaf], tensor)
         self._entries.append((unit, nth, structure, tuple(specs), states))
+        if self.is_last:
+            self._describe(unit, nth, structure)
         if copied:
             output = self._put_together(tensors, structure, around)
         elif isinstance(around, Watch):

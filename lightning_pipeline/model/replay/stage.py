@@ -106,7 +106,7 @@ class StageProgram(Stage):
                 replay.replayed.result = step.function(*args, **kwargs)
             if self.is_last:
                 for gathered in self._gathered(step):
-                    gathered.take(microbatch, replay.given(gathered.keys))
+                    gathered.take(microbatch, replay.given(gathered.keys), replay.described)
             done = replay.replayed
         if self.is_last:
             self._finish(microbatch, step, done)

@@ -37,7 +37,9 @@ class Gathers(Protocol):
 
     keys: Collection[ValueKey]
 
-    def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None: ...
+    def take(
+        self, microbatch: int, given: Mapping[ValueKey, Tensor], described: Mapping[CallKey, Structure]
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -68,6 +70,8 @@ class Step:
         left_by_batch: By label what the batch as one leaves behind, where micro-batches are given their part
             of what it mixes; None elsewhere.
         gathered: On the last stage what units give, where the batch is looked at as one.
+        rehearsed: How what units give is put together where the step ran without them, on the last stage.
+        is_unlike: Whether a unit has given other numbers or texts, or tensors where it gave none.
         returned: Told what the step returns for a micro-batch, on the last stage, where numbers are followed.
         returned_of_whole: Told what it returns where it runs without units for the whole batch, and whether
             no value of units was made up.
@@ -95,6 +99,8 @@ class Step:
     telling: Callable[[], AbstractContextManager[None]] = nullcontext
     left_by_batch: Mapping[str, Any] | None = None
     gathered: Gathers | None = None
+    rehearsed: dict[CallKey, Structure] = field(default_factory=dict)
+    is_unlike: bool = False
     returned: Callable[[int, Any], None] = lambda microbatch, result: None
     returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
 
@@ -156,6 +162,7 @@ class StageView:
         host_random: Whether a unit draws from numpy's or Python's random state.
         checkpointed: Whether there is activation checkpointing around units.
         rewritten: Parameters, buffers and plain tensors of this stage that the step changes in place.
+        num_tensors: In what each call gives.
         ports: What calls give away beside their output.
         constants: Whether what depends on the shapes of placeholders alone has its values.
         guesses_hold: What the trace was answered where code asks whether something holds of unknown values.
@@ -185,6 +192,7 @@ class StageView:
         self._read_on: tuple[Route | None, set[ValueKey]] = (None, set())
         self._step: Step | None = None
         self.route: Route | None = None
+        self.num_tensors: dict[CallKey, int] = {}
 
     # ---- a batch
 
@@ -211,6 +219,7 @@ class StageView:
         self.read_before = self._read_before(route)
         self.checkpointed = route.trace.checkpointed
         self.rewritten = self._rewritten(route.trace)
+        self.num_tensors = {(call.unit, call.nth): len(call.specs) for call in route.trace.calls}
         self.ports, self.constants = route.trace.ports, route.trace.constants
         self.guesses_hold = route.trace.holds
         self.no_unit_follows = not (self.is_last or live.leaves[self.index])

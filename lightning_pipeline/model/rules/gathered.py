@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.rules.made_up import MadeUp, Outputs, joined_values, made_up
 from lightning_pipeline.model.rules.trial import Merge, NoFit
+from lightning_pipeline.model.tensors import Structure, joined_structure
 from lightning_pipeline.model.trace import Trace
 
 ValueKey = tuple[int, int, int]
@@ -56,10 +57,21 @@ class Gathered:
         self.keys: Collection[ValueKey] = values_at_end(trace)
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
+        self._described: dict[int, Mapping[tuple[int, int], Structure]] = {}
         self.takes_means = False
 
-    def take(self, microbatch: int, given: Mapping[ValueKey, Tensor]) -> None:
-        """Keep what a micro-batch was given, in no graph."""
+    def take(
+        self, microbatch: int, given: Mapping[ValueKey, Tensor],
+        described: Mapping[tuple[int, int], Structure],
+    ) -> None:  # fmt: skip
+        """Keep what a micro-batch was given, in no graph.
+
+        Args:
+            microbatch: Its number.
+            given: Tensors.
+            described: How they are put together, with what is no tensor.
+        """
+        self._described[microbatch] = described
         self._given[microbatch] = {
             key: tensor.detach().clone() if self._copied else tensor.detach() for key, tensor in given.items()
         }
@@ -70,13 +82,27 @@ class Gathered:
         Raises:
             NoFit: Units did not give each micro-batch the same kind of values.
         """
-        found = {call: (self._joined(call), structure) for call, (structure, _) in self._outputs.items()}
+        found = {
+            call: (self._joined(call), self._together(call, structure))
+            for call, (structure, _) in self._outputs.items()
+        }
         given = {key for one in self._given.values() for key in one}
         self._given.clear()
         made = MadeUp(found, self._trace, frozenset(), sees=False)
         made.unknown = frozenset(
             (*call, leaf) for call, (tensors, _) in found.items() for leaf in range(len(tensors))
         ).difference(given)
+        return made
+
+    def _together(self, call: tuple[int, int], structure: Structure) -> Structure:
+        """How what a call gives the batch is put together, with the micro-batches' numbers and texts."""
+        found = [self._described.get(number, {}).get(call) for number in range(len(self._sizes))]
+        there = [one for one in found if one is not None]
+        if len(there) < len(found):
+            return structure
+        made = joined_structure(structure, there, self._sizes)
+        if made is None:
+            raise NoFit("a unit has not given its micro-batches numbers or texts that make the batch's")
         return made
 
     @property

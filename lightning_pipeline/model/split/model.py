@@ -135,7 +135,7 @@ class SplitModel(OutsideSteps):
         self._mixing_units, self._buffers = rehearsals.mixing_units, rehearsals.buffers
         self._row_order = rehearsals.row_order
         self.signatures: list[Hashable] = []
-        self.begun, self.counts_next = 0, False
+        self.begun, self.counts_next, self.is_unlike = 0, False, False
         self.count: SavedCount | None = None
         self.worst = Peaks()
         self._install()
@@ -557,6 +557,7 @@ class SplitModel(OutsideSteps):
         """End the batch and hand out what the last stage has."""
         step = self._step
         assert step is not None, "begin() comes first"
+        self.is_unlike = step.is_unlike
         if step.follower is not None:
             step.follower.end()
         if self.told.calls.waiting:

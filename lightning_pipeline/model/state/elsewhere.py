@@ -191,8 +191,8 @@ for _cls in (ElsewhereList, ElsewhereDeque, ElsewhereDict):
         setattr(_cls, _name, _reader(_name))
     for _name in _WRITES:
         setattr(_cls, _name, _silent)
-    _cls.__getitem__ = _entry if _cls is ElsewhereDict else _item  # type: ignore[assignment]
-ElsewhereDict.setdefault = _entry  # type: ignore[assignment]
+    _cls.__getitem__ = _entry if _cls is ElsewhereDict else _item  # type: ignore[method-assign]
+ElsewhereDict.setdefault = _entry  # type: ignore[method-assign]
 
 
 def _refuse_unit(what: str) -> NoReturn:

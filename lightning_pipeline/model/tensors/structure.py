@@ -7,14 +7,15 @@ between stages; the rest is described once and rebuilt on the other side.
 
 import dataclasses
 import enum
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_pipeline.data import of_class, unfillable, with_values
-from lightning_pipeline.errors import ConfigurationError
+from lightning_pipeline.errors import ConfigurationError, PlaceholderError
+from lightning_pipeline.model.tensors.user_code import user_line
 
 Leaf = TypeVar("Leaf")
 _CONSTANTS = (
@@ -22,12 +23,48 @@ _CONSTANTS = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, str})
+_MANY = 64  # items of a container, which are samples rather than arguments
 
 
-class Opaque(NamedTuple):
-    """Stands for a value that is neither tensor nor constant and so does not travel."""
+class OpaqueError(PlaceholderError):
+    """Something was asked of a value that does not leave its module."""
 
-    type_name: str
+
+class Opaque:
+    """Stands for a value that is neither tensor nor constant and so does not travel; raises on any use.
+
+    Args:
+        type_name: Of the value's class.
+    """
+
+    def __init__(self, type_name: str) -> None:
+        self.type_name = type_name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Opaque) and self.type_name == other.type_name
+
+    def __hash__(self) -> int:
+        return hash(self.type_name)
+
+    def __repr__(self) -> str:
+        return f"<{self.type_name} of a module: it does not leave it>"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self.refused()
+
+    def refused(self, *_: Any) -> NoReturn:
+        """Say what to do."""
+        raise OpaqueError(
+            f"a module returns a {self.type_name}, which is made of neither tensors, numbers nor texts and "
+            "does not leave it: return what it is made of (tensors in a tuple, a dictionary or a dataclass), "
+            "or keep the module that makes it and the one that uses it whole with "
+            f"PipelineStrategy(units=['<name of a module around both>']) [at {user_line()}]"
+        )
+
+    __iter__ = __len__ = __getitem__ = __call__ = __bool__ = __float__ = __int__ = __array__ = refused
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = refused
 
 
 class Structure(NamedTuple):
@@ -134,6 +171,78 @@ _REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
     "dict": _rebuild_dict,
     "dataclass": _rebuild_dataclass,
 }
+
+
+def are_unlike(one: Structure, other: Structure) -> bool:
+    """Whether two calls of a module gave other constants, or tensors where the other has none.
+
+    Lists of constants of two lengths, such as a text for each of their samples, are not compared.
+    """
+    if one.kind != other.kind:
+        return True
+    if one.kind == "sequence" and len(one.children) != len(other.children):
+        return any(_tensors_of(node) for node in (one, other))
+    if not one.children or len(one.children) != len(other.children):
+        return not _is_same(one, other)
+    return any(map(are_unlike, one.children, other.children))
+
+
+def flags_of(structure: Structure) -> Hashable:
+    """What of a call's arguments may choose what it gives: which are tensors, `None` or truths, by place."""
+    if structure.kind == "constant":
+        return structure.payload if structure.payload is None or type(structure.payload) is bool else "."
+    if len(structure.children) > _MANY:
+        return structure.kind
+    return structure.kind, *map(flags_of, structure.children)
+
+
+def joined_structure(whole: Structure, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure | None:
+    """What a call gives a batch, of what it gave its micro-batches.
+
+    Args:
+        whole: The kinds of what is there, and how long lists are that have an item for each sample.
+        parts: Of the micro-batches.
+        sizes: Samples of each.
+
+    Returns:
+        None where nobody knows.
+    """
+    joined = _joined(whole, parts, sizes)
+    return None if joined is None or _tensors_of(joined) != _tensors_of(whole) else joined
+
+
+def _joined(whole: Structure | None, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure | None:
+    first, kinds = parts[0], {part.kind for part in parts}
+    if len(kinds) > 1:
+        return None
+    like = whole if whole is not None and whole.kind == first.kind else NOTHING
+    by_sample = [len(part.children) for part in parts] == list(sizes) and len(like.children) == sum(sizes)
+    if first.kind == "sequence" and by_sample and not _tensors_of(first):
+        return first._replace(children=tuple(node for part in parts for node in part.children))
+    if not first.children:
+        return first if all(_is_same(part, first) for part in parts) else None
+    if any(len(part.children) != len(first.children) or part.payload != first.payload for part in parts):
+        return None
+    same = len(like.children) == len(first.children)
+    wholes: Sequence[Structure | None] = like.children if same else [None] * len(first.children)
+    columns = zip(wholes, zip(*(part.children for part in parts), strict=True), strict=True)
+    children = [_joined(node, column, sizes) for node, column in columns]
+    made = [child for child in children if child is not None]
+    return None if len(made) < len(children) else first._replace(children=tuple(made))
+
+
+def _is_same(one: Structure, other: Structure) -> bool:
+    """Of two without children; of what does not travel nothing is known."""
+    mine, theirs = one.payload, other.payload
+    return (
+        not isinstance(mine, Opaque)
+        and type(mine) is type(theirs)
+        and bool(mine == theirs or (mine != mine and theirs != theirs))
+    )
+
+
+def _tensors_of(structure: Structure) -> int:
+    return structure.kind == "tensor" or sum(map(_tensors_of, structure.children))
 
 
 def leaves_in(value: Any, kind: type[Leaf]) -> Iterator[Leaf]:

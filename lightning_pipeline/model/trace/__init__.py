@@ -40,6 +40,7 @@ from lightning_pipeline.model.trace.record import (
     inputs_of,
     note_told,
     step_function,
+    turn_of,
     untraced,
 )
 from lightning_pipeline.model.trace.sinks import (
@@ -95,6 +96,7 @@ __all__ = [
     "step_function",
     "stub_sinks",
     "trace_step",
+    "turn_of",
     "untraced",
     "updates_of_metrics",
     "with_noted_index",

@@ -25,6 +25,7 @@ from lightning_pipeline.model.tensors import (
     TagStore,
     TensorSpec,
     Work,
+    flags_of,
     is_changed,
     is_placeholder,
     storage_key,
@@ -36,6 +37,7 @@ from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
 from lightning_pipeline.model.trace.units import Unit
 
+_LONE = Structure("tensor", 0)
 Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of the tensors that a unit is called with."""
 
@@ -43,6 +45,11 @@ Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 def inputs_of(arguments: Any) -> Inputs:
     """Those of the tensors among arguments."""
     return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(arguments))
+
+
+def turn_of(unit: int, asked: Structure) -> Hashable:
+    """A unit and what of its arguments may choose what it gives."""
+    return unit, flags_of(asked)
 
 
 @dataclass(slots=True)
@@ -262,6 +269,13 @@ class Trace:
     def path(self) -> tuple[int, ...]:
         """Numbers of the units in the order of their calls."""
         return tuple(call.unit for call in self.calls)
+
+    @property
+    def way(self) -> tuple[Hashable, ...]:
+        """The same, with what may choose what those give that give more than a tensor."""
+        return tuple(
+            call.unit if call.structure == _LONE else turn_of(call.unit, call.asked) for call in self.calls
+        )
 
     @property
     def follows_values(self) -> bool:

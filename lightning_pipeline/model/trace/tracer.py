@@ -12,6 +12,7 @@ from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.places import metrics_of, others_refused, stub_metrics
 from lightning_pipeline.model.tensors import (
     Given,
+    OpaqueError,
     PlaceholderMode,
     StandIns,
     Tag,
@@ -143,6 +144,8 @@ class Tracer:
     def _call_step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         try:
             result = function(*args, **kwargs)
+        except OpaqueError as error:  # the module that returns it may be the last one
+            self._end_early(error)
         except SplitError:
             raise
         except Exception as error:
@@ -158,6 +161,8 @@ class Tracer:
     def _end_early(self, error: Exception) -> None:
         used = {call.unit for call in self.trace.calls} | self._units_used_by_weight()
         missing = [unit.name for number, unit in enumerate(self.patches.units) if number not in used]
+        if missing and isinstance(error, OpaqueError):
+            raise error
         if missing:
             kind = UndecidedError if self.glue.guesses.asked else SplitError
             raise kind(

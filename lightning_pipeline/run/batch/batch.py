@@ -282,6 +282,9 @@ class Batch:
             self.advice.unforeseen(steps.split.unforeseen(self.step), self.doubts)
             self.advice.divided(steps.split.divided)
             if steps.split.has_last_stage:
+                if steps.split.is_unlike:
+                    steps.recorder.whole_is_unlike()
+                    steps.returned.whole_is_unlike()
                 report, output = self._told_as_one(self._report(), self._merged())
                 output = checked(output)
             report = steps.reports.share(self.step, report)

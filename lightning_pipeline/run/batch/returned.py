@@ -41,7 +41,7 @@ class ReturnedNumbers:
         self._module, self._numbers = module, LogRecorder(module, _RETURNED)
         self._numbers.part_of = part_of
         self._step, self._sizes = "", list[int]()
-        self.whole_begins = self._numbers.whole_begins
+        self.whole_begins, self.whole_is_unlike = self._numbers.whole_begins, self._numbers.whole_is_unlike
         self.warn_of_guesses = self._numbers.warn_of_guesses
 
     @property
