@@ -142,8 +142,11 @@ class KnownSteps:
             self._seen_again.add(step)
             anew = self.traced(step, microbatch)
             trace.effects, trace.unit_attributes = anew.effects, anew.unit_attributes
-            trace.tail |= {tag for tag in anew.tail if tag.kind == "state"}
+            alike = anew.path == trace.path
+            trace.tail |= {tag for tag in anew.tail if tag.kind == "state" or (alike and trace.ended_early)}
             trace.tensors_read = anew.tensors_read
+            trace.late_states = sorted({*trace.late_states, *anew.late_states})
+            self._known[step] = trace, liveness = trace, self._cut.liveness(trace)
         return trace, liveness
 
     def traced(
