@@ -146,6 +146,7 @@ class KnownSteps:
             trace.tail |= {tag for tag in anew.tail if tag.kind == "state" or (alike and trace.ended_early)}
             trace.tensors_read = anew.tensors_read
             trace.late_states = sorted({*trace.late_states, *anew.late_states})
+            trace.state_units = {**anew.state_units, **trace.state_units}
             self._known[step] = trace, liveness = trace, self._cut.liveness(trace)
         return trace, liveness
 

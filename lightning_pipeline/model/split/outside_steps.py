@@ -87,8 +87,8 @@ class OutsideSteps:
         return self._residence.shared
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """The stages that keep a copy of a parameter or buffer."""
-        return self._residence.needed[name]
+        """The stages that keep a copy of a parameter or buffer; none is known of what a hook makes."""
+        return self._residence.needed.get(name, ())
 
     # ---- what hooks add
 
