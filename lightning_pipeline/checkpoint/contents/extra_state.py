@@ -3,12 +3,14 @@
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
 from lightning_pipeline._torch import EXTRA_STATE_SUFFIX
 from lightning_pipeline.errors import CheckpointError
 from lightning_pipeline.model.cut import Partition
+from lightning_pipeline.model.tensors import storage_key
 
 Owns = Callable[[nn.Module], bool]
 EXTRA = EXTRA_STATE_SUFFIX
@@ -73,8 +75,14 @@ def as_told(root: nn.Module, own: Mapping[str, Any], held: Collection[str]) -> d
 
 def is_another(told: Any, own: Any) -> bool:
     """Whether a tensor is another one, not only detached."""
-    both = isinstance(told, Tensor) and isinstance(own, Tensor)
-    return both and (told.data_ptr(), told.shape, told.dtype) != (own.data_ptr(), own.shape, own.dtype)
+    if not (isinstance(told, Tensor) and isinstance(own, Tensor)):
+        return False
+    return _place_of(told) != _place_of(own)
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    begin = tensor.data_ptr() if tensor.layout is torch.strided else storage_key(tensor)
+    return begin, tensor.shape, tensor.dtype
 
 
 def load_extra_states(root: nn.Module, values: Mapping[str, Any]) -> None:

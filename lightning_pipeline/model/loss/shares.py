@@ -413,7 +413,7 @@ class Shares:
             self._keep(result, self._joined(func, args, kwargs, result))
         elif isinstance(result, Tensor) and self._is_of_each(args, result):
             self._keep(result, Share(((1.0, result),), VALUES, picked=True))
-        elif isinstance(result, Tensor) and result.is_floating_point():
+        elif isinstance(result, Tensor) and (result.is_floating_point() or func in AT_LEAST):
             lost, own = self.lost(*found), self.of(args[0]) if func in AT_LEAST else None
             floor = None if own is None or lost is None else at_least(func, args, kwargs, own)
             self._keep(result, lost if lost is None else lost._replace(floor=floor))

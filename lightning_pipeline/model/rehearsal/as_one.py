@@ -160,7 +160,7 @@ class ToldAsOne:
         is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
         is_first = self._epochs.get(step.name) != self.epoch
         is_looked_at = is_turn or is_new or is_first or step.name in self.each
-        if not is_looked_at or (state is not None and state.takes):
+        if not is_looked_at or step.trace.is_shared or (state is not None and state.takes):
             self.missed.add(step.name)
             return
         known.add(tuple(sizes))

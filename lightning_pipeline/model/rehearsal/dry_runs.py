@@ -155,7 +155,9 @@ class Rehearsal(_DryRun):
         self._counts[unit] = nth + 1
         self._observer.unit(unit, nth)
         structure, specs = self._outputs.given(unit, nth, (args, kwargs))
-        self._view.current_step().rehearsed[unit, nth] = structure
+        step = self._view.current_step()
+        step.rehearsed[unit, nth] = structure
+        self._observer.guess.made |= step.trace.is_shared
         tensors = [self._view.placeholder((unit, nth, leaf), spec) for leaf, spec in enumerate(specs)]
         self._seeds.lose(again=unit in self._view.repeated)
         if self._view.host_random:

@@ -86,8 +86,8 @@ class StageParameters:
             for registry, is_parameter in ((module._parameters, True), (module._buffers, False)):
                 for name, tensor in list(registry.items()):
                     full = f"{prefix}.{name}" if prefix else name
-                    if tensor is None or is_placeholder(tensor):
-                        continue
+                    if tensor is None or is_placeholder(tensor) or tensor.layout is not torch.strided:
+                        continue  # a sparse one stays on all stages
                     if not self._stages & set(self.needed.get(full, self._stages)):
                         self._take(module, registry, name, full, tensor, is_parameter)
         with torch.no_grad():
@@ -389,6 +389,8 @@ def _reorder(root: nn.Module, order: dict[str, str]) -> None:
     rank = {full: position for position, full in enumerate(order)}
     for prefix, module in root.named_modules():
         for registry in (module._parameters, module._buffers):
+            if not isinstance(registry, dict):  # of a scripted module, which nobody has changed
+                continue
             names = sorted(
                 registry, key=lambda name: rank.get(f"{prefix}.{name}" if prefix else name, len(rank))
             )

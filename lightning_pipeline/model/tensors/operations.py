@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
 
 from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
@@ -56,7 +56,15 @@ def same_values(one: Tensor, other: Tensor) -> bool:
 
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's memory, shared by all of its views."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(memory_of(tensor)._cdata)
+
+
+def memory_of(tensor: Tensor) -> UntypedStorage:
+    """The memory of a tensor, or of the values of a sparse one."""
+    if tensor.layout is torch.strided:
+        return tensor.untyped_storage()
+    dense = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    return dense.untyped_storage()
 
 
 def version_of(tensor: Tensor) -> int:

@@ -88,7 +88,8 @@ def _copy_values(buffer: Tensor) -> Tensor | None:
 
 
 def _copied(container: Any) -> Any:
-    return container.copy() if container is not None else None
+    """A copy; None of those of a scripted module, which stay as they are."""
+    return container.copy() if isinstance(container, dict | set) else None
 
 
 def _containers(level: Iterable[Any], depth: int = 3, anything: bool = False) -> list[tuple[Any, Any]]:

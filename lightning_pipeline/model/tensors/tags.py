@@ -13,7 +13,7 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_pipeline._torch import disable_current_modes
-from lightning_pipeline.model.tensors.operations import storage_key
+from lightning_pipeline.model.tensors.operations import memory_of, storage_key
 
 _MOST = 1 << 24  # entries, above which memory in one range counts as shared
 _CHANGED = "changed"
@@ -59,7 +59,7 @@ class TagStore:
     def add(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Add tags to the memory behind `tensor`."""
         if tags:
-            self.add_to(tensor.untyped_storage(), tags)
+            self.add_to(memory_of(tensor), tags)
 
     def add_to(self, memory: UntypedStorage, tags: frozenset[Tag]) -> None:
         """Add tags to a piece of memory."""
@@ -72,7 +72,7 @@ class TagStore:
 
     def replace(self, tensor: Tensor, tags: frozenset[Tag]) -> None:
         """Set the tags of the memory behind `tensor` to just these."""
-        self._tags[storage_key(tensor)] = (StorageWeakRef(tensor.untyped_storage()), tags)
+        self._tags[storage_key(tensor)] = (StorageWeakRef(memory_of(tensor)), tags)
 
 
 class SharedMemory:
@@ -111,10 +111,9 @@ class SharedMemory:
             outputs: What it returned.
             handed: What stands for that between the units.
         """
-        before = [_Member(call, self._place(tensor), tensor.untyped_storage()) for tensor in inputs]
+        before = [_Member(call, self._place(tensor), memory_of(tensor)) for tensor in inputs]
         after = [
-            _Member(call, self._place(raw), own.untyped_storage())
-            for raw, own in zip(outputs, handed, strict=True)
+            _Member(call, self._place(raw), memory_of(own)) for raw, own in zip(outputs, handed, strict=True)
         ]
         for one in (*before, *after):
             others = after if any(one is own for own in before) else (*before, *after)
@@ -128,7 +127,7 @@ class SharedMemory:
             tensor: It.
             line: Tells where.
         """
-        waiting, seen = [_key(tensor.untyped_storage())], set[int]()
+        waiting, seen = [_key(memory_of(tensor))], set[int]()
         while waiting:  # two calls may share what both were given, or one what another gave
             key = waiting.pop()
             seen.add(key)
@@ -141,7 +140,7 @@ class SharedMemory:
     def _place(self, tensor: Tensor) -> "_Place":
         real = self._origin(tensor)
         if real.layout is not torch.strided:
-            return _Place(real.untyped_storage(), 0, (), (), 0)
+            return _Place(memory_of(real), 0, (), (), 0)
         shape, stride = tuple(real.shape), real.stride()
         return _Place(real.untyped_storage(), real.element_size(), shape, stride, int(real.storage_offset()))
 

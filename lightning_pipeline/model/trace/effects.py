@@ -165,6 +165,7 @@ class EffectsSeen:
             effect.place.key if type(effect.place.owner) is Memory else effect.place.label: effect.positions
             for effect in self._found.values()
         }
+        trace.is_shared = not self._found.keys().isdisjoint(self._by_units)
         for place in states.values():
             self._found.pop(place.identity, None)
         for effect in self._found.values():

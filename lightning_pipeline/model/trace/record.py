@@ -203,6 +203,7 @@ class Trace:
         blocks: How often all samples stand one after the other among rows that a unit returns, if more than
             once, by unit, number of the call and tensor.
         unordered: Those with another number of rows than samples, of which that is not known.
+        is_shared: Whether units and code between them change the same attribute, such as a count of calls.
     """
 
     root: nn.Module
@@ -264,6 +265,7 @@ class Trace:
     may_mix_values: bool = False
     blocks: dict[tuple[int, int, int], int] = field(default_factory=dict)
     unordered: set[tuple[int, int, int]] = field(default_factory=set)
+    is_shared: bool = False
 
     @property
     def path(self) -> tuple[int, ...]:

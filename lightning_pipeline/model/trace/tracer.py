@@ -19,6 +19,7 @@ from lightning_pipeline.model.tensors import (
     describe,
     is_changed,
     is_placeholder,
+    memory_of,
     operands_of,
     selective_checkpoints,
     storage_key,
@@ -89,7 +90,7 @@ class Tracer:
                 if tensor is None:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
-                if tensor.untyped_storage().nbytes() or tensor.is_meta or is_placeholder(tensor):
+                if memory_of(tensor).nbytes() or tensor.is_meta or is_placeholder(tensor):
                     self.observed.states.setdefault(storage_key(tensor), full)
                     self.tags.add(
                         tensor, frozenset({Tag("state", name=self.observed.states[storage_key(tensor)])})

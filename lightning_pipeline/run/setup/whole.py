@@ -44,8 +44,10 @@ def listed_states(module: LightningModule) -> list[str]:
     """Names of all parameters and persistent buffers, in the order of one device's `state_dict`."""
     names = []
     for prefix, part in module.named_modules(remove_duplicate=False):
-        kept = [name for name in part._buffers if name not in part._non_persistent_buffers_set]
-        names += [f"{prefix}.{name}" if prefix else name for name in (*part._parameters, *kept)]
+        apart = part._non_persistent_buffers_set
+        held = [name for name, _ in part._parameters.items()]  # those of scripted modules are no dictionaries
+        held += [name for name, _ in part._buffers.items() if name not in apart]
+        names += [f"{prefix}.{name}" if prefix else name for name in held]
     return names
 
 
