@@ -452,6 +452,7 @@ class StepRoutes:
             effect.retains |= same.retains
         base.effects = [*base.effects, *new]
         base.writes_batch |= other.writes_batch
+        base.refills_batch |= other.refills_batch
         base.late_states = sorted({*base.late_states, *other.late_states})
         base.losses_inside |= other.losses_inside
         base.weighted_inside.update(other.weighted_inside)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.loss import seeds_of
+from lightning_pipeline.model.replay.batch_changes import BatchAsGiven
 from lightning_pipeline.model.replay.between_units import Recomputation
 from lightning_pipeline.model.replay.replay import Replay, Replayed
 from lightning_pipeline.model.replay.view import Gathers, StageView, Step
@@ -100,6 +101,7 @@ class StageProgram(Stage):
         self.view.take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         args, kwargs = self.view.fresh(args), self.view.fresh(kwargs) if kwargs else {}
+        given = BatchAsGiven(args) if self.is_last else None
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
@@ -108,6 +110,8 @@ class StageProgram(Stage):
                 for gathered in self._gathered(step):
                     gathered.take(microbatch, replay.given(gathered.keys), replay.described)
             done = replay.replayed
+        if given is not None:
+            step.batch_changes[microbatch] = given.changes()
         if self.is_last:
             self._finish(microbatch, step, done)
             if step.follower is not None:

@@ -11,6 +11,7 @@ from lightning_pipeline.model.cut import Microbatch, Route, StepRoutes, TracedOu
 from lightning_pipeline.model.loss import Follower
 from lightning_pipeline.model.mixing import Functions
 from lightning_pipeline.model.random import States, StepSeeds
+from lightning_pipeline.model.replay.batch_changes import BatchChanges
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderCache,
@@ -71,6 +72,7 @@ class Step:
             of what it mixes; None elsewhere.
         gathered: On the last stage what units give, where the batch is looked at as one.
         rehearsed: How what units give is put together where the step ran without them, on the last stage.
+        batch_changes: What the step has changed of its batch, by micro-batch, on the last stage.
         is_unlike: Whether a unit has given other numbers or texts, or tensors where it gave none.
         returned: Told what the step returns for a micro-batch, on the last stage, where numbers are followed.
         returned_of_whole: Told what it returns where it runs without units for the whole batch, and whether
@@ -100,6 +102,7 @@ class Step:
     left_by_batch: Mapping[str, Any] | None = None
     gathered: Gathers | None = None
     rehearsed: dict[CallKey, Structure] = field(default_factory=dict)
+    batch_changes: dict[int, BatchChanges] = field(default_factory=dict)
     is_unlike: bool = False
     returned: Callable[[int, Any], None] = lambda microbatch, result: None
     returned_of_whole: Callable[[Any, bool], None] = lambda result, is_sure: None
@@ -121,6 +124,7 @@ class StepResult:
         worth: What each loss was multiplied with, where that had to be tried.
         say_doubt: Warns of numbers that were not followed, unless the batch was looked at as one.
         factors: What the loss and gradients are still to be multiplied with, see `Follower.found`.
+        batch_changes: What the step has changed of each micro-batch.
     """
 
     losses: list[Tensor | None]
@@ -129,6 +133,7 @@ class StepResult:
     worth: list[float] | None = None
     say_doubt: Callable[..., None] = lambda **_: None
     factors: tuple[float, float] | None = None
+    batch_changes: list[BatchChanges] = field(default_factory=list)
 
 
 class StageView:

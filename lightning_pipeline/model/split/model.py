@@ -576,7 +576,8 @@ class SplitModel(OutsideSteps):
             [step.losses[i] for i in order],
             [step.results[i] for i in order],
             [step.parts.get(i) for i in order],
-            *(() if step.follower is None else step.follower.found()),
+            *((None, lambda **_: None, None) if step.follower is None else step.follower.found()),
+            [step.batch_changes[i] for i in order if i in step.batch_changes],
         )
 
     def part(self, value: Any, *, always: bool = False) -> Part:

@@ -160,6 +160,7 @@ class Trace:
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
+        refills_batch: Whether it puts entries into a batch that is a dictionary, or takes some out.
         draws_unseen: Whether code between units draws torch's random numbers in a function that is not known
             to, such as one of `torch.jit.script`.
         host_random: Whether a unit draws from numpy's or Python's random state.
@@ -228,6 +229,7 @@ class Trace:
     state_units: dict[str, int] = field(default_factory=dict)
     checkpointed: bool = False
     writes_batch: bool = False
+    refills_batch: bool = False
     draws_unseen: bool = False
     host_random: bool = False
     result: set[Tag] = field(default_factory=set)
@@ -284,6 +286,11 @@ class Trace:
         """Whether values of a batch may decide how much units return."""
         return any(call.by_values for call in self.calls)
 
+    @property
+    def changes_batch(self) -> bool:
+        """Whether the step may change the batch that it is given, which hooks are to find."""
+        return self.ended_early or self.writes_batch or self.refills_batch
+
     def foresee(self, other: "Trace") -> None:
         """Take what a run of the step in another batch, which called the same units, needs of the stages."""
         for call, again in zip(self.calls, other.calls, strict=True):
@@ -314,6 +321,7 @@ class Trace:
         self.late_states = sorted({*self.late_states, *other.late_states})
         self.together += [group for group in other.together if group not in self.together]
         self.writes_batch |= other.writes_batch
+        self.refills_batch |= other.refills_batch
         self.draws_unseen |= other.draws_unseen
         self.losses_inside |= other.losses_inside
         self.weighted_inside.update(other.weighted_inside)

@@ -133,7 +133,8 @@ def _traced(
     look: Look, forward_context: ContextFactory, porting: Porting | None, ahead: Ahead,
 ) -> Trace:  # fmt: skip
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    decisions = Decisions()
+    decisions, first = Decisions(), clone[0][0] if clone[0] else None
+    entries = dict(first) if type(first) is dict else {}
     clone = with_noted_index(ahead.arguments(clone[0], index_of(batch[0])), decisions), clone[1]
     beside = [*numbers_beside(look.others), *ahead.counted]
     numbers = {one.label: one for one in (*beside, *updates_of_metrics(root))}
@@ -153,6 +154,9 @@ def _traced(
             printed_once(root),
         ):
             trace = tracer.run(clone[0], clone[1], forward_context)
+            if type(first) is dict:
+                alike = first.keys() == entries.keys() and all(first[key] is entries[key] for key in first)
+                trace.refills_batch = not alike
     finally:
         if tracer is not None:
             tracer.close()

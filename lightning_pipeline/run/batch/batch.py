@@ -38,7 +38,16 @@ from lightning_pipeline.run.batch.as_one import (
 from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_again, split_arguments
 from lightning_pipeline.run.batch.plans import Plans
 from lightning_pipeline.run.batch.replan import Replanner
-from lightning_pipeline.run.batch.returned import ReturnedNumbers, as_told, checked, merge_of, told_of
+from lightning_pipeline.run.batch.returned import (
+    ChangedBatch,
+    ReturnedNumbers,
+    as_told,
+    changed,
+    checked,
+    merge_of,
+    take,
+    told_of,
+)
 from lightning_pipeline.schedules import Plan
 
 
@@ -293,6 +302,7 @@ class Batch:
             self._share_what_is_left()
             steps.split.settled(self.step)
             output = self._told_outputs((extras_of(output) or {}) if self.trains else output)
+            self._change_batch()
             replay(steps.module, report)
         return loss_of(report), output
 
@@ -422,6 +432,20 @@ class Batch:
             return output
         told = from_last.share(lambda: told_of(output))
         return output if from_last.is_source else as_told(told, self.step, steps.module.device)
+
+    def _change_batch(self) -> None:
+        """Hooks find the batch as the step has left it."""
+        steps, batch, from_last = self._steps, self.args[0] if self.args else None, self._steps.from_last
+        if not steps.split.known[self.step].changes_batch:
+            return
+        is_last = steps.split.has_last_stage
+
+        def told() -> ChangedBatch:
+            return changed(batch, self.result.batch_changes, self.seen.sizes)
+
+        found = told() if from_last.group is None else from_last.share(told)
+        if not is_last:
+            take(batch, found, self.step, steps.module.device)
 
     def _share_what_is_left(self) -> None:
         """Hooks on every rank, and the next step, read what the end of the step has just left."""

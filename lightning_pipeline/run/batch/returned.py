@@ -1,4 +1,4 @@
-"""What a step returned, put together from its micro-batches', and told to all ranks."""
+"""What a step returned and has made of its batch, put together from its micro-batches', told to all ranks."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,8 +14,9 @@ from lightning_pipeline.data import items_of, merge_outputs
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
+from lightning_pipeline.model.replay import BatchChanges, write_into
 from lightning_pipeline.model.state import Elsewhere, Unmerged
-from lightning_pipeline.model.tensors import is_placeholder, map_tensors
+from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.run.batch.differences import Difference, MergeFailure, keys_of, with_parts, written
 
 _RETURNED = (
@@ -227,3 +228,63 @@ def may_differ(value: Any, samples: int) -> bool:
     if isinstance(value, list | tuple) and len(value) == samples:
         return False
     return any(may_differ(item, samples) for item in items_of(value))
+
+
+class ChangedBatch(NamedTuple):
+    """What other ranks are told.
+
+    Attributes:
+        put: Entries of a dictionary.
+        taken: Keys that were taken out.
+        written: Tensors that were written, by their number.
+    """
+
+    put: Any
+    taken: list[Any]
+    written: dict[int, Tensor]
+
+
+def changed(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> ChangedBatch:
+    """On the last stage: let a batch be what one device leaves of it.
+
+    Args:
+        batch: That the step was given, not split.
+        changes: Of each micro-batch.
+        sizes: Samples of each.
+
+    Returns:
+        What the others are told.
+    """
+    written = write_into(batch, [one.written for one in changes], sizes) if any(changes) else {}
+    taken = [key for key in changes[0].taken if all(key in one.taken for one in changes)] if changes else []
+    put: dict[Any, Any] = {}
+    for key in changes[0].put if changes and type(batch) is dict else ():
+        try:
+            put |= merge_outputs([{key: one.put[key]} for one in changes], list(sizes))
+        except (ConfigurationError, KeyError):  # micro-batches have put in what makes none for the batch
+            continue
+    _change(batch, put, taken)
+    return ChangedBatch(told_of(put), taken, {number: tensor.cpu() for number, tensor in written.items()})
+
+
+def take(batch: Any, told: ChangedBatch, step: str, device: torch.device) -> None:
+    """On the other ranks: the same.
+
+    Args:
+        batch: That the step was given, not split.
+        told: By the last stage.
+        step: Name of the user's method.
+        device: Of the run.
+    """
+    _change(batch, as_told(told.put, step, device), told.taken)
+    tensors = list(tensors_in(batch)) if told.written else []
+    with torch.no_grad():
+        for number, values in told.written.items():
+            tensors[number].copy_(values)
+
+
+def _change(batch: Any, put: Any, taken: Sequence[Any]) -> None:
+    if type(batch) is dict:
+        batch.update(put)
+        for key in taken:
+            batch.pop(key, None)

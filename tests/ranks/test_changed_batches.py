@@ -1,0 +1,117 @@
+"""What a step does to its batch: hooks after it, and loaders that keep their batches, find it done."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer
+
+Ranks = Callable[[int], Pool]
+
+
+class Batches:
+    """A loader that keeps its batches, which are dictionaries."""
+
+    def __init__(self) -> None:
+        self.kept = [{"x": x, "y": y, "name": f"batch {number}"} for number, (x, y) in enumerate(loader())]
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.kept)
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
+class Puts(Regression):
+    """An entry, which a hook reads; takes another one out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(batch["x"])
+        batch["outputs"] = outputs.detach()
+        batch["mean"] = outputs.detach().mean()
+        batch.pop("name", None)
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((sorted(batch), float(batch["outputs"].sum()), float(batch["mean"])))
+
+
+class Replaces(Puts):
+    """An entry by what the network makes, which the next epoch trains on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(batch["x"])
+        loss = nn.functional.mse_loss(outputs, batch["y"])
+        batch["y"] = 0.5 * batch["y"] + 0.5 * outputs.detach()
+        return loss
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["y"].sum()))
+
+
+class Writes(Replaces):
+    """Writes into the batch's own tensor, in every epoch again."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch["x"].mul_(0.9)
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"])
+
+
+class Sees(Callback):
+    """Reads in a callback what a validation step has put in."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_validation_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self.seen.append(float(batch["outputs"].sum()))
+
+
+class Validates(Puts):
+    """Puts an entry in a validation step."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        batch["outputs"] = self.net(batch["x"])
+
+
+KINDS = {kind.__name__: kind for kind in (Puts, Replaces, Writes, Validates)}
+
+
+def found(pipeline: dict[str, Any] | None, kind: str) -> dict[str, Any]:
+    module, sees, batches = KINDS[kind](), Sees(), Batches()
+    validates = {"val_dataloaders": Batches()} if kind == "Validates" else {}
+    trainer(pipeline, callbacks=[sees] if validates else []).fit(module, batches, **validates)
+    tensors = {name: value.detach() for name, value in module.named_parameters()}
+    tensors |= {
+        f"{number} {key}": batch[key] for number, batch in enumerate(batches.kept) for key in ("x", "y")
+    }
+    return {**tensors, "seen": module.seen, "sees": sees.seen}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_find_the_batch_as_the_step_leaves_it(ranks: Ranks, kind: str) -> None:
+    expected = found(None, kind)
+    one_rank = {"stages": 1, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "num_microbatches": 2}
+    for ours in (
+        found(one_rank, kind),
+        *ranks(2)(found, {"stages": 2, "num_microbatches": 2}, kind, group=False),
+    ):
+        for name in ("seen", "sees"):
+            assert [(*one,) if isinstance(one, tuple) else one for one in ours.pop(name)] == [
+                (one[0], pytest.approx(one[1]), pytest.approx(one[2]))
+                if isinstance(one, tuple)
+                else pytest.approx(one)
+                for one in expected[name]
+            ]
+        torch.testing.assert_close(ours, {key: expected[key] for key in ours}, rtol=1e-9, atol=1e-9)
