@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import BackwardHook
 
 from lightning_pipeline.data import batch_size_of, has_samples
-from lightning_pipeline.errors import SplitError
+from lightning_pipeline.errors import ConfigurationError, SplitError
 from lightning_pipeline.model.cut import StageDone, ValueKey
 from lightning_pipeline.model.random import MicrobatchSeeds, States
 from lightning_pipeline.model.replay.between_units import Around, GlueRun, Recomputation
@@ -203,7 +203,10 @@ class Replay(GlueRun):
     def _samples(self, step: Step) -> int:
         """Of this micro-batch; 0 where that is not known."""
         args = step.microbatches[self._microbatch][0]
-        return batch_size_of(args[0]) if args and has_samples(args[0]) else 0
+        try:
+            return batch_size_of(args[0]) if args and has_samples(args[0]) else 0
+        except ConfigurationError:  # a list of two dictionaries and two samples, which the batch is not
+            return 0
 
     # ---- calls of units
 
