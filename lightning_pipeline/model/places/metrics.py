@@ -16,6 +16,7 @@ from torch import nn
 from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.errors import SplitError
+from lightning_pipeline.model.places.owners import Guard
 from lightning_pipeline.model.tensors import attributes_of, items_of, objects_below, user_line
 from lightning_pipeline.patching import Undo, patch, patched
 
@@ -190,7 +191,7 @@ def named_metrics(root: nn.Module) -> dict[str, Metric | MetricCollection]:
 def _metrics_in(name: str, value: Any, depth: int) -> Iterator[tuple[str, Any]]:
     if isinstance(value, nn.Module) and isinstance(value, _METRICS):  # the first is quick
         yield name, value
-    elif isinstance(value, _NESTED) and depth and len(value) < _MOST:
+    elif isinstance(value, _NESTED) and not isinstance(value, Guard) and depth and len(value) < _MOST:
         for key, item in items_of(value):
             yield from _metrics_in(f"{name}.{key}", item, depth - 1)
 

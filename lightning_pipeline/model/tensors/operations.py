@@ -14,6 +14,7 @@ from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
 Operation = Any
 _aten = torch.ops.aten
 _READ = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+_BY_PYTHON = frozenset({Tensor.apply_, Tensor.map_, Tensor.map2_})
 _ALIKE = (torch.allclose, Tensor.allclose)
 _READING = frozenset((torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output))
 _WITHOUT_VALUES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "from_file")
@@ -27,11 +28,11 @@ def is_placeholder(tensor: Any) -> bool:
     return isinstance(tensor, FakeTensor)
 
 
-def read_of(func: Any, args: Any, kwargs: Any) -> str | bool | None:
-    """What a function reads of tensors without values where torch's own refuses, and its parts do not.
+def read_of(func: Any, args: Any, kwargs: Any) -> str | bool | Tensor | None:
+    """What a function gives for tensors without values where torch's own refuses or ends the process.
 
     Args:
-        func: A function of tensors that is called: `f"{loss:.3f}"`, `torch.allclose`.
+        func: A function of tensors that is called: `f"{loss:.3f}"`, `torch.allclose`, `h.apply_(f)`.
         args: Of it.
         kwargs: Likewise.
 
@@ -42,6 +43,9 @@ def read_of(func: Any, args: Any, kwargs: Any) -> str | bool | None:
         return format(args[0].detach().item(), args[1])
     if func in _ALIKE and any(map(is_placeholder, operands_of(args, kwargs or {}))):
         return bool(torch.isclose(*args, **(kwargs or {})).all())
+    if func in _BY_PYTHON and any(map(is_placeholder, args[:3])):
+        written: Tensor = args[0].copy_(args[0])  # each element is made of one
+        return written
     return None
 
 

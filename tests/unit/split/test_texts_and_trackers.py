@@ -72,8 +72,19 @@ def fitted(pipeline, kind):
     return (weights(module), logged), module.said
 
 
+class ByPython(Teaches):
+    """Functions of Python on each element, which read the memory of a tensor."""
+
+    def training_step(self, batch, batch_idx):
+        out = self.net(batch[0])
+        clipped = out.detach().clone().apply_(lambda value: min(value, 0.3))
+        clipped.map_(batch[1], lambda value, target: value - target)
+        self.log("clipped", clipped.mean(), on_step=True, on_epoch=True)
+        return mse_loss(out, batch[1]) + (out * clipped).mean()
+
+
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", [Teaches, Tracks])
+@pytest.mark.parametrize("kind", [Teaches, Tracks, ByPython])
 def test_texts_and_trackers_are_one_devices(kind, way):
     (found, said), (expected, theirs) = fitted(WAYS[way], kind), fitted(None, kind)
     assert_same(found, expected)
@@ -109,7 +120,7 @@ class EndsEarly(Teaches):
     def training_step(self, batch, batch_idx):
         out = self.net(batch[0])
         loss = mse_loss(out, batch[1]) + mse_loss(out, self.teacher(batch[0]))
-        out.detach().to_sparse()
+        out.detach().untyped_storage().tolist()
         self.optimizers().param_groups[0]["lr"] *= 0.9
         with torch.no_grad():
             for mine, theirs in zip(self.teacher.parameters(), self.net.parameters(), strict=True):

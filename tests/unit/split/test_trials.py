@@ -80,5 +80,7 @@ def test_finer_units_are_advised_only_where_they_are_enough():
     trace = opened(find_units(module, at_least=3), 3, lambda units: traced(module, units))
     with pytest.raises(PartitionError, match=r"at most 2 .* or split finer with units=\['one"):
         partition(trace, 3)
-    with pytest.raises(PartitionError, match=r"has 2 units to share out.*stages_per_rank$"):
+    with pytest.raises(
+        PartitionError, match=r"has 2 units to share out.*stages_per_rank; or whole_steps=True"
+    ):
         partition(trace, 3, tried=trials.finer)
