@@ -47,7 +47,7 @@ class SharedMetrics:
         self._own: dict[int, tuple[Metric, dict[str, Any]]] = {}  # what metrics had before, by `id`
         self._module = module
         self._look()
-        self._undo += [_as_one_device(replicas), metrics_born(module)]
+        self._undo += [_as_one_device(replicas), metrics_born(module, lambda: not self._inside)]
         trackers = {name: m for name, m in module.named_modules() if isinstance(m, MetricTracker)}
         if trackers:
             self._undo.append(self._watch(trackers))

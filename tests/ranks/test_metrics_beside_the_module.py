@@ -241,3 +241,45 @@ def test_metrics_that_a_step_updates_count_a_batch_once(ranks: Ranks, kind: str)
 def test_a_metric_made_in_every_step_is_refused(kind: str) -> None:
     with pytest.raises(SplitError, match="makes a metric .MeanMetric. that the module keeps, in every batch"):
         updated({"stages": 1, "num_microbatches": 2}, kind)
+
+
+class Copies(Updates):
+    """Updates a copy that the step makes, as of a metric for one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.error = MeanMetric()
+
+    def metric(self) -> Any:
+        return self.error
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        copied = self.error.clone()
+        copied.update(batch[1].abs().mean(1))
+        return super().training_step(batch, batch_idx)
+
+
+class Renews(Updates):
+    """A hook makes another global metric for each epoch, which no trace has seen."""
+
+    def on_train_epoch_start(self) -> None:
+        RENEWED[:] = [MeanMetric()]
+
+    def metric(self) -> Any:
+        return RENEWED[0]
+
+
+RENEWED: list[Any] = []
+CASES |= {kind.__name__: kind for kind in (Copies, Renews)}
+
+
+def test_a_copy_that_a_step_makes_is_its_own() -> None:
+    expected = updated(None, "Copies")
+    assert updated({"stages": 1, "num_microbatches": 2}, "Copies") == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_metric_that_no_trace_has_seen_is_refused() -> None:
+    with pytest.raises(
+        SplitError, match="a metric .MeanMetric. that the module does not have is updated by a step"
+    ):
+        updated({"stages": 1, "num_microbatches": 2}, "Renews")

@@ -177,6 +177,39 @@ def test_what_no_argument_chooses_is_refused_with_the_layer(ranks: Ranks) -> Non
         assert "unit 'first' returns 2 tensors now, and 1 when training_step was traced" in found
 
 
+class Shapes(Returns):
+    """Divides by how many samples the layer had, which it returns, beside something that does not leave it."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda layer, hidden, step: (hidden.shape, len(hidden), object()))
+        self.total = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hidden, (shape, count, _) = self.first(batch[0])
+        each = (self.second(hidden) - batch[1]).pow(2)
+        own = batch[1] > 0
+        self.total += shape[0]
+        self.log("mean", each.sum() / count)
+        return (each * own).sum() / own.sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None: ...
+
+
+def fitted_shapes(pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    module, run = Shapes(), trainer(pipeline)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="training_step|what training_step|what self.log")
+        run.fit(module, loader())
+    found = {name: value.detach() for name, value in module.named_parameters()}
+    return {**found, "mean": float(run.callback_metrics["mean"]), "total": module.total}
+
+
+def test_counts_and_shapes_that_layers_return_are_those_of_the_batch(ranks: Ranks) -> None:
+    expected = fitted_shapes(None)
+    for found in (fitted_shapes(ONE_RANK), *ranks(2)(fitted_shapes, TWO_RANKS, group=False)):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
 class Arrays(Returns):
     """An array does not leave its layer."""
 

@@ -429,6 +429,11 @@ class MetricCalls:
 
     # ---- copies of metrics
 
+    @property
+    def drafts(self) -> list[AnyMetric]:
+        """Copies that stay, for values of micro-batches."""
+        return [draft for _, draft in self._drafts.values()]
+
     def _draft(self, metric: AnyMetric) -> Any:
         """A copy for values of micro-batches."""
         if id(metric) not in self._drafts:

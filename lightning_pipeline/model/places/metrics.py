@@ -40,7 +40,7 @@ class _Beside:
 
     metrics: list[Metric | MetricCollection] = field(default_factory=list)
     changes: int = 0
-    made: set[tuple[int, Any]] = field(default_factory=set)
+    made: list[tuple[Any, Any]] = field(default_factory=list)
 
 
 _beside: WeakKeyDictionary[nn.Module, _Beside] = WeakKeyDictionary()
@@ -65,14 +65,20 @@ def changes_of_metrics(root: nn.Module) -> int:
     return _of(root).changes
 
 
-def metrics_born(root: nn.Module) -> Undo:
-    """From now on, until it is undone, metrics that come into being count as changes of a module's."""
+def metrics_born(root: nn.Module, counts: Callable[[], bool]) -> Undo:
+    """From now on, until it is undone, metrics that come into being count as changes of a module's.
+
+    Args:
+        root: The LightningModule.
+        counts: Whether they do now, as they do not within a step.
+    """
     original = Metric.__init__
 
     @wraps(original)
     def init(metric: Metric, *args: Any, **kwargs: Any) -> None:
         original(metric, *args, **kwargs)
-        _of(root).changes += 1
+        if counts():
+            _of(root).changes += 1
 
     return patch(Metric, "__init__", init)
 
@@ -87,7 +93,7 @@ def know_metric(root: nn.Module, found: MetricBesideError) -> None:
     if holder is None:
         beside.metrics.append(found.metric)
         return
-    beside.made.add((id(holder), found.key))
+    beside.made.append((holder, found.key))
     if isinstance(holder, nn.Module):
         setattr(holder, found.key, found.metric)
     elif isinstance(holder, dict):
@@ -97,7 +103,9 @@ def know_metric(root: nn.Module, found: MetricBesideError) -> None:
 
 
 @contextmanager
-def others_refused(root: nn.Module, metrics: Sequence[Metric | MetricCollection]) -> Iterator[None]:
+def others_refused(
+    root: nn.Module, metrics: Sequence[Metric | MetricCollection], *, is_traced: bool = True
+) -> Iterator[None]:
     """Inside, the update of a metric that is none of these raises, before it changes anything.
 
     Those that are made inside may be updated, unless the module has them by then.
@@ -105,6 +113,7 @@ def others_refused(root: nn.Module, metrics: Sequence[Metric | MetricCollection]
     Args:
         root: The LightningModule.
         metrics: Those that are known.
+        is_traced: Whether the step is run again with one that was found.
 
     Raises:
         MetricBesideError: One is updated.
@@ -119,21 +128,36 @@ def others_refused(root: nn.Module, metrics: Sequence[Metric | MetricCollection]
             if name not in vars(metric):
                 born.append(metric)
             elif all(metric is not one for one in born):
-                raise MetricBesideError(metric)
+                raise MetricBesideError(metric) if is_traced else _unforeseen(root, metric)
             else:
                 known.add(id(metric))
                 for holder, key, new in _places_of(root, metric, before):
-                    if id(holder) not in before or (id(holder), key) in made:
+                    known_place = any(one is holder and own == key for one, own in made)
+                    if id(holder) not in before or known_place:
                         raise SplitError(
                             f"a step makes a metric ({type(metric).__name__}) that the module keeps, in "
                             "every batch: micro-batches would have one each. Make it in __init__, and let "
                             f"the step call its `reset()` [at {user_line(root)}]"
                         )
-                    raise MetricBesideError(new, holder, key)
+                    if is_traced:
+                        raise MetricBesideError(new, holder, key)
         original(metric, name, value)
 
-    with patched(Metric, {"__setattr__": setting}):
+    def copied(metric: Metric, state: dict[str, Any]) -> None:
+        fill(metric, state)
+        born.append(metric)
+
+    fill = Metric.__setstate__
+    with patched(Metric, {"__setattr__": setting, "__setstate__": copied}):
         yield
+
+
+def _unforeseen(root: nn.Module, metric: Metric) -> SplitError:
+    return SplitError(
+        f"a metric ({type(metric).__name__}) that the module does not have is updated by a step that did not "
+        "when it was traced, and micro-batches would count by themselves: assign it to the LightningModule, "
+        f"or update it in a hook [at {user_line(root)}]"
+    )
 
 
 def _places_of(

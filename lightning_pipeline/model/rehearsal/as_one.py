@@ -19,7 +19,9 @@ from lightning_pipeline.model.replay import Step, Told
 from lightning_pipeline.model.rules import Gathered, MadeUp
 from lightning_pipeline.model.state import CannotRepeatError, StepState
 from lightning_pipeline.model.tensors import (
+    Opaque,
     is_placeholder,
+    leaves_in,
     map_tensors,
     operands_of,
     user_line,
@@ -224,6 +226,8 @@ class ToldAsOne:
             if self._draws() != stood or reads.is_astray:
                 return None
             left = {} if state is None else state.left()
+        if any(leaves_in((result, left), Opaque)):
+            return None
         loss = result.get("loss") if isinstance(result, dict) else result
         told = None
         said = step.follower is not None and step.follower.has_warned

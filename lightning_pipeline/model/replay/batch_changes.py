@@ -18,11 +18,13 @@ class BatchChanges(NamedTuple):
         put: Entries of a batch that is a dictionary, which were added or replaced.
         taken: Keys that were taken out.
         written: Tensors of the batch that were written in place, by their number in it.
+        tensors: How many the batch has.
     """
 
     put: dict[Any, Any]
     taken: tuple[Any, ...]
     written: dict[int, Tensor]
+    tensors: int
 
     def __bool__(self) -> bool:
         return bool(self.put or self.taken or self.written)
@@ -42,41 +44,40 @@ class BatchAsGiven:
 
     def changes(self) -> BatchChanges:
         """After the step: what it has changed; its tensors without their graph."""
+        number = len(self._tensors)
         written = {
             number: tensor.detach()
             for number, (tensor, version) in enumerate(self._tensors)
             if version_of(tensor) != version
         }
         if self._entries is None or self._batch is None:
-            return BatchChanges({}, (), written)
+            return BatchChanges({}, (), written, number)
         put = {key: v for key, v in self._batch.items() if self._entries.get(key, _MISSING) is not v}
         taken = tuple(key for key in self._entries if key not in self._batch)
-        return BatchChanges(map_tensors(Tensor.detach, put), taken, written)
+        return BatchChanges(map_tensors(Tensor.detach, put), taken, written, number)
 
 
-def write_into(batch: Any, written: Sequence[dict[int, Tensor]], sizes: Sequence[int]) -> dict[int, Tensor]:
+def write_into(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> dict[int, Tensor]:
     """Write into the tensors of a batch what its micro-batches have in theirs.
 
     Args:
         batch: The whole.
-        written: By micro-batch and number of the tensor.
+        changes: By micro-batch, which are cut of it by rows.
         sizes: Samples of each.
 
     Returns:
         The tensors that were written, by number.
     """
-    found = {}
-    for number, tensor in enumerate(tensors_in(batch)):
-        parts = [one.get(number) for one in written]
+    found, tensors = {}, list(tensors_in(batch))
+    if any(one.tensors != len(tensors) for one in changes):  # lists of samples, of which each has its own
+        return {}
+    for number, tensor in enumerate(tensors):
         begin = 0
-        for part, size in zip(parts, sizes, strict=True):
-            if part is not None and part.shape == tensor.shape and len(sizes) == 1:
-                place = tensor
-            elif part is not None and tensor.dim() and part.shape == (size, *tensor.shape[1:]):
-                place = tensor.narrow(0, begin, size)
-            else:
-                place = None
-            if place is not None and part is not None:
+        for one, size in zip(changes, sizes, strict=True):
+            part = one.written.get(number)
+            by_rows = tensor.dim() > 0 and tensor.shape[0] == sum(sizes)
+            place = tensor.narrow(0, begin, size) if by_rows else tensor
+            if part is not None and part.shape == place.shape and (by_rows or len(sizes) == 1):
                 with torch.no_grad():
                     place.copy_(part)
                 found[number] = tensor

@@ -119,6 +119,7 @@ class GlueRun:
         self.remembered = view.remembered
         self._put_off: list[Callable[[], Any]] = []  # hooks inside the unit that was called last
         self.described: dict[tuple[int, int], Structure] = {}
+        self.microbatch = 0
         self.functions = _GlueFunctions(self)
         self.follow: Follow | None = None
         self.mixing: Functions | None = None  # of a step that mixes samples
@@ -243,7 +244,9 @@ class GlueRun:
         self.described[unit, nth] = structure
         step = self._view.current_step()
         rehearsed = step.rehearsed.get((unit, nth))
-        if rehearsed is not None and not step.is_unlike and are_unlike(rehearsed, structure):
+        if rehearsed is None or step.is_unlike:
+            return
+        if are_unlike(rehearsed, structure, step.sizes[self.microbatch] / sum(step.sizes)):
             step.is_unlike = True
             if step.follower is not None:
                 step.follower.unlike()

@@ -54,7 +54,7 @@ class Replay(GlueRun):
     ) -> None:
         returned = view.read_table(incoming.table if incoming is not None else ())
         super().__init__(view, seeds, returned, {})
-        self._microbatch = microbatch
+        self._microbatch = self.microbatch = microbatch
         self._counts = [0] * len(view.stage_of)
         self._own_left = len(view.own_calls)
         self._raw: dict[ValueKey, Tensor] = {}  # what goes out, as it was returned

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_pipeline.model.loss import Bent, Follower, MetricCalls, Part
-from lightning_pipeline.model.places import around_metrics, changes_of_metrics, metrics_of, stub_metrics
+from lightning_pipeline.model.places import (
+    around_metrics,
+    changes_of_metrics,
+    metrics_of,
+    others_refused,
+    stub_metrics,
+)
 from lightning_pipeline.model.random import Generators, random_state_kept
 from lightning_pipeline.model.tensors import (
     PlaceholderMode,
@@ -126,9 +132,13 @@ class Told:
         self.of_whole_begins()
         return self.calls.of_whole(self.metrics, self._unfollowed)
 
-    def metrics_by_batch(self, step: str, sizes: Sequence[int]) -> AbstractContextManager[None]:
-        """Inside, metrics are called once for all micro-batches, by `calls.settle()`."""
-        return self.calls.taken(self.metrics, step, sizes, lambda: self.microbatch)
+    @contextmanager
+    def metrics_by_batch(self, step: str, sizes: Sequence[int]) -> Iterator[None]:
+        """Inside, metrics are called once for all micro-batches, by `calls.settle()`; others are refused."""
+        taken = self.calls.taken(self.metrics, step, sizes, lambda: self.microbatch)
+        known = [*self.metrics, *self.calls.drafts]
+        with taken, others_refused(self._root, known, is_traced=False):
+            yield
 
     def _made_up(self) -> Tensor:
         return torch.full((), self.made_up, device=self.device)

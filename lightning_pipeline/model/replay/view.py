@@ -72,6 +72,7 @@ class Step:
             of what it mixes; None elsewhere.
         gathered: On the last stage what units give, where the batch is looked at as one.
         rehearsed: How what units give is put together where the step ran without them, on the last stage.
+        sizes: Samples of each micro-batch.
         batch_changes: What the step has changed of its batch, by micro-batch, on the last stage.
         is_unlike: Whether a unit has given other numbers or texts, or tensors where it gave none.
         returned: Told what the step returns for a micro-batch, on the last stage, where numbers are followed.
@@ -102,6 +103,7 @@ class Step:
     left_by_batch: Mapping[str, Any] | None = None
     gathered: Gathers | None = None
     rehearsed: dict[CallKey, Structure] = field(default_factory=dict)
+    sizes: Sequence[int] = ()
     batch_changes: dict[int, BatchChanges] = field(default_factory=dict)
     is_unlike: bool = False
     returned: Callable[[int, Any], None] = lambda microbatch, result: None

@@ -353,7 +353,7 @@ class SplitModel(OutsideSteps):
         self._open.enter_context(self.told.in_step(several=len(microbatches) > 1))
         for program in self.programs:
             program.begin(self._step)
-        sizes = self._sizes = sizes or [1] * len(microbatches)
+        sizes = self._sizes = self._step.sizes = sizes or [1] * len(microbatches)
         self._mixing.arrange(self._step, trace, at_once, sizes, mends=self._mends, find_ways=self._find_ways)
         self._check_ways(at_once, sizes)
         self._carried = set[tuple[int, Any]]().union(*(r.trace.carried() for r in ways.known.values()))

@@ -23,6 +23,7 @@ _CONSTANTS = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, enum.Enum,
 )  # fmt: skip
 _HOLD_NOTHING = frozenset({type(None), bool, int, float, str})
+_EXACT = 1e-9
 _MANY = 64  # items of a container, which are samples rather than arguments
 
 
@@ -173,25 +174,31 @@ _REBUILD: dict[str, Callable[[Any, list[Any]], Any]] = {
 }
 
 
-def are_unlike(one: Structure, other: Structure) -> bool:
-    """Whether two calls of a module gave other constants, or tensors where the other has none.
+def are_unlike(whole: Structure, part: Structure, share: float) -> bool:
+    """Whether a call gave other constants than were thought for the batch, or tensors where that has none.
 
     Lists of constants of two lengths, such as a text for each of their samples, are not compared.
+
+    Args:
+        whole: Of the batch.
+        part: Of a micro-batch.
+        share: Its samples over those of the batch: numbers may go by that.
     """
-    if one.kind != other.kind:
+    if whole.kind != part.kind:
         return True
-    if one.kind == "sequence" and len(one.children) != len(other.children):
-        return any(_tensors_of(node) for node in (one, other))
-    if not one.children or len(one.children) != len(other.children):
-        return not _is_same(one, other)
-    return any(map(are_unlike, one.children, other.children))
+    if whole.kind == "sequence" and len(whole.children) != len(part.children):
+        return any(_tensors_of(node) for node in (whole, part))
+    if not whole.children or len(whole.children) != len(part.children):
+        return not (_is_same(whole, part) or _goes_by_samples(whole, part, share))
+    return any(are_unlike(*pair, share) for pair in zip(whole.children, part.children, strict=True))
 
 
 def flags_of(structure: Structure) -> Hashable:
     """What of a call's arguments may choose what it gives: which are tensors, `None` or truths, by place."""
     if structure.kind == "constant":
         return structure.payload if structure.payload is None or type(structure.payload) is bool else "."
-    if len(structure.children) > _MANY:
+    of_samples = structure.payload is list and not _tensors_of(structure)
+    if of_samples or len(structure.children) > _MANY:
         return structure.kind
     return structure.kind, *map(flags_of, structure.children)
 
@@ -200,7 +207,8 @@ def joined_structure(whole: Structure, parts: Sequence[Structure], sizes: Sequen
     """What a call gives a batch, of what it gave its micro-batches.
 
     Args:
-        whole: The kinds of what is there, and how long lists are that have an item for each sample.
+        whole: What was thought of the batch: the kinds of what is there, how long lists are that have an item
+            for each sample, and numbers that go by the samples.
         parts: Of the micro-batches.
         sizes: Samples of each.
 
@@ -220,7 +228,7 @@ def _joined(whole: Structure | None, parts: Sequence[Structure], sizes: Sequence
     if first.kind == "sequence" and by_sample and not _tensors_of(first):
         return first._replace(children=tuple(node for part in parts for node in part.children))
     if not first.children:
-        return first if all(_is_same(part, first) for part in parts) else None
+        return _joined_leaf(like, parts, sizes)
     if any(len(part.children) != len(first.children) or part.payload != first.payload for part in parts):
         return None
     same = len(like.children) == len(first.children)
@@ -231,14 +239,33 @@ def _joined(whole: Structure | None, parts: Sequence[Structure], sizes: Sequence
     return None if len(made) < len(children) else first._replace(children=tuple(made))
 
 
+def _joined_leaf(whole: Structure, parts: Sequence[Structure], sizes: Sequence[int]) -> Structure | None:
+    """Numbers that go by the samples are those thought of for the batch; what is alike is the batch's."""
+    pairs = zip(parts, sizes, strict=True)
+    if all(_goes_by_samples(whole, part, size / sum(sizes)) for part, size in pairs):
+        return whole
+    return parts[0] if all(_is_same(part, parts[0]) for part in parts) else None
+
+
+def _goes_by_samples(whole: Structure, part: Structure, share: float) -> bool:
+    """Whether numbers of a micro-batch are its share of the batch's, or the same: a count, a shape."""
+    mine, theirs = part.payload, whole.payload
+    if whole.kind != "constant" or type(mine) is not type(theirs) or isinstance(mine, bool):
+        return False
+    if isinstance(mine, int | float):
+        return bool(abs(mine - theirs * share) <= _EXACT * abs(theirs))
+    if not isinstance(mine, torch.Size) or len(mine) != len(theirs):
+        return False
+    return all(one in (other, other * share) for one, other in zip(mine, theirs, strict=True))
+
+
 def _is_same(one: Structure, other: Structure) -> bool:
-    """Of two without children; of what does not travel nothing is known."""
+    """Of two without children."""
     mine, theirs = one.payload, other.payload
-    return (
-        not isinstance(mine, Opaque)
-        and type(mine) is type(theirs)
-        and bool(mine == theirs or (mine != mine and theirs != theirs))
-    )
+    if one.kind != other.kind or type(mine) is not type(theirs):
+        return False
+    is_nan: bool = mine != mine and theirs != theirs  # not equal to itself
+    return is_nan or bool(mine == theirs)
 
 
 def _tensors_of(structure: Structure) -> int:

@@ -45,6 +45,7 @@ from lightning_pipeline.model.trace.units import Unit
 
 _log = logging.getLogger(__name__)
 _NOW = Ahead()
+_MOST_BESIDE = 100
 
 
 def trace_step(
@@ -101,12 +102,17 @@ def trace_step(
     batch = tuple(args), dict(kwargs or {})
     look = Look(sinks, others, seen, device or torch.device("cpu"), seeds, costs=costs)
 
+    beside: list[Any] = []  # metrics that the module does not have
+
     def once(porting: Porting | None = None, look: Look = look, ahead: Ahead = _NOW) -> Trace:
         if patches is None:
             patched.install()
         try:
             return _traced(root, step, batch, patched, placeholders, look, forward_context, porting, ahead)
         except MetricBesideError as found:
+            beside.append(found.metric)
+            if len(beside) > _MOST_BESIDE:
+                raise SplitError(f"{step} updates metrics that are others in each run of it") from None
             know_metric(root, found)
         finally:
             if patches is None:

@@ -441,9 +441,11 @@ class Batch:
         is_last = steps.split.has_last_stage
 
         def told() -> ChangedBatch:
-            return changed(batch, self.result.batch_changes, self.seen.sizes)
+            parts = [args[0] if args else None for args in self.seen.args]
+            return changed(batch, self.step, self.result.batch_changes, parts, self.seen.sizes)
 
         found = told() if from_last.group is None else from_last.share(told)
+        self.result.batch_changes.clear()
         if not is_last:
             take(batch, found, self.step, steps.module.device)
 

@@ -14,6 +14,7 @@ from lightning_pipeline.data import items_of, merge_outputs
 from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
+from lightning_pipeline.model.mixing import is_cut_by_rows
 from lightning_pipeline.model.replay import BatchChanges, write_into
 from lightning_pipeline.model.state import Elsewhere, Unmerged
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
@@ -24,6 +25,7 @@ _RETURNED = (
     "return the tensors that it is made of, log it, or override merge_outputs(outputs, sizes)",
 )
 _TOLD = bool | int | float | complex | str | bytes | None
+_LARGEST_WRITTEN = 1 << 20  # elements of a tensor of the batch that a step writes in place
 _SMALL = 4096  # elements of an entry of what a step returns, which every rank is then told
 
 
@@ -244,27 +246,45 @@ class ChangedBatch(NamedTuple):
     written: dict[int, Tensor]
 
 
-def changed(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> ChangedBatch:
+def changed(
+    batch: Any, step: str, changes: Sequence[BatchChanges], parts: Sequence[Any], sizes: Sequence[int]
+) -> ChangedBatch:
     """On the last stage: let a batch be what one device leaves of it.
+
+    Entries with a row for each sample are joined; others raise when they are read, for nobody knows what they
+    would be for all of the samples.
 
     Args:
         batch: That the step was given, not split.
+        step: Name of the user's method.
         changes: Of each micro-batch.
+        parts: The micro-batches.
         sizes: Samples of each.
 
     Returns:
         What the others are told.
     """
-    written = write_into(batch, [one.written for one in changes], sizes) if any(changes) else {}
-    taken = [key for key in changes[0].taken if all(key in one.taken for one in changes)] if changes else []
-    put: dict[Any, Any] = {}
-    for key in changes[0].put if changes and type(batch) is dict else ():
-        try:
-            put |= merge_outputs([{key: one.put[key]} for one in changes], list(sizes))
-        except (ConfigurationError, KeyError):  # micro-batches have put in what makes none for the batch
-            continue
+    if not any(changes):
+        return ChangedBatch({}, [], {})
+    whole, cut = (batch,), [(one,) for one in parts]
+    in_order = len(parts) == 1 or is_cut_by_rows((whole, {}), [(one, {}) for one in cut], sizes)
+    written = write_into(batch, changes, sizes) if in_order else {}
+    taken = [key for key in changes[0].taken if all(key in one.taken for one in changes)]
+    put = {}
+    for key in dict.fromkeys(key for one in changes for key in one.put) if type(batch) is dict else ():
+        values = [one.put.get(key) for one in changes]
+        by_rows = in_order and all(_is_of_rows(*pair) for pair in zip(values, sizes, strict=True))
+        joined = torch.cat(values) if by_rows and len(values) > 1 else values[0]  # type: ignore[arg-type]
+        is_text = isinstance(values[0], str | bool | None) and all(one == values[0] for one in values)
+        is_known = by_rows or is_text or len(values) == 1
+        put[key] = joined if is_known else Unmerged(f"entry {key!r} of the batch", step)
     _change(batch, put, taken)
-    return ChangedBatch(told_of(put), taken, {number: tensor.cpu() for number, tensor in written.items()})
+    small = {number: one.cpu() for number, one in written.items() if one.numel() <= _LARGEST_WRITTEN}
+    return ChangedBatch(told_of(put), taken, small)
+
+
+def _is_of_rows(value: Any, size: int) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
 
 
 def take(batch: Any, told: ChangedBatch, step: str, device: torch.device) -> None:
