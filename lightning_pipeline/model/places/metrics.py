@@ -119,9 +119,9 @@ def others_refused(
         MetricBesideError: One is updated.
         SplitError: The module has got one that it had got before, which the step makes every time.
     """
-    known = {id(part) for metric in metrics for part in metric.modules()}
-    before, born = {id(one) for module in root.modules() for one in (module, *_held(module))}, list[Metric]()
-    made, original = _of(root).made, Metric.__setattr__
+    known, born = {id(part) for metric in metrics for part in metric.modules()}, list[Metric]()
+    before = {id(one) for part in root.modules() for one in (part, *_held(part))} if is_traced else set[int]()
+    original = Metric.__setattr__
 
     def setting(metric: Metric, name: str, value: Any) -> None:
         if name == _UPDATES and id(metric) not in known:
@@ -131,16 +131,10 @@ def others_refused(
                 raise MetricBesideError(metric) if is_traced else _unforeseen(root, metric)
             else:
                 known.add(id(metric))
-                for holder, key, new in _places_of(root, metric, before):
-                    known_place = any(one is holder and own == key for one, own in made)
-                    if id(holder) not in before or known_place:
-                        raise SplitError(
-                            f"a step makes a metric ({type(metric).__name__}) that the module keeps, in "
-                            "every batch: micro-batches would have one each. Make it in __init__, and let "
-                            f"the step call its `reset()` [at {user_line(root)}]"
-                        )
-                    if is_traced:
-                        raise MetricBesideError(new, holder, key)
+                if is_traced:
+                    _check_made(root, metric, before)
+                elif any(_places_of(root, metric, {id(one) for one in root.modules()} - set(map(id, born)))):
+                    raise _unforeseen(root, metric)
         original(metric, name, value)
 
     def copied(metric: Metric, state: dict[str, Any]) -> None:
@@ -150,6 +144,19 @@ def others_refused(
     fill = Metric.__setstate__
     with patched(Metric, {"__setattr__": setting, "__setstate__": copied}):
         yield
+
+
+def _check_made(root: nn.Module, metric: Metric, before: Collection[int]) -> None:
+    """Raise where the module has got a metric that a step has made; see `others_refused`."""
+    made = _of(root).made
+    for holder, key, new in _places_of(root, metric, before):
+        if id(holder) not in before or any(one is holder and own == key for one, own in made):
+            raise SplitError(
+                f"a step makes a metric ({type(metric).__name__}) that the module keeps, in every batch: "
+                "micro-batches would have one each. Make it in __init__, and let the step call its `reset()` "
+                f"[at {user_line(root)}]"
+            )
+        raise MetricBesideError(new, holder, key)
 
 
 def _unforeseen(root: nn.Module, metric: Metric) -> SplitError:
