@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make test-rest`, so that it ends in six minutes; `make test-whole` runs all.
+"""Which tests `make test` leaves to `make test-rest`, so that it ends in seven minutes; `make test-whole` runs all.
 
 Of a test with rows, in the folders of `ONE_ROW`, `make test` runs the last row: the one that was added last, of most
 stages and micro-batches where a matrix goes upwards. `LATER` names tests that take a worker more than some two seconds
