@@ -151,6 +151,46 @@ def test_predictions_may_have_a_tensor_in_some_batches(ranks: Ranks) -> None:
         assert found == [one if one is None else pytest.approx(one) for one in expected]
 
 
+class Alone(nn.Module):
+    """Returns a tensor alone, or two where it is asked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 8)
+
+    def forward(self, x: Tensor, extra: bool = False) -> Any:
+        hidden = torch.tanh(self.linear(x))
+        return (hidden, hidden.abs()) if extra else hidden
+
+
+class OneOrTwo(Sometimes):
+    """The layer is asked in one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Alone().double()
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 1:
+            hidden, extra = self.first(batch[0], extra=True)
+            return self.second(hidden), extra
+        return self.second(self.first(batch[0])), None
+
+
+def predicted_one_or_two(pipeline: dict[str, Any] | None) -> list[Any]:
+    run = trainer(pipeline)
+    found = run.predict(OneOrTwo(), loader())
+    if not run.is_global_zero:
+        return []
+    return [None if extra is None else extra.sum().item() for _, extra in found or []]
+
+
+def test_a_layer_may_return_a_tensor_alone_or_two(ranks: Ranks) -> None:
+    expected = predicted_one_or_two(None)
+    for found in (predicted_one_or_two(ONE_RANK), ranks(2)(predicted_one_or_two, TWO_RANKS, group=False)[0]):
+        assert found == [one if one is None else pytest.approx(one) for one in expected]
+
+
 class OfItsOwn(Sometimes):
     """An attribute of the layer says so."""
 

@@ -278,7 +278,7 @@ class Node:
     Attributes:
         through: One of them.
         ends: The one that has no further call.
-        following: By the unit that is called next, or its turn; see `Trace.way`.
+        following: By the turn of the unit that is called next; see `Trace.way`.
     """
 
     through: Route

@@ -1,5 +1,6 @@
 """Where a step may leave something behind, what stood there, and what has changed."""
 
+from lightning_pipeline.model.places.batches import BatchAsGiven, BatchChanges, write_into
 from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.kept import exchange_kept
 from lightning_pipeline.model.places.metrics import (
@@ -42,6 +43,8 @@ __all__ = [
     "FILLED",
     "MISSING",
     "ArrayOwner",
+    "BatchAsGiven",
+    "BatchChanges",
     "Changes",
     "ClassOwner",
     "Effect",
@@ -74,4 +77,5 @@ __all__ = [
     "others_refused",
     "stub_metrics",
     "values_of",
+    "write_into",
 ]

@@ -256,8 +256,7 @@ class Walk(_DryRun):
         self._reads.on_call()
         nth = self._counts[unit]
         self._counts[unit] = nth + 1
-        following = self._node.following
-        node = following.get(unit) or following.get(turn_of(unit, describe((args, kwargs), [])))
+        node = self._node.following.get(turn_of(unit, describe((args, kwargs), [])))
         if node is None:
             raise _NewWay
         call = node.through.trace.calls[self._depth]

@@ -239,7 +239,7 @@ class GlueRun:
 
     def _describe(self, unit: int, nth: int, structure: Structure) -> None:
         """What a unit gave in this micro-batch, where the last stage may have to know it of the batch."""
-        if structure is _LONE or structure == _LONE:
+        if structure == _LONE:
             return
         self.described[unit, nth] = structure
         step = self._view.current_step()

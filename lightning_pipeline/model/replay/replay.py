@@ -54,7 +54,7 @@ class Replay(GlueRun):
     ) -> None:
         returned = view.read_table(incoming.table if incoming is not None else ())
         super().__init__(view, seeds, returned, {})
-        self._microbatch = self.microbatch = microbatch
+        self.microbatch = microbatch
         self._counts = [0] * len(view.stage_of)
         self._own_left = len(view.own_calls)
         self._raw: dict[ValueKey, Tensor] = {}  # what goes out, as it was returned
@@ -202,7 +202,7 @@ class Replay(GlueRun):
 
     def _samples(self, step: Step) -> int:
         """Of this micro-batch; 0 where that is not known."""
-        args = step.microbatches[self._microbatch][0]
+        args = step.microbatches[self.microbatch][0]
         try:
             return batch_size_of(args[0]) if args and has_samples(args[0]) else 0
         except ConfigurationError:  # a list of two dictionaries and two samples, which the batch is not
@@ -299,7 +299,7 @@ class Replay(GlueRun):
                 self._exited = True
                 raise StageDone
             self._going_on = True
-        traced = self._view.traced_output(unit, nth, self._microbatch)
+        traced = self._view.traced_output(unit, nth, self.microbatch)
         if traced is None:
             raise self._other_path(
                 f"unit {self._view.unit_name(unit)!r} is called (call {nth}), with {self._own_left} calls "

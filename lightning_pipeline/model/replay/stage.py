@@ -11,7 +11,7 @@ from torch.utils.checkpoint import CheckpointError
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.loss import seeds_of
-from lightning_pipeline.model.replay.batch_changes import BatchAsGiven
+from lightning_pipeline.model.places import BatchAsGiven
 from lightning_pipeline.model.replay.between_units import Recomputation
 from lightning_pipeline.model.replay.replay import Replay, Replayed
 from lightning_pipeline.model.replay.view import Gathers, StageView, Step

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from lightning_pipeline.model.cut import Microbatch, Route, StepRoutes, TracedOutput, ValueKey
 from lightning_pipeline.model.loss import Follower
 from lightning_pipeline.model.mixing import Functions
+from lightning_pipeline.model.places import BatchChanges
 from lightning_pipeline.model.random import States, StepSeeds
-from lightning_pipeline.model.replay.batch_changes import BatchChanges
 from lightning_pipeline.model.tensors import (
     Given,
     PlaceholderCache,

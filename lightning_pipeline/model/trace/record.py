@@ -37,7 +37,6 @@ from lightning_pipeline.model.trace.patches import UnitPatches
 from lightning_pipeline.model.trace.ports import Porting, PortPlace, PortSpec, Watch
 from lightning_pipeline.model.trace.units import Unit
 
-_LONE = Structure("tensor", 0)
 Inputs = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 """Shapes and types of the tensors that a unit is called with."""
 
@@ -276,10 +275,8 @@ class Trace:
 
     @property
     def way(self) -> tuple[Hashable, ...]:
-        """The same, with what may choose what those give that give more than a tensor."""
-        return tuple(
-            call.unit if call.structure == _LONE else turn_of(call.unit, call.asked) for call in self.calls
-        )
+        """The same, with what may choose what they give."""
+        return tuple(turn_of(call.unit, call.asked) for call in self.calls)
 
     @property
     def follows_values(self) -> bool:

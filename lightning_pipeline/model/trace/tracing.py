@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_pipeline.data import signature_of
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.places import MetricBesideError, Owner, Standing, know_metric
+from lightning_pipeline.model.places import BatchAsGiven, MetricBesideError, Owner, Standing, know_metric
 from lightning_pipeline.model.random import Generators, MicrobatchSeeds, random_state_kept
 from lightning_pipeline.model.tensors import (
     ModuleState,
@@ -139,8 +139,7 @@ def _traced(
     look: Look, forward_context: ContextFactory, porting: Porting | None, ahead: Ahead,
 ) -> Trace:  # fmt: skip
     clone = map_tensors(lambda tensor: tensor.detach().clone(), batch)
-    decisions, first = Decisions(), clone[0][0] if clone[0] else None
-    entries = dict(first) if type(first) is dict else {}
+    decisions, given = Decisions(), BatchAsGiven(clone[0])
     clone = with_noted_index(ahead.arguments(clone[0], index_of(batch[0])), decisions), clone[1]
     beside = [*numbers_beside(look.others), *ahead.counted]
     numbers = {one.label: one for one in (*beside, *updates_of_metrics(root))}
@@ -160,9 +159,7 @@ def _traced(
             printed_once(root),
         ):
             trace = tracer.run(clone[0], clone[1], forward_context)
-            if type(first) is dict:
-                alike = first.keys() == entries.keys() and all(first[key] is entries[key] for key in first)
-                trace.refills_batch = not alike
+        trace.refills_batch = given.is_refilled
     finally:
         if tracer is not None:
             tracer.close()
@@ -178,7 +175,7 @@ def _traced(
     trace.decisions = decisions.made
     trace.numbers = {label: numbers[label] for label in decisions.labels() & numbers.keys()}
     made = tracer.observed.made
-    del tracer, clone
+    del tracer, clone, given
     forget_placeholders(made)
     return trace
 

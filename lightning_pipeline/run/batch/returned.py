@@ -15,7 +15,7 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
 from lightning_pipeline.model.mixing import is_cut_by_rows
-from lightning_pipeline.model.replay import BatchChanges, write_into
+from lightning_pipeline.model.places import BatchChanges, write_into
 from lightning_pipeline.model.state import Elsewhere, Unmerged
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.run.batch.differences import Difference, MergeFailure, keys_of, with_parts, written

@@ -6,9 +6,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lightning_pipeline.model.places.owners import MISSING
 from lightning_pipeline.model.tensors import map_tensors, tensors_in, version_of
-
-_MISSING = object()
 
 
 class BatchChanges(NamedTuple):
@@ -42,19 +41,28 @@ class BatchAsGiven:
         self._entries = dict(self._batch) if type(self._batch) is dict else None
         self._tensors = [(tensor, version_of(tensor)) for tensor in tensors_in(self._batch)]
 
+    @property
+    def is_refilled(self) -> bool:
+        """After the step: whether it has put entries in, or taken some out."""
+        put, taken = self._refilled()
+        return bool(put or taken)
+
     def changes(self) -> BatchChanges:
         """After the step: what it has changed; its tensors without their graph."""
-        number = len(self._tensors)
         written = {
             number: tensor.detach()
             for number, (tensor, version) in enumerate(self._tensors)
             if version_of(tensor) != version
         }
+        put, taken = self._refilled()
+        return BatchChanges(map_tensors(Tensor.detach, put), taken, written, len(self._tensors))
+
+    def _refilled(self) -> tuple[dict[Any, Any], tuple[Any, ...]]:
+        """Entries that were put in, and keys of those that were taken out."""
         if self._entries is None or self._batch is None:
-            return BatchChanges({}, (), written, number)
-        put = {key: v for key, v in self._batch.items() if self._entries.get(key, _MISSING) is not v}
-        taken = tuple(key for key in self._entries if key not in self._batch)
-        return BatchChanges(map_tensors(Tensor.detach, put), taken, written, number)
+            return {}, ()
+        put = {key: v for key, v in self._batch.items() if self._entries.get(key, MISSING) is not v}
+        return put, tuple(key for key in self._entries if key not in self._batch)
 
 
 def write_into(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> dict[int, Tensor]:
