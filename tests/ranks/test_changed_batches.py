@@ -136,12 +136,12 @@ def test_an_entry_that_is_no_row_of_each_sample_is_refused_where_it_is_read() ->
 
 
 class Boxes(Puts):
-    """Lists of tensors, one for each sample, of which each is written."""
+    """Writes a tensor that comes after a list with a tensor for each sample."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        boxes = [one.clamp_(max=0.5) for one in batch["boxes"]]
+        batch["x2"].mul_(0.5)
         outputs = self.net(batch["x"])
-        return nn.functional.mse_loss(outputs, batch["y"]) + 0 * torch.stack(boxes).sum()
+        return nn.functional.mse_loss(outputs, batch["y"]) + 0 * torch.stack(batch["boxes"]).sum()
 
     def on_train_batch_end(self, *args: Any) -> None: ...
 
@@ -149,6 +149,10 @@ class Boxes(Puts):
 def test_lists_with_a_tensor_for_each_sample_are_left_alone() -> None:
     batches = Batches()
     for batch in batches.kept:
-        batch["boxes"] = list(torch.ones(len(batch["x"]), 4))
+        samples = len(batch["x"])
         del batch["name"]
+        batch["boxes"] = list(torch.ones(samples, samples, 2))  # that look like a tensor of as many samples
+        batch["x2"] = torch.ones(samples, 2)
     trainer({"stages": 1, "num_microbatches": 2}).fit(Boxes(), batches)
+    for batch in batches.kept:
+        assert all((one == 1).all() for one in batch["boxes"])

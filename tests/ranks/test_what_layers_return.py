@@ -49,6 +49,7 @@ class Returns(Regression):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hidden, found = self.first(batch[0], batch_idx)
+        self.log("now", float(found))
         return float(found) * nn.functional.mse_loss(self.second(hidden), batch[1])
 
 
@@ -85,7 +86,7 @@ def fitted(pipeline: dict[str, Any] | None, kind: str) -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         run.fit(module, loader(), loader(seed=4))
-    logged = {name: float(run.callback_metrics[name]) for name in ("found", "val_loss")}
+    logged = {name: float(run.callback_metrics[name]) for name in ("found", "val_loss", "now")}
     return {**logged, **{name: value.detach() for name, value in module.named_parameters()}}
 
 
