@@ -135,24 +135,29 @@ def test_an_entry_that_is_no_row_of_each_sample_is_refused_where_it_is_read() ->
         trainer({"stages": 1, "num_microbatches": 2}).fit(Sums(), Batches())
 
 
-class Boxes(Puts):
-    """Writes a tensor that comes after a list with a tensor for each sample."""
+class Boxes(Writes):
+    """Writes tensors of a list with one for each sample, and tensors that come after it."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        batch["x2"].mul_(0.5)
-        outputs = self.net(batch["x"])
-        return nn.functional.mse_loss(outputs, batch["y"]) + 0 * torch.stack(batch["boxes"]).sum()
+        boxes = torch.stack([one.clamp_(max=0.5) for one in batch["boxes"]])
+        batch["z"].mul_(0.5)
+        return nn.functional.mse_loss(self.net(batch["x"]), batch["y"]) + 0 * boxes.sum()
 
-    def on_train_batch_end(self, *args: Any) -> None: ...
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((float(torch.stack(batch["boxes"]).sum()), float(batch["z"].sum())))
 
 
-def test_lists_with_a_tensor_for_each_sample_are_left_alone() -> None:
-    batches = Batches()
+def boxes_seen(pipeline: dict[str, Any] | None) -> list[Any]:
+    module, batches = Boxes(), Batches()
     for batch in batches.kept:
-        samples = len(batch["x"])
         del batch["name"]
-        batch["boxes"] = list(torch.ones(samples, samples, 2))  # that look like a tensor of as many samples
-        batch["x2"] = torch.ones(samples, 2)
-    trainer({"stages": 1, "num_microbatches": 2}).fit(Boxes(), batches)
-    for batch in batches.kept:
-        assert all((one == 1).all() for one in batch["boxes"])
+        rows = torch.arange(4.0 * len(batch["x"])).reshape(-1, 4) / 10
+        batch |= {"boxes": list(rows), "z": rows.clone(), "a": 2 * rows, "b": 3 * rows, "c": 4 * rows}
+    trainer(pipeline).fit(module, batches)
+    return approximately(module.seen)
+
+
+def test_lists_with_a_tensor_for_each_sample_are_written_too(ranks: Ranks) -> None:
+    expected = boxes_seen(None)
+    assert boxes_seen({"stages": 1, "num_microbatches": 2}) == expected
+    assert ranks(2)(boxes_seen, {"stages": 2, "num_microbatches": 2}, group=False) == [expected, expected]

@@ -97,6 +97,17 @@ def test_numbers_that_layers_return_are_those_of_the_batch(ranks: Ranks, kind: s
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
 
 
+def test_numbers_that_differ_between_micro_batches_are_told_of() -> None:
+    module, run = Returns(lambda layer, hidden, step: hidden.detach().abs().max().item()), trainer(ONE_RANK)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(module, loader(), loader(seed=4))
+    said = [str(one.message) for one in told]
+    for name in ("now", "found"):
+        expected = f"self.log('{name}', ...) is given is a Python number that differs"
+        assert any(expected in one for one in said), said
+
+
 class Sometimes(Returns):
     """An argument says whether the layer returns a second tensor."""
 

@@ -441,7 +441,8 @@ class Batch:
         is_last = steps.split.has_last_stage
 
         def told() -> ChangedBatch:
-            parts = [args[0] if args else None for args in self.seen.args]
+            own = getattr(steps.module, "split_batch", None) is not None
+            parts = [args[0] for args in self.seen.args] if own else []
             return changed(batch, self.step, self.result.batch_changes, parts, self.seen.sizes)
 
         found = told() if from_last.group is None else from_last.share(told)

@@ -258,7 +258,7 @@ def changed(
         batch: That the step was given, not split.
         step: Name of the user's method.
         changes: Of each micro-batch.
-        parts: The micro-batches.
+        parts: The micro-batches, where the user has cut them; else they are in the batch's order.
         sizes: Samples of each.
 
     Returns:
@@ -266,8 +266,7 @@ def changed(
     """
     if not any(changes):
         return ChangedBatch({}, [], {})
-    whole, cut = (batch,), [(one,) for one in parts]
-    in_order = len(parts) == 1 or is_cut_by_rows((whole, {}), [(one, {}) for one in cut], sizes)
+    in_order = len(parts) < 2 or is_cut_by_rows(batch, parts, sizes)
     written = write_into(batch, changes, sizes) if in_order else {}
     taken = [key for key in changes[0].taken if all(key in one.taken for one in changes)]
     put = {}
