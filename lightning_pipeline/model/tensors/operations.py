@@ -1,13 +1,15 @@
 """What an operation is given, what it writes, which of these tensors have no values, and what it costs."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_pipeline._torch import FakeTensor, TorchDispatchMode, set_version
 
@@ -76,12 +78,59 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
+_SHARED: MutableMapping[Tensor, list[ReferenceType[Tensor]]] = WeakIdKeyDictionary()
+
+
 def set_values(tensor: Tensor, value: Tensor) -> None:
-    """Give a tensor other values: in new memory, or in memory that is somebody else's, such as an array's."""
-    if tensor.untyped_storage().resizable():
-        tensor.data = value.clone()
-    else:
+    """Give a tensor other values: in new memory, or in memory that is somebody else's, such as an array's.
+
+    What is known to be in its memory too (`know_shared`) follows into the new one.
+    """
+    if not tensor.untyped_storage().resizable():
         tensor.data.copy_(value)
+        return
+    beside = _beside(tensor)
+    if not beside:
+        tensor.data = value.clone()
+        return
+    memory = tensor.untyped_storage().clone()
+    for one in (tensor, *beside):
+        _move(one, memory)
+    tensor.data.copy_(value)
+
+
+def move_back(tensor: Tensor, memory: Tensor) -> None:
+    """Let a tensor be in the memory where it was, with what is known to be in its own now.
+
+    Args:
+        tensor: It.
+        memory: Its `data` from then.
+    """
+    for one in _beside(tensor):
+        _move(one, memory.untyped_storage())
+    tensor.data = memory
+
+
+def _beside(tensor: Tensor) -> list[Tensor]:
+    """Tensors that are in the memory of this one, as is known."""
+    known = (one for ref in _SHARED.get(tensor, ()) if (one := ref()) is not None)
+    return [one for one in known if storage_key(one) == storage_key(tensor)]
+
+
+def _move(tensor: Tensor, memory: UntypedStorage) -> None:
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    tensor.data = empty.set_(memory, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def know_shared(tensors: Iterable[Tensor]) -> None:
+    """Note which of these are in the memory of others of them, such as a table and a view of a row of it."""
+    by_memory: dict[int, dict[int, Tensor]] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.strided and not tensor.is_meta:
+            by_memory.setdefault(storage_key(tensor), {})[id(tensor)] = tensor
+    for together in by_memory.values():
+        for tensor in together.values() if len(together) > 1 else ():
+            _SHARED[tensor] = [ref(one) for one in together.values() if one is not tensor]
 
 
 def put_back(tensor: Tensor, value: Tensor, version: int) -> None:

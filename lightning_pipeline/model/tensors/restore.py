@@ -16,7 +16,13 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.tensors.containers import contents_of, filled_by, is_array, items_of, refill
-from lightning_pipeline.model.tensors.operations import is_placeholder, put_back, storage_key, version_of
+from lightning_pipeline.model.tensors.operations import (
+    is_placeholder,
+    move_back,
+    put_back,
+    storage_key,
+    version_of,
+)
 from lightning_pipeline.model.tensors.structure import tensors_in
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
@@ -74,7 +80,7 @@ class ModuleState:
             _refill(container, saved)
         for tensor, memory in self._memory:
             if storage_key(tensor) != storage_key(memory):
-                tensor.data = memory
+                move_back(tensor, memory)
         for buffer, value, version in self._buffers:
             put_back(buffer, value, version)
         for parameter, flag in self._flags:

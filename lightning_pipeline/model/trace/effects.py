@@ -17,7 +17,13 @@ from lightning_pipeline.model.places import (
     Surroundings,
     TensorOwner,
 )
-from lightning_pipeline.model.tensors import holds_tensor, is_placeholder, storage_key, tensors_held
+from lightning_pipeline.model.tensors import (
+    holds_tensor,
+    is_placeholder,
+    know_shared,
+    storage_key,
+    tensors_held,
+)
 from lightning_pipeline.model.trace.glue import Glue
 from lightning_pipeline.model.trace.ports import PortSpec
 from lightning_pipeline.model.trace.record import Observation
@@ -51,7 +57,7 @@ class EffectsSeen:
         self._doubted: set[str] = set()  # weights that got other memory where values of units were known
         self._weights: set[str] = set()
         self.made_where_held: set[str] = set()
-        self._held: dict[int, Place] = {}  # tensors that no module has as its own, by their memory
+        self._held: dict[int, list[Place]] = {}  # tensors that no module has as its own, by their memory
 
     def start(self) -> None:
         """The step begins."""
@@ -66,14 +72,19 @@ class EffectsSeen:
         self._around.look()
         self._buffers = dict(self._observed.root.named_buffers())
         self._stood, self._held, self._standing = {}, {}, {}
-        stood = {}  # looked at before it is watched: to ask a tensor for its layout is to read it
+        stood, known = (
+            {},
+            list[Tensor](),
+        )  # looked at before it is watched: to ask a tensor for its layout is to read it
         for place, value in self._around.standing():
             for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED)):
                 stood[id(tensor)] = place.identity
                 self._standing[place.identity] = place
                 if not is_placeholder(tensor) and not tensor.is_meta and tensor.layout is torch.strided:
+                    known += [tensor] if tensor._base is None else [tensor, tensor._base]
                     held = TensorOwner(tensor, f"{place.label} {number}").place("")
-                    self._held.setdefault(storage_key(tensor), held)
+                    self._held.setdefault(storage_key(tensor), []).append(held)
+        know_shared(known)
         self._stood = stood
 
     def tensor_written(self, tensor: Tensor, *, computed: bool) -> bool:
@@ -86,14 +97,13 @@ class EffectsSeen:
         Returns:
             Whether it stood somewhere when the step began.
         """
-        place = self._held.get(storage_key(tensor))
-        if place is None:
-            return False
-        effect = self._found.setdefault(place.identity, Effect(place, deep=True))
         position = len(self._observed.trace.calls)
-        effect.positions.add(position)
-        effect.from_units |= computed or position > 0 or self._unknown
-        return True
+        places = self._held.get(storage_key(tensor), [])
+        for place in _covering(places):
+            effect = self._found.setdefault(place.identity, Effect(place, deep=True))
+            effect.positions.add(position)
+            effect.from_units |= computed or position > 0 or self._unknown
+        return bool(places)
 
     def tensors_used(self, tensors: Iterable[Tensor]) -> None:
         """A function is called with these: note which of them stood somewhere when the step began."""
@@ -269,6 +279,16 @@ class EffectsSeen:
     def _is_computed(self, tensor: Tensor) -> bool:
         tags = self._observed.tags.of(tensor)
         return any(tag.kind in ("value", "effect") for tag in tags) or self._observed.is_poisoned(tensor)
+
+
+def _covering(places: list[Place]) -> list[Place]:
+    """Of places of tensors that have the same memory, one that has all of it; else all of them."""
+    for place in places:
+        tensor = place.get()
+        for one in (tensor, tensor._base):
+            if one is not None and one.numel() * one.element_size() >= tensor.untyped_storage().nbytes():
+                return [place if one is tensor else TensorOwner(one, place.owner.label).place("")]
+    return places
 
 
 def _state_place(root: nn.Module, name: str) -> Place:

@@ -85,18 +85,27 @@ class Tracer:
 
     def _name_states(self) -> None:
         holders = {id(m): n for n, unit in enumerate(self.patches.units) for m in unit.module.modules()}
+        states = list[tuple[str, Tensor]]()
         for prefix, module in self.root.named_modules():
             for name, tensor in [*module._parameters.items(), *module._buffers.items(), *_plain(module)]:
                 if tensor is None:
                     continue
                 full = f"{prefix}.{name}" if prefix else name
                 if memory_of(tensor).nbytes() or tensor.is_meta or is_placeholder(tensor):
-                    self.observed.states.setdefault(storage_key(tensor), full)
-                    self.tags.add(
-                        tensor, frozenset({Tag("state", name=self.observed.states[storage_key(tensor)])})
-                    )
+                    states.append((full, tensor))
                 if id(module) in holders:
                     self.trace.state_units.setdefault(full, holders[id(module)])
+        self._know_names(states)
+
+    def _know_names(self, states: list[tuple[str, Tensor]]) -> None:
+        """Of memory that several have, the name is that of a weight, else of what has the most of it."""
+        known, named = self.observed.states, dict[int, Tensor]()
+        for name, tensor in states:
+            before = named.get(key := storage_key(tensor))
+            if before is None or (not isinstance(before, nn.Parameter) and before.numel() < tensor.numel()):
+                known[key], named[key] = name, tensor
+        for _, tensor in states:
+            self.tags.add(tensor, frozenset({Tag("state", name=known[storage_key(tensor)])}))
 
     def close(self) -> None:
         """Take every observer away, whatever happened."""
