@@ -38,7 +38,7 @@ def samples_of(batch: Any) -> Samples:
     A length explains a tensor that has it as its first dimension, or that stands in a list or tuple of this
     length with items that are alike, where anything beside such lists has that length, too, or their own
     tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
-    two the first one's. Without any tensor that has a dimension, the lengths of the lists count. NumPy arrays
+    two the first one's. Of batches of several loaders, it is the largest one's. Without any tensor that has a dimension, the lengths of the lists count. NumPy arrays
     count as tensors here.
 
     Raises:
@@ -112,12 +112,23 @@ def _most_common(batch: Any) -> int:
         )
     counts = Counter(lengths)
     (length, count), *others = counts.most_common()
-    if (count == 1 and len(counts) > 2) or (count > 1 and others and others[0][1] == count):
+    is_shared = count > 1 and bool(others) and others[0][1] == count
+    if is_shared and _are_batches(batch):
+        return max(one for one, number in counts.items() if number == count)
+    if is_shared or (count == 1 and len(counts) > 2):
         raise ConfigurationError(
             f"the parts of a batch have lengths {lengths}, none of them more common than all others, so the "
             f"number of samples cannot be told: {OVERRIDE}"
         )
     return length
+
+
+def _are_batches(batch: Any) -> bool:
+    """Whether these are batches of several loaders, each of its own size."""
+    parts = items_of(batch)
+    return len(parts) > 1 and all(
+        bool(items_of(part)) and len({array.shape[0] for array in arrays_in(part)}) == 1 for part in parts
+    )
 
 
 def has_samples(batch: Any) -> bool:

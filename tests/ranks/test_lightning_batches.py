@@ -310,7 +310,7 @@ def test_packed_texts_of_other_lengths_train_as_on_one_device(ranks: Ranks) -> N
 
 
 class OfTwoLoaders(Regression):
-    """The last batches of its loaders have other lengths."""
+    """Of which one gives smaller batches."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         one, other = batch["one"], batch["other"]
@@ -322,9 +322,23 @@ class OfTwoLoaders(Regression):
         self.log("out", self.net(batch["one"][0]).mean() + self.net(batch["other"][0]).mean(), batch_size=1)
 
 
-def fit_two_loaders(pipeline: dict[str, Any] | None) -> Any:
-    module, run = OfTwoLoaders(), trainer(pipeline)
-    loaders = {"one": loader(22), "other": loader(20, seed=5)}  # 8, 8, 6 and 8, 8, 4
+class Flat(OfTwoLoaders):
+    """Nothing says which tensors are of which loader."""
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return dict(zip("xyuv", (*batch["one"], *batch["other"]), strict=True))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step({"one": (batch["x"], batch["y"]), "other": (batch["u"],)}, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step({"one": (batch["x"], batch["y"]), "other": (batch["u"],)}, batch_idx)
+
+
+def fit_two_loaders(pipeline: dict[str, Any] | None, kind: type[OfTwoLoaders], samples: int = 8) -> Any:
+    module, run = kind(), trainer(pipeline)
+    other = DataLoader(loader(20, seed=5).dataset, batch_size=samples)  # as many, and 4 in the last
+    loaders = {"one": loader(22), "other": other}  # 8, 8 and 6
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         run.fit(module, CombinedLoader(loaders, "min_size"), CombinedLoader(loaders, "min_size"))
@@ -332,10 +346,19 @@ def fit_two_loaders(pipeline: dict[str, Any] | None) -> Any:
     return (weights(module), logs), [str(one.message) for one in told]
 
 
-def test_a_later_batch_whose_samples_are_not_told_is_one_micro_batch(ranks: Ranks) -> None:
-    expected, _ = fit_two_loaders(None)
+@pytest.mark.parametrize("samples", [4, 16])
+def test_batches_of_several_loaders_have_the_samples_of_the_largest(ranks: Ranks, samples: int) -> None:
+    expected, _ = fit_two_loaders(None, OfTwoLoaders, samples)
     pipeline = {"stages": 2, "num_microbatches": 2}
-    found = ranks(2)(fit_two_loaders, pipeline, group=False)
+    found = ranks(2)(fit_two_loaders, pipeline, OfTwoLoaders, samples, group=False)
+    for one, _ in found:
+        assert_same(one, expected)
+
+
+def test_a_later_batch_whose_samples_are_not_told_is_one_micro_batch(ranks: Ranks) -> None:
+    expected, _ = fit_two_loaders(None, Flat)
+    pipeline = {"stages": 2, "num_microbatches": 2}
+    found = ranks(2)(fit_two_loaders, pipeline, Flat, group=False)
     for one, _ in found:
         assert_same(one, expected)
     told = [text for _, texts in found for text in texts if "is one micro-batch" in text]
