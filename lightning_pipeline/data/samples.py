@@ -38,8 +38,8 @@ def samples_of(batch: Any) -> Samples:
     A length explains a tensor that has it as its first dimension, or that stands in a list or tuple of this
     length with items that are alike, where anything beside such lists has that length, too, or their own
     tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
-    two the first one's. Of batches of several loaders, it is the largest one's. Without any tensor that has a dimension, the lengths of the lists count. NumPy arrays
-    count as tensors here.
+    two the first one's. Of batches of several loaders, it is the largest one's. Without any tensor that has a
+    dimension, the lengths of the lists count. NumPy arrays count as tensors here.
 
     Raises:
         ConfigurationError: Nothing in the batch has a length, no length is the most common one, or a list
