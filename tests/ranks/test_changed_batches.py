@@ -1,5 +1,7 @@
 """What a step does to its batch: hooks after it, and loaders that keep their batches, find it done."""
 
+import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +20,11 @@ Ranks = Callable[[int], Pool]
 class Batches:
     """A loader that keeps its batches, which are dictionaries."""
 
-    def __init__(self) -> None:
-        self.kept = [{"x": x, "y": y, "name": f"batch {number}"} for number, (x, y) in enumerate(loader())]
+    def __init__(self, made: Callable[[dict[str, Any]], Any] = lambda batch: batch) -> None:
+        batches = [{"x": x, "y": y, "name": f"batch {number}"} for number, (x, y) in enumerate(loader())]
+        self.kept = [made(batch) for batch in batches]
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         return iter(self.kept)
 
     def __len__(self) -> int:
@@ -161,3 +164,92 @@ def test_lists_with_a_tensor_for_each_sample_are_written_too(ranks: Ranks) -> No
     expected = boxes_seen(None)
     assert boxes_seen({"stages": 1, "num_microbatches": 2}) == expected
     assert ranks(2)(boxes_seen, {"stages": 2, "num_microbatches": 2}, group=False) == [expected, expected]
+
+
+class Mapping(UserDict[str, Any]):
+    """As tokenizers of Transformers give them."""
+
+
+NESTED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tuple": lambda batch: (batch["x"], {"y": batch["y"], "name": batch["name"]}),
+    "list": lambda batch: [batch["x"], batch["y"], batch["name"]],
+    "mapping": lambda batch: Mapping(batch),
+    "samples": lambda batch: {"x": batch["x"], "each": [{"y": y, "name": "sample"} for y in batch["y"]]},
+}
+
+
+class Nested(Puts):
+    """Changes containers in the batch, or the batch that is no dictionary."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch["x"] if not isinstance(batch, list | tuple) else batch[0]
+        outputs = self.net(x)
+        if isinstance(batch, tuple | Mapping):
+            held = batch[1] if isinstance(batch, tuple) else batch
+            held["outputs"], y = outputs.detach(), held["y"]
+            held.pop("name", None)
+        elif isinstance(batch, list):
+            y, batch[1] = batch[1], 0.5 * (batch[1] + outputs.detach())
+            batch.append("seen")
+        else:
+            y = torch.stack([one["y"] for one in batch["each"]])
+            for number, one in enumerate(batch["each"]):
+                one["y"] = 0.5 * (one["y"] + outputs[number].detach())
+                one.pop("name", None)
+        return nn.functional.mse_loss(outputs, y)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if isinstance(batch, tuple | Mapping):
+            held = batch[1] if isinstance(batch, tuple) else batch
+            self.seen.append((float(held["outputs"].sum()), len(held)))
+        elif isinstance(batch, list):
+            self.seen.append((float(batch[1].sum()), len(batch), batch[-1]))
+        else:
+            self.seen.append((float(sum(one["y"].sum() for one in batch["each"])), len(batch["each"][0])))
+
+
+def nested(pipeline: dict[str, Any] | None, kind: str) -> tuple[list[Any], dict[str, Tensor]]:
+    module = Nested()
+    trainer(pipeline).fit(module, Batches(NESTED[kind]))
+    return approximately(module.seen), {name: value.detach() for name, value in module.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", NESTED)
+def test_containers_in_a_batch_are_as_the_step_leaves_them(ranks: Ranks, kind: str) -> None:
+    seen, weights = nested(None, kind)
+    pipeline = {"stages": 2, "num_microbatches": 2}
+    for own, weight in (
+        nested({"stages": 1, "num_microbatches": 2}, kind),
+        *ranks(2)(nested, pipeline, kind, group=False),
+    ):
+        assert own == seen
+        torch.testing.assert_close(weight, weights, rtol=1e-9, atol=1e-9)
+
+
+class Late(Puts):
+    """Puts an entry into a batch that is traced as those before it."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self.net(batch["x"])
+        if len(self.seen) == 2:
+            batch["outputs"] = outputs.detach()
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append(float(batch["outputs"].sum()) if "outputs" in batch else 0.0)
+
+
+def late(pipeline: dict[str, Any] | None) -> tuple[list[Any], list[str]]:
+    module = Late()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(pipeline).fit(module, Batches())
+    return approximately(module.seen), [str(one.message) for one in told]
+
+
+def test_an_entry_that_a_later_batch_is_given_is_there_or_told_of(ranks: Ranks) -> None:
+    expected, _ = late(None)
+    assert late({"stages": 1, "num_microbatches": 2})[0] == expected
+    found = ranks(2)(late, {"stages": 2, "num_microbatches": 2}, group=False)
+    told = [text for _, texts in found for text in texts]
+    assert any("training_step has changed 'the batch' on the last stage alone" in text for text in told)

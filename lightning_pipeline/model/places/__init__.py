@@ -1,6 +1,13 @@
 """Where a step may leave something behind, what stood there, and what has changed."""
 
-from lightning_pipeline.model.places.batches import BatchAsGiven, BatchChanges, write_into
+from lightning_pipeline.model.places.batches import (
+    BatchAsGiven,
+    BatchChanges,
+    change_entries,
+    put_by_place,
+    taken_by_all,
+    write_into,
+)
 from lightning_pipeline.model.places.findings import Findings
 from lightning_pipeline.model.places.kept import exchange_kept
 from lightning_pipeline.model.places.metrics import (
@@ -66,6 +73,7 @@ __all__ = [
     "Surroundings",
     "TensorOwner",
     "around_metrics",
+    "change_entries",
     "changes_of_metrics",
     "exchange_kept",
     "give_values",
@@ -75,7 +83,9 @@ __all__ = [
     "metrics_of",
     "named_metrics",
     "others_refused",
+    "put_by_place",
     "stub_metrics",
+    "taken_by_all",
     "values_of",
     "write_into",
 ]

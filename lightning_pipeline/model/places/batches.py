@@ -1,6 +1,7 @@
 """What a step does to the batch that it is given, which hooks after it are to find done."""
 
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,19 +11,21 @@ from lightning_pipeline.data import items_of
 from lightning_pipeline.model.places.owners import MISSING
 from lightning_pipeline.model.tensors import map_tensors, tensors_in, version_of
 
+Path = tuple[Any, ...]
+
 
 class BatchChanges(NamedTuple):
     """What one run has changed.
 
     Attributes:
-        put: Entries of a batch that is a dictionary, which were added or replaced.
-        taken: Keys that were taken out.
+        put: Entries of containers in the batch that were added or replaced, by the keys that lead there.
+        taken: Those that were taken out.
         given: The batch as it was given.
         written: Tensors in that which were written in place, by `id`.
     """
 
-    put: dict[Any, Any]
-    taken: tuple[Any, ...]
+    put: dict[Path, Any]
+    taken: tuple[Path, ...]
     given: Any
     written: frozenset[int]
 
@@ -38,9 +41,10 @@ class BatchAsGiven:
     """
 
     def __init__(self, args: Sequence[Any]) -> None:
-        self._batch: Any = args[0] if args else None
-        self._given: Any = dict(self._batch) if type(self._batch) is dict else self._batch
-        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors_in(self._batch)]
+        batch = args[0] if args else None
+        self._held = [(path, held, _entries(held)) for path, held in _containers(batch, ())]
+        self._given = _as_it_is(batch)
+        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors_in(batch)]
 
     @property
     def is_refilled(self) -> bool:
@@ -52,14 +56,71 @@ class BatchAsGiven:
         """After the step: what it has changed; what it has put in is without its graph."""
         put, taken = self._refilled()
         written = frozenset(id(tensor) for tensor, version in self._tensors if version_of(tensor) != version)
-        return BatchChanges(map_tensors(Tensor.detach, put), taken, self._given, written)
+        return BatchChanges(map_tensors(Tensor.detach, put), tuple(taken), self._given, written)
 
-    def _refilled(self) -> tuple[dict[Any, Any], tuple[Any, ...]]:
-        """Entries that were put in, and keys of those that were taken out."""
-        if type(self._batch) is not dict:
-            return {}, ()
-        put = {key: v for key, v in self._batch.items() if self._given.get(key, MISSING) is not v}
-        return put, tuple(key for key in self._given if key not in self._batch)
+    def _refilled(self) -> tuple[dict[Path, Any], list[Path]]:
+        """Entries that were put in, and the keys of those that were taken out."""
+        put, taken = dict[Path, Any](), list[Path]()
+        for path, held, before in self._held:
+            now = _entries(held)
+            put |= {(*path, key): v for key, v in now.items() if before.get(key, MISSING) is not v}
+            taken += [(*path, key) for key in before if key not in now]
+        return put, taken
+
+
+class Merging(NamedTuple):
+    """An entry of the batch that micro-batches have put into theirs.
+
+    Attributes:
+        values: What they have put there, in order; `MISSING` where one has not.
+        is_of_one: Whether it belongs to samples of one of them.
+    """
+
+    values: list[Any]
+    is_of_one: bool
+
+
+def put_by_place(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> dict[Path, Merging]:
+    """What micro-batches have put in, by the place in the batch. Arguments as of `write_into`."""
+    found, begin = dict[Path, Merging](), 0
+    for number, (one, size) in enumerate(zip(changes, sizes, strict=True)):
+        for path, value in one.put.items():
+            place, of_one = _in_whole(batch, one.given, path, begin, size, sum(sizes))
+            if place is not None:
+                empty = Merging([MISSING] * len(sizes), of_one)
+                found.setdefault(place, empty).values[number] = value
+        begin += size
+    return found
+
+
+def taken_by_all(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> list[Path]:
+    """What every micro-batch that has it has taken out, by the place in the batch."""
+    found, begin = dict[Path, int](), 0
+    alone = set()
+    for one, size in zip(changes, sizes, strict=True):
+        for path in one.taken:
+            place, of_one = _in_whole(batch, one.given, path, begin, size, sum(sizes))
+            if place is not None:
+                found[place] = found.get(place, 0) + 1
+                alone |= {place} if of_one else set()
+        begin += size
+    return [place for place, number in found.items() if place in alone or number == len(sizes)]
+
+
+def change_entries(batch: Any, put: Mapping[Path, Any], taken: Sequence[Path]) -> None:
+    """Put entries into containers of a batch, and take some out."""
+    for path, value in put.items():
+        holder, key = _item(batch, path[:-1]), path[-1]
+        if isinstance(holder, list) and key == len(holder):
+            holder.append(value)
+        elif isinstance(holder, list | MutableMapping):
+            holder[key] = value
+        else:
+            object.__setattr__(holder, key, value)
+    for path in reversed(taken):  # of lists from the end
+        holder = _item(batch, path[:-1])
+        if isinstance(holder, list | MutableMapping) and path[-1] in _entries(holder):
+            del holder[path[-1]]
 
 
 def write_into(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[int]) -> dict[int, Tensor]:
@@ -95,8 +156,75 @@ def _pairs(
         if place.shape == part.shape:
             yield whole, place, part
         return
-    wholes, parts = list(items_of(whole)), list(items_of(part))
-    if isinstance(part, list | tuple) and (len(wholes), len(parts)) == (total, size):
-        wholes = wholes[begin : begin + size]  # an item for each sample
+    wholes, parts = items_of(whole), items_of(part)
+    if _is_cut(whole, part, size, total):
+        wholes = wholes[begin : begin + size]
     for one, other in zip(wholes, parts, strict=True) if len(wholes) == len(parts) else ():
         yield from _pairs(one, other, begin, size, total)
+
+
+def _is_cut(whole: Any, part: Any, size: int, total: int) -> bool:
+    """Whether these hold an item for each sample, of which the micro-batch has its own."""
+    if not isinstance(whole, list | tuple) or not isinstance(part, list | tuple):
+        return False
+    return size != total and (len(whole), len(part)) == (total, size)
+
+
+def _in_whole(
+    whole: Any, part: Any, path: Path, begin: int, size: int, total: int
+) -> tuple[Path | None, bool]:
+    """The keys of an entry in the batch, by those in a micro-batch, and whether no other has such samples."""
+    found, of_one = list[Any](), False
+    for key in path[:-1]:
+        is_cut = _is_cut(whole, part, size, total)
+        own, of_part = _entries(whole), _entries(part)
+        there = begin + key if is_cut else key
+        if there not in own or key not in of_part or not (is_cut or len(own) == len(of_part)):
+            return None, False
+        whole, part, of_one = own[there], of_part[key], of_one or is_cut
+        found.append(there)
+    is_alike = isinstance(whole, list) == isinstance(part, list) and not isinstance(whole, tuple)
+    if not is_alike or not _holds(whole) or _is_cut(whole, part, size, total):  # that is another list
+        return None, False
+    return (*found, path[-1]), of_one
+
+
+def _entries(value: Any) -> dict[Any, Any]:
+    """What is in a container, by what it is found by; nothing in what is none that batches are made of."""
+    if isinstance(value, list | tuple):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    names = [field.name for field in dataclasses.fields(value)] if items_of(value) else []
+    return {name: getattr(value, name) for name in names}
+
+
+def _holds(value: Any) -> bool:
+    """Whether it is a container that a step may change."""
+    return isinstance(value, list | MutableMapping) or (
+        not isinstance(value, tuple) and bool(_entries(value))
+    )
+
+
+def _item(value: Any, path: Path) -> Any:
+    for key in path:
+        value = value[key] if isinstance(value, list | tuple | Mapping) else getattr(value, key)
+    return value
+
+
+def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
+    """Containers that a step may change, with the keys that lead there."""
+    if isinstance(value, Tensor | str):
+        return
+    entries = _entries(value)
+    if _holds(value):
+        yield path, value
+    for key, item in entries.items():
+        yield from _containers(item, (*path, key))
+
+
+def _as_it_is(value: Any) -> Any:
+    """Lists and dictionaries with what is in these containers now."""
+    if isinstance(value, list | tuple):
+        return [_as_it_is(item) for item in value]
+    return {key: _as_it_is(item) for key, item in _entries(value).items()} or value

@@ -101,7 +101,7 @@ class StageProgram(Stage):
         self.view.take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         args, kwargs = self.view.fresh(args), self.view.fresh(kwargs) if kwargs else {}
-        given = BatchAsGiven(args) if self.is_last and step.trace.changes_batch else None
+        given = BatchAsGiven(args) if self.is_last else None
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():

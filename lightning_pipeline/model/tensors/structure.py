@@ -319,8 +319,10 @@ def map_leaves(function: Callable[[Leaf], Any], value: Any, kind: type[Leaf]) ->
         return _rebuild_dataclass((type(value), names), children)
     if isinstance(value, Mapping):
         mapped = {key: map_leaves(function, item, kind) for key, item in value.items()}
-        same = all(mapped[key] is item for key, item in value.items())
-        return value if same else _filled(type(value), with_values(value, mapped))
+        made = with_values(value, mapped)
+        if made is None and all(mapped[key] is item for key, item in value.items()):
+            return value
+        return _filled(type(value), made)
     return value
 
 

@@ -436,14 +436,15 @@ class Batch:
     def _change_batch(self) -> None:
         """Hooks find the batch as the step has left it."""
         steps, batch, from_last = self._steps, self.args[0] if self.args else None, self._steps.from_last
-        if not steps.split.known[self.step].changes_batch:
+        is_last, changes = steps.split.has_last_stage, self.result.batch_changes
+        if not steps.split.known[self.step].changes_batch and from_last.group is not None:
+            self.advice.unforeseen(["the batch"] if any(changes) else [], self.doubts)
             return
-        is_last = steps.split.has_last_stage
 
         def told() -> ChangedBatch:
             own = getattr(steps.module, "split_batch", None) is not None
             parts = [args[0] for args in self.seen.args] if own else []
-            return changed(batch, self.step, self.result.batch_changes, parts, self.seen.sizes)
+            return changed(batch, self.step, changes, parts, self.seen.sizes)
 
         found = told() if from_last.group is None else from_last.share(told)
         self.result.batch_changes.clear()

@@ -15,7 +15,14 @@ from lightning_pipeline.errors import ConfigurationError
 from lightning_pipeline.hooks import LogRecorder
 from lightning_pipeline.model.loss import Part
 from lightning_pipeline.model.mixing import is_cut_by_rows
-from lightning_pipeline.model.places import BatchChanges, write_into
+from lightning_pipeline.model.places import (
+    MISSING,
+    BatchChanges,
+    change_entries,
+    put_by_place,
+    taken_by_all,
+    write_into,
+)
 from lightning_pipeline.model.state import Elsewhere, Unmerged
 from lightning_pipeline.model.tensors import is_placeholder, map_tensors, tensors_in
 from lightning_pipeline.run.batch.differences import Difference, MergeFailure, keys_of, with_parts, written
@@ -236,8 +243,8 @@ class ChangedBatch(NamedTuple):
     """What other ranks are told.
 
     Attributes:
-        put: Entries of a dictionary.
-        taken: Keys that were taken out.
+        put: Entries, by the keys that lead to them.
+        taken: Those of which were taken out.
         written: Tensors that were written, by their number.
     """
 
@@ -268,18 +275,22 @@ def changed(
         return ChangedBatch({}, [], {})
     in_order = len(parts) < 2 or is_cut_by_rows(batch, parts, sizes)
     written = write_into(batch, changes, sizes) if in_order else {}
-    taken = [key for key in changes[0].taken if all(key in one.taken for one in changes)]
+    taken = taken_by_all(batch, changes, sizes)
     put = {}
-    for key in dict.fromkeys(key for one in changes for key in one.put) if type(batch) is dict else ():
-        values = [one.put.get(key) for one in changes]
-        by_rows = in_order and all(_is_of_rows(*pair) for pair in zip(values, sizes, strict=True))
-        joined = torch.cat(values) if by_rows and len(values) > 1 else values[0]  # type: ignore[arg-type]
+    for path, (values, is_of_one) in put_by_place(batch, changes, sizes).items():
+        if is_of_one:  # a dictionary for each sample
+            values = [value for value in values if value is not MISSING]
+            if not in_order:
+                continue
+        by_rows = in_order and all(_is_of_rows(*pair) for pair in zip(values, sizes, strict=False))
+        joined = torch.cat(values) if by_rows and len(values) > 1 else values[0]
         is_text = isinstance(values[0], str | bool | None) and all(one == values[0] for one in values)
         is_known = by_rows or is_text or len(values) == 1
-        put[key] = joined if is_known else Unmerged(f"entry {key!r} of the batch", step)
-    _change(batch, put, taken)
+        put[path] = joined if is_known else Unmerged(f"entry {path[-1]!r} of the batch", step)
+    change_entries(batch, put, taken)
     small = {number: one.cpu() for number, one in written.items() if one.numel() <= _LARGEST_WRITTEN}
-    return ChangedBatch(told_of(put), taken, small)
+    told = {path: _small(value, path[-1:]) for path, value in put.items()}
+    return ChangedBatch(told, taken, small)
 
 
 def _is_of_rows(value: Any, size: int) -> bool:
@@ -295,15 +306,8 @@ def take(batch: Any, told: ChangedBatch, step: str, device: torch.device) -> Non
         step: Name of the user's method.
         device: Of the run.
     """
-    _change(batch, as_told(told.put, step, device), told.taken)
+    change_entries(batch, as_told(told.put, step, device), told.taken)
     tensors = list(tensors_in(batch)) if told.written else []
     with torch.no_grad():
         for number, values in told.written.items():
             tensors[number].copy_(values)
-
-
-def _change(batch: Any, put: Any, taken: Sequence[Any]) -> None:
-    if type(batch) is dict:
-        batch.update(put)
-        for key in taken:
-            batch.pop(key, None)
