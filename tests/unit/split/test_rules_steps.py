@@ -237,7 +237,8 @@ def test_micro_batches_give_the_mean_of_the_batch():
 
 
 @pytest.mark.parametrize(
-    "batch", [(*batch_of(4), *batch_of(6)), [torch.rand(2, 3), torch.rand(3, 3), torch.rand(5, 1)]]
+    "batch",
+    [(*batch_of(4).values(), *batch_of(6).values()), [torch.rand(2, 3), torch.rand(3, 3), torch.rand(5, 1)]],
 )
 def test_parts_with_different_batch_sizes_are_refused(batch):
     with pytest.raises(PipelineError, match="split_batch"):
