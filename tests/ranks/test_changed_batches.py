@@ -253,3 +253,47 @@ def test_an_entry_that_a_later_batch_is_given_is_there_or_told_of(ranks: Ranks) 
     found = ranks(2)(late, {"stages": 2, "num_microbatches": 2}, group=False)
     told = [text for _, texts in found for text in texts]
     assert any("training_step has changed 'the batch' on the last stage alone" in text for text in told)
+
+
+class Large(Puts):
+    """Writes more than other ranks are told: before the network, or after a layer."""
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if not self.late:
+            batch["image"].mul_(0.5)
+            batch["x"].mul_(0.9)
+        outputs = self.net(batch["x"])
+        if self.late:
+            batch["image"][:, 0] += outputs.detach().sum(1)
+        batch["kind"] = "training"
+        return nn.functional.mse_loss(outputs, batch["y"])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.seen.append((float(batch["image"].sum()), float(batch["x"].sum()), batch["kind"]))
+
+
+def large(pipeline: dict[str, Any] | None, late: bool) -> tuple[list[Any], list[str]]:
+    def made(batch: dict[str, Any]) -> dict[str, Any]:
+        image = torch.ones(len(batch["x"]), 200_000, dtype=torch.float64)
+        return {"image": image, **batch}
+
+    module = Large(late)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer(pipeline, max_epochs=1).fit(module, Batches(made))
+    return approximately(module.seen), [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_large_tensors_that_a_step_writes_are_written_by_each_rank_or_told_of(
+    ranks: Ranks, late: bool
+) -> None:
+    expected, _ = large(None, late)
+    last, first = ranks(2)(large, {"stages": 2, "num_microbatches": 2}, late, group=False)
+    assert last[0] == expected
+    told = any("too large to be told to this rank" in text for text in first[1])
+    assert told == late and (late or first[0] == expected)

@@ -1,7 +1,7 @@
 """What a step does to the batch that it is given, which hooks after it are to find done."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,11 +52,16 @@ class BatchAsGiven:
         put, taken = self._refilled()
         return bool(put or taken)
 
-    def changes(self) -> BatchChanges:
-        """After the step: what it has changed; what it has put in is without its graph."""
+    def changes(self, is_unknown: Callable[[Tensor], bool]) -> BatchChanges:
+        """After the step: what it has changed; what it has put in is without its graph.
+
+        Args:
+            is_unknown: Whether a tensor was written with what this rank does not know.
+        """
         put, taken = self._refilled()
-        written = frozenset(id(tensor) for tensor, version in self._tensors if version_of(tensor) != version)
-        return BatchChanges(map_tensors(Tensor.detach, put), tuple(taken), self._given, written)
+        written = (tensor for tensor, version in self._tensors if version_of(tensor) != version)
+        known = frozenset(id(tensor) for tensor in written if not is_unknown(tensor))
+        return BatchChanges(map_tensors(Tensor.detach, put), tuple(taken), self._given, known)
 
     def _refilled(self) -> tuple[dict[Path, Any], list[Path]]:
         """Entries that were put in, and the keys of those that were taken out."""

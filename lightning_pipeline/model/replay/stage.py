@@ -101,7 +101,7 @@ class StageProgram(Stage):
         self.view.take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         args, kwargs = self.view.fresh(args), self.view.fresh(kwargs) if kwargs else {}
-        given = BatchAsGiven(args) if self.is_last else None
+        given = BatchAsGiven(args) if self.is_last or step.trace.writes_batch else None
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():
@@ -109,9 +109,9 @@ class StageProgram(Stage):
             if self.is_last:
                 for gathered in self._gathered(step):
                     gathered.take(microbatch, replay.given(gathered.keys), replay.described)
+            if given is not None:
+                step.batch_changes[microbatch] = given.changes(replay.taint.holds)
             done = replay.replayed
-        if given is not None:
-            step.batch_changes[microbatch] = given.changes()
         if self.is_last:
             self._finish(microbatch, step, done)
             if step.follower is not None:

@@ -569,15 +569,16 @@ class SplitModel(OutsideSteps):
         if self.programs.over_batch is not None:
             step = self.programs.over_batch.step
         self.failed()
-        if not self.has_last_stage:
-            return StepResult([], [], [])
         order = range(len(step.microbatches))
+        changes = [step.batch_changes[i] for i in order if i in step.batch_changes]
+        if not self.has_last_stage:
+            return StepResult([], [], [], batch_changes=changes)
         return StepResult(
             [step.losses[i] for i in order],
             [step.results[i] for i in order],
             [step.parts.get(i) for i in order],
             *((None, lambda **_: None, None) if step.follower is None else step.follower.found()),
-            [step.batch_changes[i] for i in order if i in step.batch_changes],
+            changes,
         )
 
     def part(self, value: Any, *, always: bool = False) -> Part:

@@ -31,11 +31,11 @@ class Advice:
         self._step, self._number = step, number
         self._warned, self._has_others = warned, has_others
 
-    def say(self, kind: Hashable, text: str) -> None:
-        """Warn, once a run of each kind."""
+    def say(self, kind: Hashable, text: str, *, of_this_rank: bool = False) -> None:
+        """Warn, once a run of each kind; of what other ranks may not know, on this one."""
         if kind not in self._warned:
             self._warned.add(kind)
-            rank_zero_warn(text)
+            (warnings.warn if of_this_rank else rank_zero_warn)(text)
 
     def not_cut(self, refusal: Exception) -> None:
         """The batch cannot be split, and those before it could."""
@@ -176,6 +176,16 @@ class Advice:
             f"a batch of {total} samples is one micro-batch, for {self._step} has left rows of another "
             "number of samples in an attribute, and may read them: use `drop_last=True`, or delete what "
             "no later batch reads in `on_train_batch_end`",
+        )
+
+    def written_apart(self) -> None:
+        """The batch is another one here."""
+        self.say(
+            ("written apart", self._step),
+            f"{self._step} writes a tensor of the batch in place that is too large to be told to this rank, "
+            "after units of other stages: hooks here find it as it came, and so do batches that a loader "
+            "keeps. Work it out in on_after_batch_transfer, or keep what is written apart from the batch",
+            of_this_rank=True,
         )
 
     def unforeseen(self, names: Sequence[str], doubts: Doubts) -> None:

@@ -447,9 +447,9 @@ class Batch:
             return changed(batch, self.step, changes, parts, self.seen.sizes)
 
         found = told() if from_last.group is None else from_last.share(told)
-        self.result.batch_changes.clear()
-        if not is_last:
-            take(batch, found, self.step, steps.module.device)
+        if not is_last and not take(batch, found, self.step, steps.module.device, changes, self.seen.sizes):
+            self.advice.written_apart()
+        changes.clear()
 
     def _share_what_is_left(self) -> None:
         """Hooks on every rank, and the next step, read what the end of the step has just left."""

@@ -246,11 +246,13 @@ class ChangedBatch(NamedTuple):
         put: Entries, by the keys that lead to them.
         taken: Those of which were taken out.
         written: Tensors that were written, by their number.
+        large: Numbers of those that nobody is told.
     """
 
     put: Any
     taken: list[Any]
     written: dict[int, Tensor]
+    large: list[int]
 
 
 def changed(
@@ -272,7 +274,7 @@ def changed(
         What the others are told.
     """
     if not any(changes):
-        return ChangedBatch({}, [], {})
+        return ChangedBatch({}, [], {}, [])
     in_order = len(parts) < 2 or is_cut_by_rows(batch, parts, sizes)
     written = write_into(batch, changes, sizes) if in_order else {}
     taken = taken_by_all(batch, changes, sizes)
@@ -290,14 +292,17 @@ def changed(
     change_entries(batch, put, taken)
     small = {number: one.cpu() for number, one in written.items() if one.numel() <= _LARGEST_WRITTEN}
     told = {path: _small(value, path[-1:]) for path, value in put.items()}
-    return ChangedBatch(told, taken, small)
+    return ChangedBatch(told, taken, small, [number for number in written if number not in small])
 
 
 def _is_of_rows(value: Any, size: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.shape[0] == size
 
 
-def take(batch: Any, told: ChangedBatch, step: str, device: torch.device) -> None:
+def take(
+    batch: Any, told: ChangedBatch, step: str, device: torch.device,
+    changes: Sequence[BatchChanges], sizes: Sequence[int],
+) -> bool:  # fmt: skip
     """On the other ranks: the same.
 
     Args:
@@ -305,9 +310,16 @@ def take(batch: Any, told: ChangedBatch, step: str, device: torch.device) -> Non
         told: By the last stage.
         step: Name of the user's method.
         device: Of the run.
+        changes: By micro-batch, what this rank has seen of the step, for what is not told.
+        sizes: Samples of each.
+
+    Returns:
+        Whether all is known.
     """
-    change_entries(batch, as_told(told.put, step, device), told.taken)
+    own = write_into(batch, changes, sizes) if told.large and len(changes) == len(sizes) else {}
     tensors = list(tensors_in(batch)) if told.written else []
     with torch.no_grad():
         for number, values in told.written.items():
             tensors[number].copy_(values)
+    change_entries(batch, as_told(told.put, step, device), told.taken)
+    return own.keys() >= set(told.large)
