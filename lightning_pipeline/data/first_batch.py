@@ -13,6 +13,12 @@ from lightning_pipeline.data.draws import random_states, random_states_kept, see
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.patching import Undo, all_undone, patch
 
+_EARLY = (
+    "PipelineStrategy reads the first batch of {} before the run begins, to cut the model: on_fit_start, "
+    "on_train_epoch_start and the like come later. Data that they make are made in setup() or "
+    "train_dataloader() instead, or the dataset gives samples of the same shapes before"
+)
+
 
 class EarlyLoaders:
     """Asks for loaders before the loops do, and hands them out when those come to it.
@@ -62,7 +68,11 @@ class EarlyLoaders:
                 step = _lightning.STEPS[one]
                 if one == TrainerFn.FITTING and self._is_refused(loaders):
                     continue
-                found = self._first(loaders, step)
+                try:
+                    found = self._first(loaders, step)
+                except Exception as error:
+                    error.add_note(_EARLY.format(step))
+                    raise
                 if found is not None:
                     return step, self._step_arguments(step, loaders, found[0])
         return None

@@ -387,3 +387,38 @@ def test_a_step_that_is_not_traced_for_its_samples_says_how_it_was_cut(ranks: Ra
         assert "cannot be traced" in text
         assert "The step ran on micro-batches of 4 of the batch's 8 samples" in text
         assert "(an adjacency matrix) is cut by rows alone" in text
+
+
+class FilledLate(Dataset[Any]):
+    """Has no samples before the epoch starts."""
+
+    samples: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return self.samples[index]  # type: ignore[index]
+
+
+class FillsLate(Regression):
+    """As one that plays before it learns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.data = FilledLate()
+
+    def on_train_epoch_start(self) -> None:
+        self.data.samples = list(loader(8).dataset)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.data, batch_size=4)
+
+
+def test_a_first_batch_that_a_hook_makes_is_told_to_come_too_late() -> None:
+    trainer(None).fit(FillsLate())
+    with pytest.raises(TypeError) as told:
+        trainer({"stages": 1, "num_microbatches": 2}).fit(FillsLate())
+    assert any(
+        "reads the first batch of training_step before the run begins" in one for one in told.value.__notes__
+    )

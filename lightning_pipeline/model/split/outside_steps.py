@@ -244,7 +244,10 @@ class IdleRunner:
         raise SplitError(
             f"unit {self._patches.units[unit].name!r} is on stage {stage} and is called "
             "outside a step on a rank that does not hold it: do this in validation_step or predict_step, "
-            f"which run across the stages, or on the whole model after fit [at {user_line(self._root)}]"
+            "which run across the stages, in a hook, where ranks answer each other (a dataset that asks the "
+            "model is filled in on_train_epoch_start, or in train_dataloader() with "
+            "reload_dataloaders_every_n_epochs=1), or on the whole model after fit "
+            f"[at {user_line(self._root)}]"
         )
 
     def _inside(self, caller: int, unit: int) -> SplitError:
