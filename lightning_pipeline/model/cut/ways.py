@@ -453,6 +453,7 @@ class StepRoutes:
         base.effects = [*base.effects, *new]
         base.writes_batch |= other.writes_batch
         base.refills_batch |= other.refills_batch
+        base.seeded_at = base.seeded_at or other.seeded_at
         base.late_states = sorted({*base.late_states, *other.late_states})
         base.losses_inside |= other.losses_inside
         base.weighted_inside.update(other.weighted_inside)

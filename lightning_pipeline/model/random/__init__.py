@@ -10,7 +10,13 @@ from lightning_pipeline.model.random.generators import (
     set_state,
     state_of,
 )
-from lightning_pipeline.model.random.seeds import MicrobatchSeeds, States, StepSeeds, generators_in
+from lightning_pipeline.model.random.seeds import (
+    MicrobatchSeeds,
+    SeedsOfStart,
+    States,
+    StepSeeds,
+    generators_in,
+)
 
 __all__ = [
     "RANDOM_FUNCTIONS",
@@ -19,6 +25,7 @@ __all__ = [
     "JoinedDraws",
     "Kinds",
     "MicrobatchSeeds",
+    "SeedsOfStart",
     "States",
     "StepSeeds",
     "generators_in",

@@ -258,6 +258,24 @@ class MicrobatchSeeds:
             self._all[number].manual_seed(mix(self._key, _BACKWARD_DRAWS, stage))
 
 
+class SeedsOfStart:
+    """Tells what a step draws from seeds of its own.
+
+    Args:
+        generators: Of the module, when the step begins.
+    """
+
+    def __init__(self, generators: Generators) -> None:
+        known = (torch.default_generator, *generators.of_torch)
+        self._seeds = {id(one): (one, one.initial_seed()) for one in known}
+
+    def are_other(self, generator: torch.Generator | None) -> bool:
+        """Whether a generator was made or seeded since, or is none of the module's; `None`: torch's own."""
+        one = torch.default_generator if generator is None else generator
+        known = self._seeds.get(id(one))
+        return known is None or one.initial_seed() != known[1]
+
+
 def generators_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Generator]:
     """The generators among the arguments of a unit."""
     values = (*args, *kwargs.values()) if kwargs else args

@@ -47,6 +47,7 @@ class Doubts:
         padded: Units of this rank that give micro-batches less padding, which has a part in what follows.
         padded_inside: Units of this rank whose own forward counts such padding.
         units: Units of this rank whose own forward mixes samples, by their names and classes.
+        seeded_at: Where the step draws for samples from a generator of its own; empty: nowhere.
         numbers: Those that give a number of all samples which is no mean: whether it is a sum.
     """
 
@@ -64,6 +65,7 @@ class Doubts:
     padded: Sequence[str]
     padded_inside: Sequence[str]
     units: Sequence[str]
+    seeded_at: str
     numbers: Mapping[str, bool]
 
     @property

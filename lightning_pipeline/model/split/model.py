@@ -265,8 +265,7 @@ class SplitModel(OutsideSteps):
     def doubts(self, step: str) -> Doubts:
         """After a batch of a step: what may not be one device's."""
         trace, left, mends = self.known[step], self._left_behind, self._mends(self.known[step], self._sizes)
-        by_batch = self.programs.over_batch is not None  # what comes last then runs once for the batch
-        end = len(trace.calls) + (not by_batch)
+        end = len(trace.calls) + (self.programs.over_batch is None)  # else what comes last runs once
         mixed = {} if mends else {line: one for line, one in trace.mixed.items() if one[1] < end}
         partly = trace.mixed.items() if step in self._mixing.partly else ()
         known = self._known_left if mends else {}
@@ -285,6 +284,7 @@ class SplitModel(OutsideSteps):
             padded=self._padding.counted.get(step, []),
             padded_inside=self._padding.inside.get(step, []),
             units=self._mixing_units.found.get(step, []),
+            seeded_at="" if mends else trace.seeded_at,
             numbers=self._mixing_units.numbers.get(step, {}),
         )
 

@@ -1,7 +1,7 @@
 """What the code between the units does while a step is traced: where values go, and what it writes."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy
@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pipeline._torch import DynamicOutputShapeException, TorchDispatchMode, disable_current_modes
 from lightning_pipeline.errors import SplitError
-from lightning_pipeline.model.random import RANDOM_FUNCTIONS
+from lightning_pipeline.model.random import RANDOM_FUNCTIONS, Generators, SeedsOfStart
 from lightning_pipeline.model.tensors import (
     Tag,
     TagStore,
@@ -338,11 +338,19 @@ def array_of(func: Any, tensor: Any) -> "numpy.ndarray[Any, Any] | None":
 
 
 class GlueFunctions(TorchFunctionMode):
-    """Sees calls that are no operations: gradients taken inside the step, and hooks on tensors."""
+    """Sees calls that are no operations: gradients taken inside the step, hooks on tensors, and draws.
 
-    def __init__(self, observed: Observation, glue: Glue) -> None:
+    Args:
+        observed: The step, whose trace is told.
+        glue: What is seen of its operations.
+        args: Of the step.
+    """
+
+    def __init__(self, observed: Observation, glue: Glue, args: Any) -> None:
         super().__init__()
         self._observed, self._glue = observed, glue
+        self._seeds = SeedsOfStart(Generators(observed.root.modules()))
+        self._lengths = {tensor.shape[0] for tensor in tensors_in(args) if tensor.dim()}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         observed = self._observed
@@ -371,16 +379,28 @@ class GlueFunctions(TorchFunctionMode):
                 return array
         self._glue.draws = func in RANDOM_FUNCTIONS
         try:
-            if not self._glue.draws or observed.inside is not None or observed.seeds is None:
-                result = func(*args, **(kwargs or {}))
-                self._glue.guesses.note_function(func, result)
-                return result
-            before = observed.seeds.drawing((kwargs or {}).get("generator"))
+            if self._glue.draws and observed.inside is None:
+                return self._drawn(func, args, kwargs or {})
             result = func(*args, **(kwargs or {}))
-            observed.seeds.drawn(before)
+            self._glue.guesses.note_function(func, result)
             return result
         finally:
             self._glue.draws = False
+
+    def _drawn(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """A random number between units."""
+        seeds, generator = self._observed.seeds, kwargs.get("generator")
+        if seeds is not None:
+            before = seeds.drawing(generator)
+            result = func(*args, **kwargs)
+            seeds.drawn(before)
+            return result
+        result = func(*args, **kwargs)
+        of_samples = isinstance(result, Tensor) and result.dim() > 0 and result.shape[0] in self._lengths
+        if of_samples and self._seeds.are_other(generator):
+            self._observed.trace.seeded_at = user_line(self._observed.root)
+        self._glue.guesses.note_function(func, result)
+        return result
 
 
 class MixingSeen:

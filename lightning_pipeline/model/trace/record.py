@@ -159,6 +159,7 @@ class Trace:
         state_units: Which unit holds a parameter or buffer; names outside any unit are not in it.
         checkpointed: Whether it uses activation checkpointing around units.
         writes_batch: Whether it changes tensors of the batch in place.
+        seeded_at: Where it draws for samples from a generator that it has seeded or made; empty: nowhere.
         refills_batch: Whether it puts entries into a batch that is a dictionary, or takes some out.
         draws_unseen: Whether code between units draws torch's random numbers in a function that is not known
             to, such as one of `torch.jit.script`.
@@ -229,6 +230,7 @@ class Trace:
     checkpointed: bool = False
     writes_batch: bool = False
     refills_batch: bool = False
+    seeded_at: str = ""
     draws_unseen: bool = False
     host_random: bool = False
     result: set[Tag] = field(default_factory=set)
@@ -319,6 +321,7 @@ class Trace:
         self.together += [group for group in other.together if group not in self.together]
         self.writes_batch |= other.writes_batch
         self.refills_batch |= other.refills_batch
+        self.seeded_at = self.seeded_at or other.seeded_at
         self.draws_unseen |= other.draws_unseen
         self.losses_inside |= other.losses_inside
         self.weighted_inside.update(other.weighted_inside)

@@ -132,7 +132,7 @@ class Tracer:
             stack.enter_context(others_refused(self.root, metrics))
             self.patches.runner, observed.mode.watcher = self, self
             stack.enter_context(forward_context())
-            stack.enter_context(GlueFunctions(observed, self.glue))
+            stack.enter_context(GlueFunctions(observed, self.glue, (args, kwargs)))
             stack.enter_context(GlueOperations(observed, self.keeping, self.glue))
             stack.enter_context(self.keeping.in_glue())
             stack.enter_context(self.regions.watched(self.keeping.dropped))

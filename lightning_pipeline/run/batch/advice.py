@@ -125,6 +125,17 @@ class Advice:
                 "width of what it is given (`pad_packed_sequence(..., total_length=x.shape[1])`)"
             )
 
+    def of_seeds(self, line: str) -> None:
+        """The step draws for its samples from seeds of its own."""
+        if line:
+            self.say(
+                ("seeds", self._step),
+                f"{self._step} draws for each sample from a generator that it has seeded or made itself "
+                f"({line}), and each of {self._number} micro-batches begins with the same seed: the numbers "
+                "are those of one device that runs the same micro-batches, and not of one that draws for the "
+                "whole batch. Draw in on_after_batch_transfer, or use num_microbatches=1",
+            )
+
     def of_units(self, units: Sequence[str]) -> None:
         """Units mix samples."""
         new = [unit for unit in units if ("unit", self._step, unit) not in self._warned]
@@ -303,6 +314,7 @@ class Advice:
             self.of_units(doubts.units)
             self.of_values({} if doubts.mixed else doubts.values)
             self.of_padding(doubts.padded, doubts.padded_inside)
+            self.of_seeds(doubts.seeded_at)
         if self._number > 1 and not later:
             self.of_mixing(doubts)
 
