@@ -5,6 +5,7 @@ from lightning_pipeline._lightning.building import checkpoint_without_state, con
 from lightning_pipeline._lightning.compiled import Compile, compile_of, hide_compile_of, take_compile_from
 from lightning_pipeline._lightning.epochs import (
     after_epoch,
+    asks_hook,
     at_first_batch,
     batches_of_epoch,
     current_hook,
@@ -14,6 +15,7 @@ from lightning_pipeline._lightning.epochs import (
     is_last_batch,
     is_of_a_search,
     progress_of,
+    progress_shown,
     restore,
     resume_from,
     show_loaders,
@@ -106,6 +108,7 @@ __all__ = [
     "around_epoch_start",
     "around_hooks",
     "as_combined",
+    "asks_hook",
     "at_first_batch",
     "backend_of",
     "batch_limit",
@@ -165,6 +168,7 @@ __all__ = [
     "optimizers_to_device",
     "prepared_batch",
     "progress_of",
+    "progress_shown",
     "read_folders_by",
     "reading_folders",
     "reads_checkpoints_itself",

@@ -1,7 +1,7 @@
 """Where an epoch's loop stands, and what follows its end; private names of Lightning's loops."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from lightning_pipeline.patching import Undo, all_undone, patch
 
 __all__ = [
     "after_epoch",
+    "asks_hook",
     "at_first_batch",
     "batches_of_epoch",
     "current_hook",
@@ -30,6 +31,7 @@ __all__ = [
     "is_last_batch",
     "is_of_a_search",
     "progress_of",
+    "progress_shown",
     "restore",
     "resume_from",
     "show_loaders",
@@ -186,6 +188,38 @@ def progress_of(trainer: Trainer) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{label}.", vars(held)
         kinds = (_Loop, _BaseProgress)
         pending += [(f"{label}.{name}", one) for name, one in vars(held).items() if isinstance(one, kinds)]
+
+
+def asks_hook(trainer: Trainer) -> bool:
+    """Whether a run trains, and has its loaders from a hook, which may go by the epoch. Since 1.5."""
+    return trainer.state.fn == TrainerFn.FITTING and trainer.fit_loop._data_source.is_module()
+
+
+@contextmanager
+def progress_shown(trainer: Trainer, loops: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, `trainer.current_epoch` and the like are what a run that goes on will have. Since 1.5.
+
+    Args:
+        trainer: Of the run, which has loaded no loops yet.
+        loops: What a checkpoint has of them.
+    """
+    kept = [(held, dict(held)) for _, held in progress_of(trainer)]
+    loop, saved = trainer.fit_loop, loops.get("fit_loop", {})
+    inner = loop.epoch_loop
+    trackers: dict[str, Any] = {
+        "epoch_progress": loop.epoch_progress,
+        "epoch_loop.batch_progress": inner.batch_progress,
+        "epoch_loop.automatic_optimization.optim_progress": inner.automatic_optimization.optim_progress,
+        "epoch_loop.manual_optimization.optim_step_progress": inner.manual_optimization.optim_step_progress,
+    }
+    try:
+        for name, tracker in trackers.items():
+            if name in saved:
+                tracker.load_state_dict(saved[name])
+        yield
+    finally:
+        for held, values in kept:
+            held.update(values)
 
 
 @contextmanager

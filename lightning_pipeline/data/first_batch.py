@@ -1,6 +1,6 @@
 """The batch that a module is traced with: looked at before the run, which sees the same data as ever."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -33,6 +33,7 @@ class EarlyLoaders:
         feed: Of the run; it decides which rank reads.
         equal_random_states: Gives all stages of a replica the same states; all ranks call.
         undone: Makes a context for hooks that a step's batch goes through; it takes back what they note.
+        loops: Where those stand in a checkpoint that the run goes on from.
 
     Attributes:
         states: By step, the random states in which its first call begins.
@@ -44,9 +45,11 @@ class EarlyLoaders:
         feed: Feed,
         equal_random_states: Callable[[], None],
         undone: Callable[[str], AbstractContextManager[None]],
+        loops: Mapping[str, Any],
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
+        self._loops = loops
         self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
 
@@ -132,7 +135,8 @@ class EarlyLoaders:
         before = random_states()
         fits = self._trainer.state.fn == TrainerFn.FITTING and _lightning.will_sanity_check(self._trainer)
         checks = fits and function == TrainerFn.VALIDATING
-        with _lightning.in_sanity_check(self._trainer) if checks else nullcontext():
+        sanity = _lightning.in_sanity_check(self._trainer) if checks else nullcontext()
+        with sanity, _lightning.progress_shown(self._trainer, self._loops):
             loaders = _lightning.request_loaders(source)
         _lightning.explain_loaders(source, loaders, function)
         after = random_states()

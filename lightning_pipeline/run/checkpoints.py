@@ -187,15 +187,14 @@ class CheckpointHooks(Running, PlainStrategy):
 
     @no_hook
     def restore_data(self, trainer: Trainer) -> None:
-        """Before a loader is asked for: a data module that loads its state makes loaders by it.
+        """Before a loader is asked for: a data module makes loaders by its state, and hooks by the epoch.
 
         Args:
             trainer: Of this run.
         """
-        found = _lightning.with_state(trainer) if self._expected is not None else None
-        if found is None:
+        found = _lightning.with_state(trainer)
+        if self._expected is None or (found is None and not _lightning.asks_hook(trainer)):
             return
-        name, load = found
         path = local_path(self.broadcast(self._expected))
         io = self.checkpoint_io
         get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
@@ -203,7 +202,9 @@ class CheckpointHooks(Running, PlainStrategy):
         if get is None and checkpoints.ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
             return
         rest = checkpoints.rest(path, get)
-        if name in rest:
+        self._running.loops = rest.get("loops", {})
+        if found is not None and found[0] in rest:
+            name, load = found
             self._data_restored = name, pickle.dumps(rest[name])  # before it is used, and may be changed
             load(rest[name])
 

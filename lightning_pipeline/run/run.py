@@ -49,6 +49,7 @@ class Pipeline:
         seed: Of the random numbers in steps; the same on every rank.
         order: The parameters' names in the whole module.
         built_in_parts: Whether ranks have built their own stages only.
+        loops: Where those of a checkpoint stand that the run goes on from, as far as loaders are made by it.
         together: Keeps the ranks in step, once they are to be split; see `start.Splitting`.
     """
 
@@ -77,6 +78,7 @@ class Pipeline:
         self._at_last: list[Callable[[], Any]] = []
         self._failed = self.built_in_parts = False
         self.together: RanksInStep | None = None
+        self.loops: Mapping[str, Any] = {}
 
     # Setting up
 

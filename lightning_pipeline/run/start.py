@@ -135,7 +135,9 @@ class Splitting:
         run.seed = seed_of_run(run.members.from_zero)
         run.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
-        early = EarlyLoaders(trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer))
+        early = EarlyLoaders(
+            trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops
+        )
         run.at_end(early.restore)
         first = early.first_arguments()
         self._let_the_trainer_see(together)

@@ -9,6 +9,7 @@ import torch
 
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import assert_equal, fit_and_save, fit_resumed, names_in
+from tests.ranks.lightning_cases import Regression, loader, trainer, weights
 
 Ranks = Callable[[int], Pool]
 
@@ -118,3 +119,39 @@ def test_a_loader_with_state_is_asked_to_go_where_it_was(ranks: Ranks, tmp_path:
     for (batches, _), (found, asked) in zip(straight, resumed, strict=True):
         assert found == batches[4:]
         assert asked <= 7  # five batches, one looked at for the split; none that had been seen
+
+
+class ByEpoch(Regression):
+    """Makes its loader by the epoch, and notes which it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+
+    def train_dataloader(self) -> Any:
+        self.asked.append((self.trainer.current_epoch, self.trainer.global_step))
+        return loader(8, seed=self.trainer.current_epoch)
+
+
+def resumed_by_epoch(pipeline: dict[str, Any] | None, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    module, path = ByEpoch(), f"{folder}/saved.ckpt"
+    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    first = trainer(pipeline, max_epochs=2, **options)
+    first.fit(module)
+    first.save_checkpoint(path)
+    again = ByEpoch()
+    trainer(pipeline, max_epochs=4, **options).fit(again, ckpt_path=path)
+    return [module.asked, again.asked], weights(again)
+
+
+@pytest.mark.parametrize("one_file", [False, True])
+def test_a_hook_that_makes_loaders_sees_the_epoch_that_the_run_goes_on_from(
+    ranks: Ranks, tmp_path: Path, one_file: bool
+) -> None:
+    pipeline: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": not one_file}
+    asked, expected = resumed_by_epoch(None, str(tmp_path / "one"))
+    found = [resumed_by_epoch({"stages": 1, **pipeline}, str(tmp_path / "ours"))]
+    found += ranks(2)(resumed_by_epoch, {"stages": 2, **pipeline}, str(tmp_path / "two"), group=False)
+    for own, own_weights in found:
+        assert own == asked
+        torch.testing.assert_close(own_weights, expected, rtol=1e-9, atol=1e-9)

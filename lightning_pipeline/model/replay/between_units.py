@@ -284,7 +284,8 @@ class GlueRun:
                 "a unit of this stage reads a value of another stage that it was not sent: it did not read "
                 "it where the step was traced, as if a flag or a random number chose what it is given "
                 "(scheduled sampling). Keep both on one stage with PipelineStrategy(partition=[...]), or in "
-                "one unit with units=[...], or let the first batch go the way that reads more"
+                "one unit with units=[...], or let the first batch go the way that reads more; or "
+                "whole_steps=True, which calls units where they are, one stage after the other"
             )
         if func._schema.name in _READS:
             raise self._reads_value("a value of another stage is used in control flow, or read as a number")

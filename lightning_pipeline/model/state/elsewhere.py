@@ -113,7 +113,8 @@ class Unmerged(Elsewhere):
             f"{self._what} is set by {self._step}, which runs once for each micro-batch, and the values "
             "cannot be merged to what one device would have: append them to a list, use self.log, override "
             "`merge_outputs(outputs, sizes)` on the LightningModule, or, where a batch goes on from what the "
-            f"samples before have left, use num_microbatches=1 [at {user_line()}]"
+            "samples before have left, use num_microbatches=1, or whole_steps=True, which is slower "
+            f"[at {user_line()}]"
         )
 
 
