@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Trainer
@@ -20,13 +20,26 @@ _EARLY = (
 )
 
 
+class CalledEarly(Protocol):
+    """A hook that makes loaders, called before its time."""
+
+    def called(self) -> None:
+        """It has been."""
+
+    def another_called(self) -> None:
+        """Another one has been, as it will be in the run."""
+
+    def taken_back(self) -> bool:
+        """Whether what it may have read has changed since; then what it has noted itself is forgotten."""
+
+
 class EarlyLoaders:
     """Asks for loaders before the loops do, and hands them out when those come to it.
 
     The user's `train_dataloader()` and its like are called as often as on one device, and in its order. What
     they draw is put back, and drawn when the loop asks: a `random_split` there, or in the loader of a sanity
-    check, gives the parts that it gives on one device. Where something else was drawn in between, the hook
-    is called again.
+    check, gives the parts that it gives on one device. Where something else was drawn in between, or
+    attributes have changed that it may read, the hook is called again.
 
     Args:
         trainer: In the setup of a run.
@@ -34,6 +47,7 @@ class EarlyLoaders:
         equal_random_states: Gives all stages of a replica the same states; all ranks call.
         undone: Makes a context for hooks that a step's batch goes through; it takes back what they note.
         loops: Where those stand in a checkpoint that the run goes on from.
+        noting: Looks at what a hook that comes next may read.
 
     Attributes:
         states: By step, the random states in which its first call begins.
@@ -46,10 +60,11 @@ class EarlyLoaders:
         equal_random_states: Callable[[], None],
         undone: Callable[[str], AbstractContextManager[None]],
         loops: Mapping[str, Any],
+        noting: Callable[[], "CalledEarly"],
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
-        self._loops = loops
+        self._loops, self._noting, self._called = loops, noting, list[CalledEarly]()
         self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
 
@@ -136,8 +151,13 @@ class EarlyLoaders:
         fits = self._trainer.state.fn == TrainerFn.FITTING and _lightning.will_sanity_check(self._trainer)
         checks = fits and function == TrainerFn.VALIDATING
         sanity = _lightning.in_sanity_check(self._trainer) if checks else nullcontext()
+        hook = self._noting()
         with sanity, _lightning.progress_shown(self._trainer, self._loops):
             loaders = _lightning.request_loaders(source)
+        hook.called()
+        for other in self._called:
+            other.another_called()
+        self._called.append(hook)
         _lightning.explain_loaders(source, loaders, function)
         after = random_states()
         set_random_states(before)
@@ -146,7 +166,8 @@ class EarlyLoaders:
         def dataloader() -> Any:
             undo()
             self._equal()
-            if random_states() != before and not self._feed.holds(loaders):
+            anew = not self._feed.holds(loaders) and (hook.taken_back() or random_states() != before)
+            if anew:
                 return original()
             set_random_states(after)
             return loaders

@@ -1,6 +1,6 @@
 """What the user's hooks see of a module that is spread over stages."""
 
-from lightning_pipeline.hooks.beside import Beside
+from lightning_pipeline.hooks.beside import Beside, objects_beside
 from lightning_pipeline.hooks.epoch_end import EpochEndHooks, tell_of_units, units_at_end
 from lightning_pipeline.hooks.gradients import GradientHooks, HooksElsewhere, SetAside, zeroed_unseen
 from lightning_pipeline.hooks.hook_logs import HookLogs
@@ -57,6 +57,7 @@ __all__ = [
     "is_torchs",
     "join_scaler",
     "loss_of",
+    "objects_beside",
     "of_stages",
     "refuse_strangers",
     "refuse_unserved",

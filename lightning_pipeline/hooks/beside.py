@@ -32,11 +32,12 @@ class Beside:
         """All of them, as they are now."""
         if self._code is None:
             self._code = code_of(self._trainer.lightning_module)
-        objects, optimizers = list(_objects(self._trainer)), list(_optimizers(self._trainer))
+        objects, optimizers = list(objects_beside(self._trainer)), list(_optimizers(self._trainer))
         return [*objects, *optimizers, *owners_in_code(self._code), *self._progress]
 
 
-def _objects(trainer: Trainer) -> Iterator[Owner]:
+def objects_beside(trainer: Trainer) -> Iterator[Owner]:
+    """Of the user's data module and callbacks, and of plain objects that the data module has."""
     data = getattr(trainer, "datamodule", None)
     if data is not None and are_the_users(type(data).__module__):
         yield Owner(vars(data), "datamodule.", _OF_LIGHTNING)

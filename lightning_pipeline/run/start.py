@@ -33,6 +33,7 @@ from lightning_pipeline.run.setup import (
     Cut,
     Cutting,
     FirstCall,
+    LoaderHook,
     around_forwards,
     batch_statistics,
     headline,
@@ -136,8 +137,9 @@ class Splitting:
         run.order = [name for name, _ in self._module.named_parameters()]
         together = self._keep_together()
         early = EarlyLoaders(
-            trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops
-        )
+            trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops,
+            partial(LoaderHook, trainer),
+        )  # fmt: skip
         run.at_end(early.restore)
         first = early.first_arguments()
         self._let_the_trainer_see(together)

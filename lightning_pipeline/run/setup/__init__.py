@@ -7,6 +7,7 @@ from lightning_pipeline.run.setup.headline import batch_statistics, headline, ru
 from lightning_pipeline.run.setup.lazy import FirstCall, lazy_layers, make_lazy_layers
 from lightning_pipeline.run.setup.summary import summarize_before_split
 from lightning_pipeline.run.setup.trainer import (
+    LoaderHook,
     beside_module,
     hooks_undone,
     loggers_set_aside,
@@ -25,6 +26,7 @@ __all__ = [
     "Cut",
     "Cutting",
     "FirstCall",
+    "LoaderHook",
     "around_forwards",
     "batch_statistics",
     "beside_module",

@@ -9,9 +9,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.hooks import objects_beside
+from lightning_pipeline.model.places import Kept, Numbers, Place, Surroundings
 from lightning_pipeline.model.tensors import ModuleState
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.setup.hook_state import HookState
+
+_OF_THE_RUN = ("training", "forward", "trainer", "_parameters", "_buffers", "_modules")
 
 
 @contextmanager
@@ -56,6 +60,39 @@ def hooks_undone(trainer: Trainer, step: str) -> Iterator[None]:
     finally:
         reached.restore()
         state.restore()
+
+
+class LoaderHook:
+    """What a hook that makes loaders may read: attributes of the module, the data module and callbacks.
+
+    It is called before `on_fit_start`, `configure_optimizers` and a checkpoint have changed them.
+
+    Args:
+        trainer: Whose hook is called next.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        beside = [owner for owner in objects_beside(trainer) if not isinstance(owner, Numbers)]
+        module = [("", trainer.lightning_module)]
+        self._around = Surroundings.of_attributes(module, _OF_THE_RUN, beside)
+        self._before = {place.identity: (place, Kept.of(value)) for place, value in self._around.standing()}
+        self._noted = list[Place]()
+
+    def called(self) -> None:
+        """It has been, and what has changed is its own."""
+        self._noted = self._around.look()
+
+    def another_called(self) -> None:
+        """Another one has been, as it will be in the run: what that has changed is no reason to ask again."""
+        self._around.look()
+
+    def taken_back(self) -> bool:
+        """Whether what it may have read has changed since; then what it has noted itself is forgotten."""
+        changed = {place.identity for place in self._around.look() if not str(place.key).startswith("_")}
+        for place in self._noted if changed else ():
+            if place.identity not in changed and place.identity in self._before:
+                self._before[place.identity][1].give_back(place)
+        return bool(changed)
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:
