@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -260,7 +261,7 @@ class StagesHeld:
             The closure, which all ranks call equally often.
         """
         own, calls = is_torchs(optimizer), Calls(closure, self._members.gather)
-        automatic = self._module.automatic_optimization
+        automatic = isinstance(closure, AbstractClosure)
         try:
             with self.meeting.aside() if own else self.meeting.hook():
                 if own:
@@ -275,7 +276,7 @@ class StagesHeld:
             self.meeting.changed()
 
     def _as_a_hook(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The user's own closure, of manual optimization; Lightning's calls hooks of the user's."""
+        """The user's own closure, around Lightning's or by hand; Lightning's calls hooks of the user's."""
 
         @wraps(closure)
         def run() -> Any:
