@@ -1,6 +1,12 @@
 """Loaders, batches, and the micro-batches that a batch is split into."""
 
-from lightning_pipeline.data.draws import random_states, random_states_kept, seeded, set_random_states
+from lightning_pipeline.data.draws import (
+    loader_parts,
+    random_states,
+    random_states_kept,
+    seeded,
+    set_random_states,
+)
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
 from lightning_pipeline.data.mappings import of_class, unfillable, with_values
@@ -25,6 +31,7 @@ __all__ = [
     "has_samples",
     "how_cut",
     "items_of",
+    "loader_parts",
     "merge_outputs",
     "of_class",
     "random_states",

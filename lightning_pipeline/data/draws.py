@@ -68,6 +68,12 @@ def _holders(loader: Any) -> list[Any]:
     return list(held.values())
 
 
+def loader_parts(loader: Any) -> list[Any]:
+    """Samplers of a loader, its data, and what collates and begins workers, as far as it has them."""
+    names = ("sampler", "batch_sampler", "collate_fn", "dataset")
+    return [part for name in names if (part := getattr(loader, name, None)) is not None]
+
+
 def generators_of(loader: Any) -> list[Any]:
     """Generators that a loader, its samplers and its data hold as attributes: torch's, numpy's, Python's.
 

@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning_pipeline import _lightning
 from lightning_pipeline.data.draws import random_states, random_states_kept, seeded, set_random_states
 from lightning_pipeline.data.feed import Feed
+from lightning_pipeline.data.loaders import needs_peeking
 from lightning_pipeline.patching import Undo, all_undone, patch
 
 _EARLY = (
@@ -48,6 +49,8 @@ class EarlyLoaders:
         undone: Makes a context for hooks that a step's batch goes through; it takes back what they note.
         loops: Where those stand in a checkpoint that the run goes on from.
         noting: Looks at what a hook that comes next may read.
+        reading: Makes a context in which loaders are read that the run reads again; what that changes in
+            their data sets, samplers and functions is taken back.
 
     Attributes:
         states: By step, the random states in which its first call begins.
@@ -61,10 +64,12 @@ class EarlyLoaders:
         undone: Callable[[str], AbstractContextManager[None]],
         loops: Mapping[str, Any],
         noting: Callable[[], "CalledEarly"],
+        reading: Callable[[list[Any]], AbstractContextManager[None]],
     ) -> None:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
         self._loops, self._noting, self._called = loops, noting, list[CalledEarly]()
+        self._reading = reading
         self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
 
@@ -184,9 +189,11 @@ class EarlyLoaders:
     def _first(self, loaders: Any, step: str) -> tuple[Any] | None:
         combined = _lightning.as_combined(loaders, sequential=step != "training_step")
         one_by_one = _lightning.is_sequential(combined)
+        again = [one for one in combined.flattened if not needs_peeking(one)]
         with random_states_kept(), torch.no_grad():  # from the states that the loops will find
             wanted = combined.flattened if one_by_one else [combined.iterables]
-            found = next((one for one in map(self._feed.first, wanted) if one is not None), None)
+            with self._reading(again):
+                found = next((one for one in map(self._feed.first, wanted) if one is not None), None)
             self.states[step] = self._feed.states_behind(wanted)
         if found is None:
             return None

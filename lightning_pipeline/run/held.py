@@ -337,6 +337,7 @@ class StagesHeld:
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         from_last = self._members.from_last
         try:
+            self.take_in()  # what hooks at the end of training have added or renamed
             left, _ = from_last.share(self.split.left_so_far, "gathering what steps left on the last stage")
             how = self._settings.gather_weights
             kept = kept_by_units(self.split.in_units, self._members.replica, how, staged=staged)

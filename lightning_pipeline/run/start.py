@@ -39,6 +39,7 @@ from lightning_pipeline.run.setup import (
     headline,
     hooks_undone,
     lazy_layers,
+    loaders_undone,
     make_lazy_layers,
     materialize,
     runs_whole,
@@ -138,7 +139,7 @@ class Splitting:
         together = self._keep_together()
         early = EarlyLoaders(
             trainer, run.feed, together.equal_random_states, partial(hooks_undone, trainer), run.loops,
-            partial(LoaderHook, trainer),
+            partial(LoaderHook, trainer), loaders_undone,
         )  # fmt: skip
         run.at_end(early.restore)
         first = early.first_arguments()

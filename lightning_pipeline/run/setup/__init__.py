@@ -10,6 +10,7 @@ from lightning_pipeline.run.setup.trainer import (
     LoaderHook,
     beside_module,
     hooks_undone,
+    loaders_undone,
     loggers_set_aside,
     seed_of_run,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "kept_by_units",
     "lazy_layers",
     "listed_states",
+    "loaders_undone",
     "loggers_set_aside",
     "make_lazy_layers",
     "make_whole",

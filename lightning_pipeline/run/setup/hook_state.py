@@ -1,16 +1,24 @@
-"""What hooks that a batch goes through on its way to the device may reach: as it stands, to be put back."""
+"""What a first batch may change on its way, in loaders and hooks: as it stands, to be put back."""
 
 import copy
+import functools
+import itertools
+import sys
+from collections.abc import Sequence
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
+from lightning_pipeline.model.places import Replayed
 from lightning_pipeline.model.random import is_generator, set_state, state_of
 from lightning_pipeline.model.tensors import (
     ModuleState,
+    are_the_users,
+    closed_over,
     contents_of,
     filled_by,
     is_array,
@@ -21,6 +29,9 @@ from lightning_pipeline.model.tensors import (
     version_of,
 )
 
+_ALONE: frozenset[type] = frozenset(
+    {itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter("")), type(iter(range(0)))}
+)
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _MOST, _LONG = 8, 20_000, 1000  # levels and objects that are looked into, and the longest container
@@ -30,21 +41,30 @@ _SMALL = 1 << 16  # elements of a tensor
 class HookState:
     """Generators, iterators, tensors, arrays, containers and objects below a module or data module.
 
-    What holds the data is not looked into: hooks are given a batch of it. Objects of libraries stand as they
-    do: a thread, a queue or a loader's iterator is more than its attributes. An iterator that can be copied
-    has a copy in its place until `restore`.
+    What holds the data is not looked into, unless it is what is asked for: hooks are given a batch of it.
+    Objects of libraries stand as they do, but for generators in them: a thread, a queue or a loader's
+    iterator is more than its attributes. An iterator has a copy in its place until `restore`, or gives again
+    what has been taken of it.
 
     Args:
         owners: The LightningModule, of which everything else is kept elsewhere, and a data module.
+        of_data: Whether these are data sets, samplers and what collates. Then what their functions close
+            over, and generators, containers and numbers that stand in their files, are looked at too.
     """
 
-    def __init__(self, *owners: Any) -> None:
+    def __init__(self, *owners: Any, of_data: bool = False) -> None:
         self._generators: list[tuple[Any, Any]] = []
         self._tensors: list[tuple[Tensor, Tensor, int]] = []
         self._held: list[tuple[Any, Any]] = []
         self._modules: list[ModuleState] = []
-        self._seen, self._left = {id(owner) for owner in owners}, _MOST
+        self._iterators: list[tuple[Any, Any, Replayed]] = []
+        self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._of_data, self._left = of_data, _MOST
+        self._seen = set() if of_data else {id(owner) for owner in owners}
         for owner in owners:
+            if of_data:
+                self._look_at(owner, _DEEP)
+                continue
             for part in owner.modules() if isinstance(owner, nn.Module) else [owner]:
                 self._seen.add(id(part))
                 self._look_into(vars(part), _DEEP)
@@ -53,12 +73,17 @@ class HookState:
         """Put all of it back."""
         for held, saved in self._held:
             refill(held, saved)
+        for held, key, iterator in self._iterators:
+            iterator.at = 0
+            held[key] = iterator.rest()
         for tensor, values, version in self._tensors:
             put_back(tensor, values, version)
         for generator, state in self._generators:
             set_state(generator, state)
         for module in self._modules:
             module.restore()
+        for namespace, numbers in self._numbers:
+            namespace.update(numbers)
 
     def _look_into(self, held: Any, depth: int) -> None:
         """Keep what is in a container, or among the attributes of an object."""
@@ -69,9 +94,8 @@ class HookState:
         for key, value in list(items_of(held)):
             if key not in _OF_ALL_MODULES:
                 self._look_at(value, depth - 1)
-                copied = _copied(value) if isinstance(held, dict | list) else None
-                if copied is not None:
-                    held[key] = copied
+                if isinstance(held, dict | list) and _is_iterator(value):
+                    held[key] = self._standing_for(held, key, value)
 
     def _look_at(self, value: Any, depth: int) -> None:
         if type(value) in _PLAIN or id(value) in self._seen or not depth or not self._left:
@@ -85,12 +109,73 @@ class HookState:
         elif is_array(value):
             self._held.append((value, value.copy()))
         elif isinstance(value, nn.Module):
-            self._modules.append(ModuleState(value))
-            for part in value.modules():
-                self._seen.add(id(part))
-                self._look_into(vars(part), depth)
+            self._look_at_module(value, depth)
+        elif self._of_data and self._look_at_code(value, depth):
+            return
         elif not isinstance(value, Dataset | Callback) and (held := filled_by(value)) is not None:
             self._look_into(held, depth)
+        elif self._of_data:
+            self._look_for_generators(value, depth)
+
+    def _look_at_module(self, value: nn.Module, depth: int) -> None:
+        if self._of_data and isinstance(value, LightningModule):
+            return
+        self._modules.append(ModuleState(value))
+        for part in value.modules():
+            self._seen.add(id(part))
+            self._look_into(vars(part), depth)
+
+    def _look_at_code(self, value: Any, depth: int) -> bool:
+        """Look behind a function, or into what holds data; whether it is one of these."""
+        behind: Sequence[Any] = ()
+        if isinstance(value, functools.partial):
+            behind = [value.func, *value.args, *value.keywords.values()]
+        elif isinstance(value, MethodType):
+            behind = [value.__self__]
+        elif isinstance(value, FunctionType):
+            behind = [*closed_over(value), *(value.__defaults__ or ())]
+            self._look_at_file(value.__module__)
+        elif isinstance(value, Dataset | Sampler):
+            self._look_into(vars(value), depth)
+            self._look_at_file(type(value).__module__)
+        else:
+            self._look_at_file(type(value).__module__)
+            return isinstance(value, Trainer | ModuleType | type)
+        for item in behind:
+            self._look_at(item, depth - 1)
+        return True
+
+    def _look_at_file(self, name: str) -> None:
+        """Keep generators, containers and numbers that stand in a file of the user's."""
+        file = sys.modules.get(name)
+        if file is None or id(file) in self._seen or not are_the_users(name):
+            return
+        self._seen.add(id(file))
+        namespace = vars(file)
+        own = {key: one for key, one in namespace.items() if not key.startswith("__")}
+        self._numbers.append((namespace, {k: v for k, v in own.items() if type(v) in (bool, int, float)}))
+        for value in own.values():
+            if is_generator(value) or isinstance(value, Tensor | list | dict | set) or is_array(value):
+                self._look_at(value, 2)
+
+    def _look_for_generators(self, value: Any, depth: int) -> None:
+        """In an object of a library, such as a transform, and in those that it holds."""
+        own = getattr(value, "__dict__", None)
+        if type(own) is not dict or len(own) > _LONG:
+            return
+        for held in list(own.values()):
+            items = held if isinstance(held, list | tuple) and len(held) <= _LONG else (held,)
+            for item in items:
+                if is_generator(item) or not isinstance(item, Tensor | dict | set | list):
+                    self._look_at(item, depth - 1)
+
+    def _standing_for(self, held: Any, key: Any, iterator: Any) -> Any:
+        """A copy, where that goes on by itself; else what gives again what is taken of it until `restore`."""
+        if type(iterator) in _ALONE:
+            return copy.copy(iterator)
+        replayed = Replayed(iterator)
+        self._iterators.append((held, key, replayed))
+        return replayed
 
     def _keep_values(self, tensor: Tensor) -> None:
         is_here = not (tensor.is_meta or is_placeholder(tensor) or tensor.is_inference())
@@ -98,11 +183,7 @@ class HookState:
             self._tensors.append((tensor, tensor.detach().clone(), version_of(tensor)))
 
 
-def _copied(value: Any) -> Any:
-    """A copy of an iterator; None of what is none, or cannot be copied, as the call of a generator cannot."""
-    if not hasattr(type(value), "__next__") or hasattr(value, "__dict__"):
-        return None
-    try:
-        return copy.copy(value)
-    except Exception:  # whatever its class does
-        return None
+def _is_iterator(value: Any) -> bool:
+    """Whether it only gives items: no file, and no object that is looked into."""
+    kind = type(value)
+    return hasattr(kind, "__next__") and not hasattr(kind, "fileno") and not hasattr(value, "__dict__")

@@ -1,6 +1,6 @@
 """What the first batches may touch of a Trainer and its module, and is put back."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from lightning_pipeline import _lightning
+from lightning_pipeline.data import loader_parts
 from lightning_pipeline.hooks import objects_beside
 from lightning_pipeline.model.places import Kept, Numbers, Place, Surroundings
 from lightning_pipeline.model.tensors import ModuleState
@@ -93,6 +94,21 @@ class LoaderHook:
             if place.identity not in changed and place.identity in self._before:
                 self._before[place.identity][1].give_back(place)
         return bool(changed)
+
+
+@contextmanager
+def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
+    """Inside, what reading loaders changes in data sets, samplers and what collates is forgotten at the end.
+
+    Args:
+        loaders: That are read again by the run.
+    """
+    parts = [part for loader in loaders for part in loader_parts(loader)]
+    state = HookState(*parts, of_data=True)
+    try:
+        yield
+    finally:
+        state.restore()
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:

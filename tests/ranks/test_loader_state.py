@@ -1,0 +1,152 @@
+"""What loaders keep in lists, generators, iterators and functions: the look at the first batch leaves it."""
+
+import functools
+import itertools
+import random
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, default_collate
+
+from tests.pool import Pool
+from tests.ranks.lightning_cases import Regression, loader, trainer, weights
+
+Ranks = Callable[[int], Pool]
+GLOBAL = numpy.random.default_rng(0)
+COUNTS = [0]
+
+
+class Buckets(Sampler[list[int]]):
+    """Shuffles its batches in place whenever it is iterated."""
+
+    def __init__(self) -> None:
+        self.batches = [[0, 1, 2, 3], [4, 5, 6, 7, 8, 9], [10, 11, 12, 13], [14, 15]]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        random.shuffle(self.batches)
+        return iter(self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Permuted(Sampler[int]):
+    """Shuffles an array in place."""
+
+    def __init__(self) -> None:
+        self.order = numpy.arange(16)
+
+    def __iter__(self) -> Iterator[int]:
+        numpy.random.shuffle(self.order)
+        return iter(self.order.tolist())
+
+    def __len__(self) -> int:
+        return 16
+
+
+class Noise:
+    """A transform with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = numpy.random.default_rng(0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x + self.generator.normal()
+
+
+class Changed(Dataset[Any]):
+    """Changes inputs by something that goes on from sample to sample."""
+
+    def __init__(self, kind: str = "transform") -> None:
+        self.samples, self.kind = loader(16).dataset, kind
+        self.transforms, self.other = [Noise()], itertools.cycle(range(5))
+        self.made, self.recent, self.seen = (
+            (n / 7 for n in itertools.count()),
+            deque(range(4)),
+            numpy.zeros(16),
+        )
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.samples[index]
+        return x + self.change(x, index), y
+
+    def change(self, x: Tensor, index: int) -> Any:
+        if self.kind == "transform":
+            return self.transforms[0](x)
+        if self.kind == "cycle":
+            return next(self.other)
+        if self.kind == "generator":
+            return next(self.made)
+        if self.kind == "deque":
+            self.recent.rotate(1)
+            return self.recent[0]
+        if self.kind == "counts":
+            self.seen[index] += 1
+            return self.seen[index]
+        if self.kind == "global list":
+            COUNTS[0] += 1
+            return COUNTS[0] / 7
+        return GLOBAL.normal()
+
+
+def collated(items: list[Any], generator: Any) -> Any:
+    x, y = default_collate(items)
+    return x + generator.normal(), y
+
+
+def loader_of(kind: str) -> Any:
+    data = loader(16).dataset
+    if kind == "buckets":
+        return DataLoader(data, batch_sampler=Buckets())
+    if kind == "permuted":
+        return DataLoader(data, batch_size=4, sampler=Permuted())
+    if kind == "partial":
+        collate = functools.partial(collated, generator=numpy.random.default_rng(0))
+        return DataLoader(data, batch_size=4, collate_fn=collate)
+    if kind == "closure":
+        generator = numpy.random.default_rng(0)
+        return DataLoader(data, batch_size=4, collate_fn=lambda items: collated(items, generator))
+    if kind == "joined":
+        return DataLoader(ConcatDataset([Changed(), Changed()]), batch_size=8, shuffle=True)
+    return DataLoader(Changed(kind), batch_size=4, shuffle=True)
+
+
+KINDS = [
+    "buckets", "permuted", "partial", "closure", "joined", "transform", "cycle", "generator", "deque", "counts",
+    "global list", "global",
+]  # fmt: skip
+
+
+def fitted(pipeline: dict[str, Any] | None, kind: str, validates: bool) -> tuple[Any, ...]:
+    GLOBAL.bit_generator.state = numpy.random.default_rng(0).bit_generator.state
+    COUNTS[0] = 0
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+    module, run = Regression(), trainer(pipeline)
+    run.fit(module, loader(8) if validates else loader_of(kind), loader_of(kind) if validates else loader(8))
+    return weights(module), float(run.callback_metrics["val_loss"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_look_at_a_first_batch_changes_nothing_that_loaders_keep(kind: str) -> None:
+    pipeline = {"stages": 1, "num_microbatches": 2}
+    for validates in (False, True):
+        torch.testing.assert_close(
+            fitted(pipeline, kind, validates), fitted(None, kind, validates), rtol=1e-6, atol=1e-9
+        )
+
+
+@pytest.mark.parametrize("kind", ["buckets", "closure", "generator"])
+def test_it_changes_nothing_on_several_ranks(ranks: Ranks, kind: str) -> None:
+    expected = fitted(None, kind, False)
+    for found in ranks(2)(fitted, {"stages": 2, "num_microbatches": 2}, kind, False, group=False):
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
