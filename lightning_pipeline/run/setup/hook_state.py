@@ -36,6 +36,7 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _MOST, _LONG = 8, 20_000, 1000  # levels and objects that are looked into, and the longest container
 _SMALL = 1 << 16  # elements of a tensor
+_MOST_BYTES = 1 << 28  # of all that is copied
 
 
 class HookState:
@@ -59,7 +60,7 @@ class HookState:
         self._modules: list[ModuleState] = []
         self._iterators: list[tuple[Any, Any, Replayed]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._of_data, self._left = of_data, _MOST
+        self._of_data, self._left, self._bytes = of_data, _MOST, _MOST_BYTES
         self._seen = set() if of_data else {id(owner) for owner in owners}
         for owner in owners:
             if of_data:
@@ -107,7 +108,8 @@ class HookState:
         elif isinstance(value, Tensor):
             self._keep_values(value)
         elif is_array(value):
-            self._held.append((value, value.copy()))
+            if self._fits(value.nbytes):
+                self._held.append((value, value.copy()))
         elif isinstance(value, nn.Module):
             self._look_at_module(value, depth)
         elif self._of_data and self._look_at_code(value, depth):
@@ -177,9 +179,15 @@ class HookState:
         self._iterators.append((held, key, replayed))
         return replayed
 
+    def _fits(self, number: int) -> bool:
+        """Whether so many bytes are copied, too: samples are many, and read only."""
+        self._bytes -= number
+        return self._bytes >= 0
+
     def _keep_values(self, tensor: Tensor) -> None:
         is_here = not (tensor.is_meta or is_placeholder(tensor) or tensor.is_inference())
-        if is_here and tensor.layout is torch.strided and tensor.numel() <= _SMALL:
+        is_plain = is_here and tensor.layout is torch.strided and tensor.numel() <= _SMALL
+        if is_plain and self._fits(tensor.numel() * tensor.element_size()):
             self._tensors.append((tensor, tensor.detach().clone(), version_of(tensor)))
 
 
