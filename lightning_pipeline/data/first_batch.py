@@ -159,7 +159,7 @@ class EarlyLoaders:
         hook = self._noting()
         with sanity, _lightning.progress_shown(self._trainer, self._loops):
             loaders = _lightning.request_loaders(source)
-        hook.called()
+            hook.called()
         for other in self._called:
             other.another_called()
         self._called.append(hook)

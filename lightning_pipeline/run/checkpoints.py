@@ -192,12 +192,12 @@ class CheckpointHooks(Running, PlainStrategy):
         Args:
             trainer: Of this run.
         """
-        found = _lightning.with_state(trainer)
-        if self._expected is None or (found is None and not _lightning.asks_hook(trainer)):
+        found, io = _lightning.with_state(trainer), self.checkpoint_io
+        get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
+        asks = get is None and _lightning.asks_hook(trainer)
+        if self._expected is None or (found is None and (not asks or "://" in os.fspath(self._expected))):
             return
         path = local_path(self.broadcast(self._expected))
-        io = self.checkpoint_io
-        get = io.load_checkpoint if _lightning.reads_checkpoints_itself(io) else None
         checkpoints = self._running.checkpoints
         if get is None and checkpoints.ranks.leader(f"loading {path}", lambda: holds_weights_only(path)):
             return

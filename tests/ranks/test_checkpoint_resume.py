@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from tests.pool import Pool
 from tests.ranks.checkpoint_cases import assert_equal, fit_and_save, fit_resumed, names_in
@@ -133,9 +134,18 @@ class ByEpoch(Regression):
         return loader(8, seed=self.trainer.current_epoch)
 
 
-def resumed_by_epoch(pipeline: dict[str, Any] | None, folder: str) -> tuple[Any, dict[str, torch.Tensor]]:
+class OwnIO(TorchCheckpointIO):
+    """Reads and writes files itself."""
+
+
+def resumed_by_epoch(
+    pipeline: dict[str, Any] | None, folder: str, plugin: bool
+) -> tuple[Any, dict[str, torch.Tensor]]:
     module, path = ByEpoch(), f"{folder}/saved.ckpt"
-    options: dict[str, Any] = {"reload_dataloaders_every_n_epochs": 1}
+    options: dict[str, Any] = {
+        "reload_dataloaders_every_n_epochs": 1,
+        "plugins": [OwnIO()] if plugin else None,
+    }
     first = trainer(pipeline, max_epochs=2, **options)
     first.fit(module)
     first.save_checkpoint(path)
@@ -144,14 +154,15 @@ def resumed_by_epoch(pipeline: dict[str, Any] | None, folder: str) -> tuple[Any,
     return [module.asked, again.asked], weights(again)
 
 
-@pytest.mark.parametrize("one_file", [False, True])
+@pytest.mark.parametrize("kind", ["folder", "one file", "plugin"])
 def test_a_hook_that_makes_loaders_sees_the_epoch_that_the_run_goes_on_from(
-    ranks: Ranks, tmp_path: Path, one_file: bool
+    ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
-    pipeline: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": not one_file}
-    asked, expected = resumed_by_epoch(None, str(tmp_path / "one"))
-    found = [resumed_by_epoch({"stages": 1, **pipeline}, str(tmp_path / "ours"))]
-    found += ranks(2)(resumed_by_epoch, {"stages": 2, **pipeline}, str(tmp_path / "two"), group=False)
+    plugin = kind == "plugin"
+    pipeline: dict[str, Any] = {"num_microbatches": 2, "save_distributed_checkpoint": kind == "folder"}
+    asked, expected = resumed_by_epoch(None, str(tmp_path / "one"), plugin)
+    found = [resumed_by_epoch({"stages": 1, **pipeline}, str(tmp_path / "ours"), plugin)]
+    found += ranks(2)(resumed_by_epoch, {"stages": 2, **pipeline}, str(tmp_path / "two"), plugin, group=False)
     for own, own_weights in found:
         assert own == asked
         torch.testing.assert_close(own_weights, expected, rtol=1e-9, atol=1e-9)

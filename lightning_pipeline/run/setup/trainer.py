@@ -77,11 +77,13 @@ class LoaderHook:
         module = [("", trainer.lightning_module)]
         self._around = Surroundings.of_attributes(module, _OF_THE_RUN, beside)
         self._before = {place.identity: (place, Kept.of(value)) for place, value in self._around.standing()}
-        self._noted = list[Place]()
+        self._noted, self._trainer = list[Place](), trainer
+        self._progress = (0, 0)
 
     def called(self) -> None:
         """It has been, and what has changed is its own."""
         self._noted = self._around.look()
+        self._progress = self._trainer.current_epoch, self._trainer.global_step
 
     def another_called(self) -> None:
         """Another one has been, as it will be in the run: what that has changed is no reason to ask again."""
@@ -90,10 +92,12 @@ class LoaderHook:
     def taken_back(self) -> bool:
         """Whether what it may have read has changed since; then what it has noted itself is forgotten."""
         changed = {place.identity for place in self._around.look() if not str(place.key).startswith("_")}
-        for place in self._noted if changed else ():
+        progress = self._trainer.current_epoch, self._trainer.global_step
+        is_other = bool(changed) or progress != self._progress
+        for place in self._noted if is_other else ():
             if place.identity not in changed and place.identity in self._before:
                 self._before[place.identity][1].give_back(place)
-        return bool(changed)
+        return is_other
 
 
 @contextmanager
