@@ -228,16 +228,19 @@ class Kept(NamedTuple):
     beside: tuple[tuple[Tensor, Tensor, int], ...] = ()
 
     @classmethod
-    def of(cls, value: Any, *, deep: bool = False) -> "Kept":
+    def of(cls, value: Any, *, deep: bool = False, arrays: bool = True) -> "Kept":
         """Keep a value.
 
         Args:
             value: What stands somewhere.
             deep: Whether the values of a tensor are kept too.
+            arrays: Whether those of arrays and small tensors are.
         """
         if type(value) in _HAVE_NOTHING_INSIDE:
             return cls(value, [], [])
-        inner = [(held, held.copy()) for held, _ in _containers(value)]
+        inner = [(held, held.copy()) for held, _ in _containers(value, arrays=arrays)]
+        if not arrays:
+            return cls(value, inner, [])
         tensors, beside = list[tuple[Tensor, Tensor, int]](), tuple[tuple[Tensor, Tensor, int], ...]()
         if isinstance(value, Tensor) and not is_placeholder(value) and not value.is_meta:
             if deep:

@@ -75,8 +75,9 @@ class LoaderHook:
     def __init__(self, trainer: Trainer) -> None:
         beside = [owner for owner in objects_beside(trainer) if not isinstance(owner, Numbers)]
         module = [("", trainer.lightning_module)]
-        self._around = Surroundings.of_attributes(module, _OF_THE_RUN, beside)
-        self._before = {place.identity: (place, Kept.of(value)) for place, value in self._around.standing()}
+        self._around = Surroundings.of_attributes(module, _OF_THE_RUN, beside, arrays=False)
+        standing = self._around.standing()
+        self._before = {place.identity: Kept.of(value, arrays=False) for place, value in standing}
         self._noted, self._trainer = list[Place](), trainer
         self._progress = (0, 0)
 
@@ -96,7 +97,7 @@ class LoaderHook:
         is_other = bool(changed) or progress != self._progress
         for place in self._noted if is_other else ():
             if place.identity not in changed and place.identity in self._before:
-                self._before[place.identity][1].give_back(place)
+                self._before[place.identity].give_back(place)
         return is_other
 
 
