@@ -116,6 +116,10 @@ class Feed:
                 return known
         return None
 
+    def is_so_anywhere(self, here: bool) -> bool:
+        """Whether something is so on any rank of the replica; all of these call."""
+        return any(self._gather(int(here)))
+
     def holds(self, loaders: Any) -> bool:
         """Whether an item of these was taken that another loader might not give again."""
         known = map(self._known, loaders_in(loaders)[0])

@@ -30,8 +30,11 @@ class CalledEarly(Protocol):
     def another_called(self) -> None:
         """Another one has been, as it will be in the run."""
 
-    def taken_back(self) -> bool:
-        """Whether what it may have read has changed since; then what it has noted itself is forgotten."""
+    def would_make_others(self) -> bool:
+        """Whether what it may have read has changed since."""
+
+    def take_back(self) -> None:
+        """Forget what it has noted itself: it is called again."""
 
 
 class EarlyLoaders:
@@ -171,8 +174,13 @@ class EarlyLoaders:
         def dataloader() -> Any:
             undo()
             self._equal()
-            anew = not self._feed.holds(loaders) and (hook.taken_back() or random_states() != before)
-            if anew:
+            self._undo.remove(undo)
+            self._called.remove(hook)
+            self._asked.pop(function, None)
+            reads_others = self._feed.is_so_anywhere(hook.would_make_others())
+            if not self._feed.holds(loaders) and (reads_others or random_states() != before):
+                if reads_others:
+                    hook.take_back()
                 return original()
             set_random_states(after)
             return loaders

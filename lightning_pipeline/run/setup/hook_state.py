@@ -4,12 +4,16 @@ import copy
 import functools
 import itertools
 import sys
+import zlib
 from collections.abc import Sequence
+from operator import is_
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from numpy import ndarray
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 
@@ -33,6 +37,10 @@ _ALONE: frozenset[type] = frozenset(
     {itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter("")), type(iter(range(0)))}
 )
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
+_INSTALLED = {"site-packages", "dist-packages"}
+_ALIVE = frozenset(
+    {"asyncio", "concurrent", "io", "logging", "multiprocessing", "queue", "threading", "weakref"}
+)
 _OF_ALL_MODULES = frozenset(vars(nn.Module()))
 _DEEP, _MOST, _LONG = 8, 20_000, 1000  # levels and objects that are looked into, and the longest container
 _SMALL = 1 << 16  # elements of a tensor
@@ -59,6 +67,7 @@ class HookState:
         self._held: list[tuple[Any, Any]] = []
         self._modules: list[ModuleState] = []
         self._iterators: list[tuple[Any, Any, Replayed]] = []
+        self._large: list[tuple[ndarray[Any, Any], int]] = []
         self._numbers: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._of_data, self._left, self._bytes = of_data, _MOST, _MOST_BYTES
         self._seen = set() if of_data else {id(owner) for owner in owners}
@@ -71,20 +80,24 @@ class HookState:
                 self._look_into(vars(part), _DEEP)
 
     def restore(self) -> None:
-        """Put all of it back."""
+        """Put all of it back; what is as it was is not written."""
+        if any(_sum_of(array) != known for array, known in self._large):
+            return  # no half of what a data set has: what is beside it stands as it is now, too
         for held, saved in self._held:
-            refill(held, saved)
+            if _is_changed(held, saved):
+                refill(held, saved)
         for held, key, iterator in self._iterators:
             iterator.at = 0
             held[key] = iterator.rest()
         for tensor, values, version in self._tensors:
-            put_back(tensor, values, version)
+            if version_of(tensor) != version:
+                put_back(tensor, values, version)
         for generator, state in self._generators:
             set_state(generator, state)
         for module in self._modules:
             module.restore()
         for namespace, numbers in self._numbers:
-            namespace.update(numbers)
+            namespace.update({name: one for name, one in numbers.items() if namespace.get(name) is not one})
 
     def _look_into(self, held: Any, depth: int) -> None:
         """Keep what is in a container, or among the attributes of an object."""
@@ -107,9 +120,8 @@ class HookState:
             self._generators.append((value, state_of(value)))
         elif isinstance(value, Tensor):
             self._keep_values(value)
-        elif is_array(value):
-            if self._fits(value.nbytes):
-                self._held.append((value, value.copy()))
+        elif isinstance(value, ndarray):
+            self._keep_array(value)
         elif isinstance(value, nn.Module):
             self._look_at_module(value, depth)
         elif self._of_data and self._look_at_code(value, depth):
@@ -150,7 +162,7 @@ class HookState:
     def _look_at_file(self, name: str) -> None:
         """Keep generators, containers and numbers that stand in a file of the user's."""
         file = sys.modules.get(name)
-        if file is None or id(file) in self._seen or not are_the_users(name):
+        if file is None or id(file) in self._seen or not are_the_users(name) or _is_installed(file):
             return
         self._seen.add(id(file))
         namespace = vars(file)
@@ -163,12 +175,12 @@ class HookState:
     def _look_for_generators(self, value: Any, depth: int) -> None:
         """In an object of a library, such as a transform, and in those that it holds."""
         own = getattr(value, "__dict__", None)
-        if type(own) is not dict or len(own) > _LONG:
+        if type(own) is not dict or len(own) > _LONG or type(value).__module__.partition(".")[0] in _ALIVE:
             return
         for held in list(own.values()):
-            items = held if isinstance(held, list | tuple) and len(held) <= _LONG else (held,)
+            items = held if type(held) in (list, tuple) and len(held) <= _LONG else (held,)
             for item in items:
-                if is_generator(item) or not isinstance(item, Tensor | dict | set | list):
+                if is_generator(item) or hasattr(item, "__dict__"):
                     self._look_at(item, depth - 1)
 
     def _standing_for(self, held: Any, key: Any, iterator: Any) -> Any:
@@ -178,6 +190,12 @@ class HookState:
         replayed = Replayed(iterator)
         self._iterators.append((held, key, replayed))
         return replayed
+
+    def _keep_array(self, array: "ndarray[Any, Any]") -> None:
+        if is_array(array) and self._fits(array.nbytes):
+            self._held.append((array, array.copy()))
+        elif self._of_data and array.flags.writeable and array.dtype.kind != "O" and self._fits(array.nbytes):
+            self._large.append((array, _sum_of(array)))
 
     def _fits(self, number: int) -> bool:
         """Whether so many bytes are copied, too: samples are many, and read only."""
@@ -192,6 +210,30 @@ class HookState:
 
 
 def _is_iterator(value: Any) -> bool:
-    """Whether it only gives items: no file, and no object that is looked into."""
+    """Whether it only gives items: no file, no cursor, and no object that is looked into."""
     kind = type(value)
-    return hasattr(kind, "__next__") and not hasattr(kind, "fileno") and not hasattr(value, "__dict__")
+    return kind.__module__ in ("builtins", "itertools") and hasattr(kind, "__next__")
+
+
+def _is_changed(held: Any, saved: Any) -> bool:
+    """Whether a container or array is not as it was."""
+    if isinstance(held, ndarray):
+        return bool(held.tobytes() != saved.tobytes())
+    if isinstance(held, set | frozenset):
+        return bool(held != saved)
+    now = contents_of(held)
+    if len(now) != len(saved):
+        return True
+    if isinstance(saved, dict):
+        return not all(map(is_, now, saved)) or not all(map(is_, now.values(), saved.values()))
+    return not all(map(is_, now, saved))
+
+
+def _sum_of(array: "ndarray[Any, Any]") -> int:
+    """A sum of what is in a large array, which is compared and not copied."""
+    return zlib.crc32(array.tobytes())
+
+
+def _is_installed(file: ModuleType) -> bool:
+    """Whether a file is of a package, whose numbers and registries are its own."""
+    return bool(_INSTALLED & set(Path(getattr(file, "__file__", None) or "").parts))

@@ -1,7 +1,10 @@
 """What the first batches may touch of a Trainer and its module, and is put back."""
 
+import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -11,8 +14,9 @@ from lightning.pytorch.loggers.logger import DummyLogger, Logger
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import loader_parts
 from lightning_pipeline.hooks import objects_beside
-from lightning_pipeline.model.places import Kept, Numbers, Place, Surroundings
-from lightning_pipeline.model.tensors import ModuleState
+from lightning_pipeline.model.places import Kept, Numbers, Owner, Place, Surroundings
+from lightning_pipeline.model.random import is_generator, set_state, state_of
+from lightning_pipeline.model.tensors import ModuleState, WritesUndone, objects_below
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.setup.hook_state import HookState
 
@@ -73,32 +77,50 @@ class LoaderHook:
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        self._module = module = trainer.lightning_module
+        held = {name: value for name, value in vars(module).items() if name not in _OF_THE_RUN}
+        below = [Owner(vars(one), f"{path}.") for path, one in objects_below([("", held)])]
         beside = [owner for owner in objects_beside(trainer) if not isinstance(owner, Numbers)]
-        module = [("", trainer.lightning_module)]
-        self._around = Surroundings.of_attributes(module, _OF_THE_RUN, beside, arrays=False)
-        standing = self._around.standing()
+        around = [*below, *beside]
+        self._around = Surroundings.of_attributes([("", module)], _OF_THE_RUN, around, arrays=False)
+        standing = list(self._around.standing())
         self._before = {place.identity: Kept.of(value, arrays=False) for place, value in standing}
+        drawing = {id(value): value for _, value in standing if is_generator(value)}
+        self._generators = [(one, state_of(one)) for one in drawing.values()]
         self._noted, self._trainer = list[Place](), trainer
+        self._drawn: list[Any] = []
         self._progress = (0, 0)
 
     def called(self) -> None:
         """It has been, and what has changed is its own."""
         self._noted = self._around.look()
+        self._drawn = [state_of(one) for one, _ in self._generators]
         self._progress = self._trainer.current_epoch, self._trainer.global_step
 
     def another_called(self) -> None:
         """Another one has been, as it will be in the run: what that has changed is no reason to ask again."""
         self._around.look()
 
-    def taken_back(self) -> bool:
-        """Whether what it may have read has changed since; then what it has noted itself is forgotten."""
-        changed = {place.identity for place in self._around.look() if not str(place.key).startswith("_")}
+    def would_make_others(self) -> bool:
+        """Whether what it may have read has changed since."""
+        self._changed = {place.identity for place in self._around.look() if self._is_read(place)}
         progress = self._trainer.current_epoch, self._trainer.global_step
-        is_other = bool(changed) or progress != self._progress
-        for place in self._noted if is_other else ():
-            if place.identity not in changed and place.identity in self._before:
+        return bool(self._changed) or progress != self._progress
+
+    def _is_read(self, place: Place) -> bool:
+        """Methods are put into modules and callbacks by the run itself, and are no values."""
+        return not str(place.key).startswith("_") and not isinstance(
+            place.get(), FunctionType | MethodType | partial
+        )
+
+    def take_back(self) -> None:
+        """Forget what it has noted itself, and what it has drawn: it is called again."""
+        for place in self._noted:
+            if place.identity not in self._changed and place.identity in self._before:
                 self._before[place.identity].give_back(place)
-        return is_other
+        for (generator, before), after in zip(self._generators, self._drawn, strict=True):
+            if pickle.dumps(state_of(generator)) == pickle.dumps(after):
+                set_state(generator, before)
 
 
 @contextmanager
@@ -109,10 +131,12 @@ def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
         loaders: That are read again by the run.
     """
     parts = [part for loader in loaders for part in loader_parts(loader)]
-    state = HookState(*parts, of_data=True)
+    state, writes = HookState(*parts, of_data=True), WritesUndone()
     try:
-        yield
+        with writes:
+            yield
     finally:
+        writes.restore()
         state.restore()
 
 
