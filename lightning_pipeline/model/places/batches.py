@@ -12,6 +12,8 @@ from lightning_pipeline.model.places.owners import MISSING
 from lightning_pipeline.model.tensors import map_tensors, tensors_in, version_of
 
 Path = tuple[Any, ...]
+_KINDS = (list, tuple, Mapping)
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), Tensor})
 
 
 class BatchChanges(NamedTuple):
@@ -38,13 +40,20 @@ class BatchAsGiven:
 
     Args:
         args: Arguments of the step.
+        deep: Whether containers in the batch are looked into; else it is alone, which costs next to nothing.
     """
 
-    def __init__(self, args: Sequence[Any]) -> None:
+    def __init__(self, args: Sequence[Any], *, deep: bool = True) -> None:
         batch = args[0] if args else None
-        self._held = [(path, held, _entries(held)) for path, held in _containers(batch, ())]
-        self._given = _as_it_is(batch)
-        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors_in(batch)]
+        if deep:
+            self._held = [(path, held, _entries(held)) for path, held in _containers(batch, ())]
+            self._given, tensors = _as_it_is(batch), list(tensors_in(batch))
+        else:
+            entries = _entries(batch) if isinstance(batch, _KINDS) else {}
+            self._held = [((), batch, entries)] if entries and _holds(batch) else []
+            self._given = list(entries.values()) if isinstance(batch, list | tuple) else entries or batch
+            tensors = [one for one in (*entries.values(), batch) if isinstance(one, Tensor)]
+        self._tensors = [(tensor, version_of(tensor)) for tensor in tensors]
 
     @property
     def is_refilled(self) -> bool:
@@ -105,7 +114,7 @@ def taken_by_all(batch: Any, changes: Sequence[BatchChanges], sizes: Sequence[in
     for one, size in zip(changes, sizes, strict=True):
         for path in one.taken:
             place, of_one = _in_whole(batch, one.given, path, begin, size, sum(sizes))
-            if place is not None:
+            if place is not None and not (of_one and isinstance(_item(batch, place[:-1]), list)):
                 found[place] = found.get(place, 0) + 1
                 alone |= {place} if of_one else set()
         begin += size
@@ -189,8 +198,11 @@ def _in_whole(
         whole, part, of_one = own[there], of_part[key], of_one or is_cut
         found.append(there)
     is_alike = isinstance(whole, list) == isinstance(part, list) and not isinstance(whole, tuple)
-    if not is_alike or not _holds(whole) or _is_cut(whole, part, size, total):  # that is another list
+    if not is_alike or not _holds(whole):
         return None, False
+    if _is_cut(whole, part, size, total):  # items of its own samples; nothing else may be put there
+        is_item = isinstance(path[-1], int) and path[-1] < size
+        return ((*found, begin + path[-1]), True) if is_item else (None, False)
     return (*found, path[-1]), of_one
 
 
@@ -206,9 +218,9 @@ def _entries(value: Any) -> dict[Any, Any]:
 
 def _holds(value: Any) -> bool:
     """Whether it is a container that a step may change."""
-    return isinstance(value, list | MutableMapping) or (
-        not isinstance(value, tuple) and bool(_entries(value))
-    )
+    if isinstance(value, list | MutableMapping):
+        return True
+    return dataclasses.is_dataclass(value) and not isinstance(value, type | Mapping | tuple)
 
 
 def _item(value: Any, path: Path) -> Any:
@@ -219,17 +231,19 @@ def _item(value: Any, path: Path) -> Any:
 
 def _containers(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
     """Containers that a step may change, with the keys that lead there."""
-    if isinstance(value, Tensor | str):
+    if type(value) in _PLAIN:
         return
-    entries = _entries(value)
     if _holds(value):
         yield path, value
-    for key, item in entries.items():
-        yield from _containers(item, (*path, key))
+    for key, item in _entries(value).items():
+        if type(item) not in _PLAIN:
+            yield from _containers(item, (*path, key))
 
 
 def _as_it_is(value: Any) -> Any:
     """Lists and dictionaries with what is in these containers now."""
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, list | tuple):
-        return [_as_it_is(item) for item in value]
+        return [item if type(item) in _PLAIN else _as_it_is(item) for item in value]
     return {key: _as_it_is(item) for key, item in _entries(value).items()} or value

@@ -101,7 +101,8 @@ class StageProgram(Stage):
         self.view.take(step.routes[microbatch])
         args, kwargs = step.microbatches[microbatch]
         args, kwargs = self.view.fresh(args), self.view.fresh(kwargs) if kwargs else {}
-        given = BatchAsGiven(args) if self.is_last or step.trace.writes_batch else None
+        looks = self.is_last or step.trace.writes_batch
+        given = BatchAsGiven(args, deep=step.trace.changes_batch) if looks else None
         queue = WeightQueue() if step.split_backward else None
         with self._replaying(microbatch, step, incoming, queue) as replay:
             with replay.running():

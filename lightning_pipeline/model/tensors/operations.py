@@ -106,9 +106,17 @@ def move_back(tensor: Tensor, memory: Tensor) -> None:
         tensor: It.
         memory: Its `data` from then.
     """
+    storage = memory.untyped_storage()
     for one in _beside(tensor):
-        _move(one, memory.untyped_storage())
+        if _end_of(one) <= storage.nbytes():  # else it had memory of its own then
+            _move(one, storage)
     tensor.data = memory
+
+
+def _end_of(tensor: Tensor) -> int:
+    """Where a tensor ends in its memory, in bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def _beside(tensor: Tensor) -> list[Tensor]:
@@ -126,7 +134,7 @@ def know_shared(tensors: Iterable[Tensor]) -> None:
     """Note which of these are in the memory of others of them, such as a table and a view of a row of it."""
     by_memory: dict[int, dict[int, Tensor]] = {}
     for tensor in tensors:
-        if tensor.layout is torch.strided and not tensor.is_meta:
+        if tensor.layout is torch.strided and not tensor.is_meta and 0 not in tensor.stride():
             by_memory.setdefault(storage_key(tensor), {})[id(tensor)] = tensor
     for together in by_memory.values():
         for tensor in together.values() if len(together) > 1 else ():
