@@ -132,8 +132,8 @@ class Advice:
                 ("seeds", self._step),
                 f"{self._step} draws for each sample from a generator that it has seeded or made itself, or "
                 f"that the module does not keep ({line}): each of {self._number} micro-batches begins with "
-                "the same seed, or goes on from the one before. The numbers are those of one device that runs "
-                "the same micro-batches, and not of one that draws for the whole batch. Draw in "
+                "the same seed, or goes on from the one before. The numbers are those of one device that "
+                "runs the same micro-batches, and not of one that draws for the whole batch. Draw in "
                 "on_after_batch_transfer, or use num_microbatches=1",
             )
 
