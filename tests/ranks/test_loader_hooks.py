@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import Tensor
+from torch.utils.data import DataLoader, random_split
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
@@ -118,3 +119,42 @@ def test_hooks_of_a_data_module_are_asked_again_too(ranks: Ranks) -> None:
     for own, own_weights in ranks(2)(in_data_module, {"stages": 2, "num_microbatches": 2}, group=False):
         assert own == asked
         torch.testing.assert_close(own_weights, expected, rtol=1e-9, atol=1e-9)
+
+
+ASKED: list[str] = []
+
+
+class Splits(Regression):
+    """Draws from a generator of its own in its hook."""
+
+    changes = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator, self.number = torch.Generator().manual_seed(3), 0
+
+    def on_fit_start(self) -> None:
+        self.number = int(self.changes)
+
+    def train_dataloader(self) -> Any:
+        ASKED.append(type(self).__name__)
+        data, _ = random_split(loader(16).dataset, [8, 8], generator=self.generator)
+        return DataLoader(data, batch_size=4)
+
+
+class SplitsAnew(Splits):
+    """And would make another loader by what a later hook sets."""
+
+    changes = True
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Splits, 1), (SplitsAnew, 2)])
+def test_hooks_are_asked_once_where_nothing_changes(kind: type[Splits], calls: int) -> None:
+    found = []
+    for pipeline, expected in ((None, 1), ({"stages": 1, "num_microbatches": 2}, calls)):
+        ASKED.clear()
+        module = kind()
+        trainer(pipeline).fit(module)
+        assert len(ASKED) == expected
+        found.append(weights(module))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

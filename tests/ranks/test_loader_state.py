@@ -2,9 +2,13 @@
 
 import functools
 import itertools
+import queue
 import random
+import sqlite3
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -97,6 +101,38 @@ class Changed(Dataset[Any]):
         return GLOBAL.normal()
 
 
+class Awkward(Changed):
+    """Holds what may not be written, or is more than its attributes."""
+
+    def __init__(self, kind: str, folder: Path) -> None:
+        super().__init__(kind)
+        self.expanded = torch.tensor(1.0).expand(16, 3)
+        numpy.save(folder / "mapped.npy", numpy.arange(16.0))
+        self.mapped = torch.from_numpy(numpy.load(folder / "mapped.npy", mmap_mode="r"))
+        self.cursor = sqlite3.connect(":memory:").cursor()
+        self.cursor.execute("create table numbers (number real)")
+        self.cursor.executemany("insert into numbers values (?)", [(n / 7,) for n in range(16)])
+        self.queue: queue.Queue[float] = queue.Queue()
+        self.large, self.done = torch.ones(16, 6000, dtype=torch.float64), [False] * 16
+        self.numbers = set(range(100, 1000, 57))
+
+    def change(self, x: Tensor, index: int) -> Any:
+        if self.kind == "cursor":
+            rows = self.cursor.execute("select number from numbers where rowid = ?", (index + 1,))
+            return next(iter(rows.fetchall()))[0]
+        if self.kind == "queue":
+            self.queue.put(index / 7)
+            return self.queue.get(timeout=5)
+        if self.kind == "preprocessed":
+            if not self.done[index]:
+                self.large[index] /= 2
+                self.done[index] = True
+            return self.large[index, 0]
+        if self.kind == "set":
+            return list(self.numbers)[index] / 1000
+        return self.expanded[index, 0] + self.mapped[index]
+
+
 def collated(items: list[Any], generator: Any) -> Any:
     x, y = default_collate(items)
     return x + generator.normal(), y
@@ -150,3 +186,15 @@ def test_it_changes_nothing_on_several_ranks(ranks: Ranks, kind: str) -> None:
     expected = fitted(None, kind, False)
     for found in ranks(2)(fitted, {"stages": 2, "num_microbatches": 2}, kind, False, group=False):
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", ["memory", "cursor", "queue", "preprocessed", "set"])
+def test_what_may_not_be_written_stands(tmp_path: Path, kind: str) -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module, run = Regression(), trainer(pipeline)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's of memory that is read only
+            run.fit(module, DataLoader(Awkward(kind, tmp_path), batch_size=4))
+        found.append(weights(module))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)

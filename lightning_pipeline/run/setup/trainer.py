@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
+from torch import Tensor
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import loader_parts
@@ -119,7 +120,12 @@ class LoaderHook:
             if place.identity not in self._changed and place.identity in self._before:
                 self._before[place.identity].give_back(place)
         for (generator, before), after in zip(self._generators, self._drawn, strict=True):
-            if pickle.dumps(state_of(generator)) == pickle.dumps(after):
+            now = state_of(generator)
+            if (
+                torch.equal(now, after)
+                if isinstance(now, Tensor)
+                else pickle.dumps(now) == pickle.dumps(after)
+            ):
                 set_state(generator, before)
 
 
