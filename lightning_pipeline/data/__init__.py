@@ -6,6 +6,8 @@ from lightning_pipeline.data.draws import (
     random_states_kept,
     seeded,
     set_random_states,
+    set_state,
+    state_of,
 )
 from lightning_pipeline.data.feed import Feed
 from lightning_pipeline.data.first_batch import EarlyLoaders
@@ -39,8 +41,10 @@ __all__ = [
     "rebuilt",
     "seeded",
     "set_random_states",
+    "set_state",
     "signature_of",
     "split_batch",
+    "state_of",
     "unfillable",
     "with_values",
 ]

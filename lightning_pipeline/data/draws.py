@@ -69,7 +69,7 @@ def _holders(loader: Any) -> list[Any]:
 
 
 def loader_parts(loader: Any) -> list[Any]:
-    """Samplers of a loader, its data, and what collates and begins workers, as far as it has them."""
+    """Samplers of a loader, its data, and what collates, as far as it has them."""
     names = ("sampler", "batch_sampler", "collate_fn", "dataset")
     return [part for name in names if (part := getattr(loader, name, None)) is not None]
 

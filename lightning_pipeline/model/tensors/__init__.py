@@ -1,7 +1,7 @@
 """Tensors that are not here: specs, placeholders, tags, and nested values that hold them."""
 
 from lightning_pipeline.model.tensors.cache import PlaceholderCache, result_dtypes
-from lightning_pipeline.model.tensors.code import Code, closed_over, code_of
+from lightning_pipeline.model.tensors.code import Code, closed_over, code_of, is_installed
 from lightning_pipeline.model.tensors.containers import (
     are_the_users,
     attributes_of,
@@ -141,6 +141,7 @@ __all__ = [
     "holds_tensor",
     "is_array",
     "is_changed",
+    "is_installed",
     "is_placeholder",
     "items_of",
     "joined_in_blocks",

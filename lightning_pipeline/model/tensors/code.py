@@ -119,6 +119,11 @@ def _home_of(cls: type) -> Callable[[ModuleType], bool]:
     return is_home
 
 
+def is_installed(file: ModuleType) -> bool:
+    """Whether a file is of a package, whose numbers and registries are its own."""
+    return bool(_INSTALLED & set(Path(getattr(file, "__file__", None) or "").parts))
+
+
 _METHODS: tuple[type, ...] = (staticmethod, classmethod, property, MethodType)
 _PARTIAL: tuple[type, ...] = (functools.partial, functools.partialmethod, functools.cached_property)
 

@@ -7,7 +7,6 @@ import sys
 import zlib
 from collections.abc import Sequence
 from operator import is_
-from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -26,6 +25,7 @@ from lightning_pipeline.model.tensors import (
     contents_of,
     filled_by,
     is_array,
+    is_installed,
     is_placeholder,
     items_of,
     put_back,
@@ -37,7 +37,6 @@ _ALONE: frozenset[type] = frozenset(
     {itertools.count, itertools.repeat, type(iter([])), type(iter(())), type(iter("")), type(iter(range(0)))}
 )
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-_INSTALLED = {"site-packages", "dist-packages"}
 _ALIVE = frozenset(
     {"asyncio", "concurrent", "io", "logging", "multiprocessing", "queue", "threading", "weakref"}
 )
@@ -79,10 +78,19 @@ class HookState:
                 self._seen.add(id(part))
                 self._look_into(vars(part), _DEEP)
 
+    @property
+    def can_be_restored(self) -> bool:
+        """Whether no array has changed that is too large to be copied."""
+        return all(_sum_of(array) == known for array, known in self._large)
+
+    def leave(self) -> None:
+        """Let all stand as it is now, as where a half of it could be put back; iterators go on from there."""
+        for held, key, iterator in self._iterators:
+            if held[key] is iterator:
+                held[key] = iterator.rest()
+
     def restore(self) -> None:
         """Put all of it back; what is as it was is not written."""
-        if any(_sum_of(array) != known for array, known in self._large):
-            return  # no half of what a data set has: what is beside it stands as it is now, too
         for held, saved in self._held:
             if _is_changed(held, saved):
                 refill(held, saved)
@@ -162,7 +170,7 @@ class HookState:
     def _look_at_file(self, name: str) -> None:
         """Keep generators, containers and numbers that stand in a file of the user's."""
         file = sys.modules.get(name)
-        if file is None or id(file) in self._seen or not are_the_users(name) or _is_installed(file):
+        if file is None or id(file) in self._seen or not are_the_users(name) or is_installed(file):
             return
         self._seen.add(id(file))
         namespace = vars(file)
@@ -232,8 +240,3 @@ def _is_changed(held: Any, saved: Any) -> bool:
 def _sum_of(array: "ndarray[Any, Any]") -> int:
     """A sum of what is in a large array, which is compared and not copied."""
     return zlib.crc32(array.tobytes())
-
-
-def _is_installed(file: ModuleType) -> bool:
-    """Whether a file is of a package, whose numbers and registries are its own."""
-    return bool(_INSTALLED & set(Path(getattr(file, "__file__", None) or "").parts))

@@ -1,6 +1,5 @@
 """What the first batches may touch of a Trainer and its module, and is put back."""
 
-import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -10,13 +9,12 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
-from torch import Tensor
 
 from lightning_pipeline import _lightning
-from lightning_pipeline.data import loader_parts
+from lightning_pipeline.data import loader_parts, set_state, state_of
 from lightning_pipeline.hooks import objects_beside
 from lightning_pipeline.model.places import Kept, Numbers, Owner, Place, Surroundings
-from lightning_pipeline.model.random import is_generator, set_state, state_of
+from lightning_pipeline.model.random import is_generator
 from lightning_pipeline.model.tensors import ModuleState, WritesUndone, objects_below
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.setup.hook_state import HookState
@@ -78,7 +76,7 @@ class LoaderHook:
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        self._module = module = trainer.lightning_module
+        module = trainer.lightning_module
         held = {name: value for name, value in vars(module).items() if name not in _OF_THE_RUN}
         below = [Owner(vars(one), f"{path}.") for path, one in objects_below([("", held)])]
         beside = [owner for owner in objects_beside(trainer) if not isinstance(owner, Numbers)]
@@ -89,7 +87,7 @@ class LoaderHook:
         drawing = {id(value): value for _, value in standing if is_generator(value)}
         self._generators = [(one, state_of(one)) for one in drawing.values()]
         self._noted, self._trainer = list[Place](), trainer
-        self._drawn: list[Any] = []
+        self._drawn, self._changed = list[bytes](), set[tuple[int, Any]]()
         self._progress = (0, 0)
 
     def called(self) -> None:
@@ -120,12 +118,7 @@ class LoaderHook:
             if place.identity not in self._changed and place.identity in self._before:
                 self._before[place.identity].give_back(place)
         for (generator, before), after in zip(self._generators, self._drawn, strict=True):
-            now = state_of(generator)
-            if (
-                torch.equal(now, after)
-                if isinstance(now, Tensor)
-                else pickle.dumps(now) == pickle.dumps(after)
-            ):
+            if state_of(generator) == after:
                 set_state(generator, before)
 
 
@@ -142,8 +135,11 @@ def loaders_undone(loaders: Sequence[Any]) -> Iterator[None]:
         with writes:
             yield
     finally:
-        writes.restore()
-        state.restore()
+        if state.can_be_restored:
+            writes.restore()
+            state.restore()
+        else:
+            state.leave()
 
 
 def seed_of_run(from_rank_zero: Outlet) -> int:
