@@ -121,7 +121,7 @@ def _end_of(tensor: Tensor) -> int:
 
 def _beside(tensor: Tensor) -> list[Tensor]:
     """Tensors that are in the memory of this one, as is known."""
-    known = (one for ref in _SHARED.get(tensor, ()) if (one := ref()) is not None)
+    known = (one for held in _SHARED.get(tensor, ()) if (one := held()) is not None)
     return [one for one in known if storage_key(one) == storage_key(tensor)]
 
 

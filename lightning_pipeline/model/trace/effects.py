@@ -72,10 +72,8 @@ class EffectsSeen:
         self._around.look()
         self._buffers = dict(self._observed.root.named_buffers())
         self._stood, self._held, self._standing = {}, {}, {}
-        stood, known = (
-            {},
-            list[Tensor](),
-        )  # looked at before it is watched: to ask a tensor for its layout is to read it
+        known = list[Tensor]()
+        stood = {}  # looked at before it is watched: to ask a tensor for its layout is to read it
         for place, value in self._around.standing():
             for number, tensor in enumerate(tensors_held(value, most=_MOST_CARRIED)):
                 stood[id(tensor)] = place.identity
@@ -286,7 +284,9 @@ def _covering(places: list[Place]) -> list[Place]:
     for place in places:
         tensor = place.get()
         for one in (tensor, tensor._base):
-            if one is not None and one.numel() * one.element_size() >= tensor.untyped_storage().nbytes():
+            if one is None or storage_key(one) != storage_key(tensor):  # `.data = ...` has moved one of them
+                continue
+            if one.numel() * one.element_size() >= tensor.untyped_storage().nbytes():
                 return [place if one is tensor else TensorOwner(one, place.owner.label).place("")]
     return places
 
