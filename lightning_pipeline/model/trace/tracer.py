@@ -98,7 +98,7 @@ class Tracer:
         self._know_names(states)
 
     def _know_names(self, states: list[tuple[str, Tensor]]) -> None:
-        """Of memory that several have, the name is the first one's; unless that is a weight, the largest's."""
+        """Of memory that several have: the name of the first, or of the largest where that is no weight."""
         known, named = self.observed.states, dict[int, Tensor]()
         for name, tensor in states:
             before = named.get(key := storage_key(tensor))
