@@ -27,23 +27,23 @@ class CalledEarly(Protocol):
     def called(self) -> None:
         """It has been."""
 
-    def another_called(self) -> None:
-        """Another one has been, as it will be in the run."""
+    def take_back(self) -> None:
+        """Forget what it has noted itself: the loop has not come to it."""
+
+    def note(self) -> None:
+        """Let all be as it has left it."""
 
     def would_make_others(self) -> bool:
-        """Whether what it may have read has changed since."""
-
-    def take_back(self) -> None:
-        """Forget what it has noted itself: it is called again."""
+        """Whether what it may have read has changed since it was taken back."""
 
 
 class EarlyLoaders:
     """Asks for loaders before the loops do, and hands them out when those come to it.
 
     The user's `train_dataloader()` and its like are called as often as on one device, and in its order. What
-    they draw is put back, and drawn when the loop asks: a `random_split` there, or in the loader of a sanity
-    check, gives the parts that it gives on one device. Where something else was drawn in between, or
-    attributes have changed that it may read, the hook is called again.
+    they draw and note is put back, and is there when the loop asks: a `random_split` there, or in the loader
+    of a sanity check, gives the parts that it gives on one device. Where something else was drawn in between,
+    or attributes have changed that it may read, the hook is called again.
 
     Args:
         trainer: In the setup of a run.
@@ -72,6 +72,7 @@ class EarlyLoaders:
         self._trainer, self._feed, self._equal, self._undone = trainer, feed, equal_random_states, undone
         self._undo: list[Undo] = []
         self._loops, self._noting, self._called = loops, noting, list[CalledEarly]()
+        self._are_noted = True
         self._reading = reading
         self.states: dict[str, tuple[Any, ...]] = {}
         self._asked: dict[TrainerFn, Any] = {}
@@ -82,6 +83,13 @@ class EarlyLoaders:
         Returns:
             Name and arguments; `None` when there is no data, so that nothing will run.
         """
+        self._are_noted = True
+        try:
+            return self._look()
+        finally:
+            self._take_back()
+
+    def _look(self) -> tuple[str, tuple[Any, ...]] | None:
         function = self._trainer.state.fn
         assert function is not None, "a Trainer that runs knows what"
         asked = self._asked = {one: self._request(one) for one in self._order(function)}
@@ -112,7 +120,8 @@ class EarlyLoaders:
         step, loaders = _lightning.STEPS[TrainerFn.VALIDATING], self._asked.get(TrainerFn.VALIDATING)
         if loaders is None or first == step:
             return None
-        found = self._first(loaders, step)
+        with self._noted():
+            found = self._first(loaders, step)
         return None if found is None else (step, self._step_arguments(step, loaders, found[0]))
 
     @contextmanager
@@ -129,9 +138,29 @@ class EarlyLoaders:
                 limit = _lightning.batch_limit(self._trainer, function)
                 undo.append(_lightning.show_loaders(self._trainer, loop, combined, limit))
         try:
-            yield
+            with self._noted():
+                yield
         finally:
             all_undone(undo)()
+
+    @contextmanager
+    def _noted(self) -> Iterator[None]:
+        """Inside, what the hooks that were called have noted is there, as when the loops have asked them."""
+        if self._are_noted:
+            yield
+            return
+        self._are_noted = True
+        for hook in self._called:
+            hook.note()
+        try:
+            yield
+        finally:
+            self._take_back()
+
+    def _take_back(self) -> None:
+        self._are_noted = False
+        for hook in reversed(self._called):
+            hook.take_back()
 
     def _is_refused(self, loaders: Any) -> bool:
         """Training takes its loaders side by side only: the loop says so when it comes to them."""
@@ -163,8 +192,6 @@ class EarlyLoaders:
         with sanity, _lightning.progress_shown(self._trainer, self._loops):
             loaders = _lightning.request_loaders(source)
             hook.called()
-        for other in self._called:
-            other.another_called()
         self._called.append(hook)
         _lightning.explain_loaders(source, loaders, function)
         after = random_states()
@@ -179,9 +206,8 @@ class EarlyLoaders:
             self._asked.pop(function, None)
             reads_others = self._feed.is_so_anywhere(hook.would_make_others())
             if not self._feed.holds(loaders) and (reads_others or random_states() != before):
-                if reads_others:
-                    hook.take_back()
                 return original()
+            hook.note()
             set_random_states(after)
             return loaders
 

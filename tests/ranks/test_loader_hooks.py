@@ -37,6 +37,24 @@ class ByFitStart(Makes):
         self.number = 3
 
 
+class ByPrivate(Makes):
+    """By what no other class is to see, and by its hyperparameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own = 1
+        self.save_hyperparameters()
+
+    def seed(self) -> int:
+        return self._own + int(self.hparams.get("more", 0))
+
+    def on_fit_start(self) -> None:
+        if self.current_epoch:
+            self.hparams["more"] = 9
+        else:
+            self._own = 3
+
+
 class ByOptimizers(Makes):
     def configure_optimizers(self) -> Any:
         self.number = 5
@@ -83,7 +101,9 @@ class InDataModule(LightningDataModule):
         return loader(8, seed=self.trainer.lightning_module.number)
 
 
-KINDS = {kind.__name__: kind for kind in (Makes, ByFitStart, ByOptimizers, ByCheckpoint, ByCallback)}
+KINDS = {
+    kind.__name__: kind for kind in (Makes, ByFitStart, ByPrivate, ByOptimizers, ByCheckpoint, ByCallback)
+}
 
 
 def made(pipeline: dict[str, Any] | None, kind: str, folder: str) -> tuple[list[Any], dict[str, Tensor]]:
@@ -158,3 +178,51 @@ def test_hooks_are_asked_once_where_nothing_changes(kind: type[Splits], calls: i
         assert len(ASKED) == expected
         found.append(weights(module))
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+class NotesInAll(Regression):
+    """Notes every hook in the same containers and numbers, which all of them change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.by_name, self.names, self.number = list[str](), dict[str, int](), set[str](), 0
+
+    def note(self, name: str) -> None:
+        self.calls.append(name)
+        self.by_name[name] = self.by_name.get(name, 0) + 1
+        self.by_name["all"] = self.by_name.get("all", 10) + 1
+        self.names.add(f"{name}{len(self.names)}")
+        self.number += 1
+
+    def on_fit_start(self) -> None:
+        self.note("fit")
+
+    def train_dataloader(self) -> Any:
+        self.note("train")
+        assert not hasattr(self, "data"), "as the hook found it, when it is called again"
+        self.data = loader(8, seed=self.number + len(self.calls) + len(self.names) + self.by_name["all"])
+        return self.data
+
+    def val_dataloader(self) -> Any:
+        self.note("val")
+        return loader(8, seed=self.number)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("before")
+        return batch
+
+
+def noted(pipeline: dict[str, Any] | None, options: dict[str, Any]) -> list[Any]:
+    module = NotesInAll()
+    trainer(pipeline, **options).fit(module)
+    return [module.calls, module.by_name, module.names, module.number, weights(module)]
+
+
+@pytest.mark.parametrize("options", [{"num_sanity_val_steps": 0}, {}], ids=str)
+def test_what_a_hook_notes_between_others_notes_is_there_once(ranks: Ranks, options: dict[str, Any]) -> None:
+    *expected, expected_weights = noted(None, options)
+    found = [noted({"stages": 1, "num_microbatches": 2}, options)]
+    found += ranks(2)(noted, {"stages": 2, "num_microbatches": 2}, options, group=False)
+    for *own, own_weights in found:
+        assert own == expected
+        torch.testing.assert_close(own_weights, expected_weights, rtol=1e-9, atol=1e-9)

@@ -310,6 +310,19 @@ class Kept(NamedTuple):
             if version_of(tensor) != version:
                 set_version(tensor, version)
 
+    def add_to(self, place: Place, before: "Kept") -> None:
+        """Let a place that has changed since have what came between a look before and this one, too.
+
+        Args:
+            place: Whose value this was.
+            before: What stood there at the look before.
+        """
+        place.put(_with(before.value, self.value, place.get()))
+        kept = {id(held): saved for held, saved in before.inner}
+        for held, saved in self.inner:
+            if id(held) in kept:
+                _add_to(held, kept[id(held)], saved)
+
 
 class Standing:
     """Everything that some owners have, to be put back.
@@ -334,3 +347,26 @@ class Standing:
             for key, value in kept.items():
                 if type(value.value) not in _HAVE_NOTHING_INSIDE or now.get(key, MISSING) is not value.value:
                     value.give_back(owner.place(key))
+
+
+def _with(before: Any, after: Any, now: Any) -> Any:
+    """A number with what was added to it between two looks, what came where nothing was, or what is there."""
+    if all(type(one) in (int, float) for one in (before, after, now)):
+        return now + (after - before)
+    return after if now is MISSING else now
+
+
+def _add_to(held: Any, before: Any, after: Any) -> None:
+    """Add to a container what came into it between two looks."""
+    if isinstance(held, dict):
+        for key, value in after.items():
+            if key not in before:
+                held[key] = value
+            elif key in held:
+                held[key] = _with(before[key], value, held[key])
+    elif isinstance(held, set):
+        set.update(held, after - before)
+    elif isinstance(held, list | deque):
+        old, later = list(before), list(after)
+        if len(later) >= len(old) and all(map(is_, later, old)):
+            held.extend(later[len(old) :])

@@ -7,18 +7,19 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.loggers.logger import DummyLogger, Logger
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data import loader_parts, set_state, state_of
 from lightning_pipeline.hooks import objects_beside
-from lightning_pipeline.model.places import Kept, Numbers, Owner, Place, Surroundings
+from lightning_pipeline.model.places import MISSING, Kept, Numbers, Owner, Place, Surroundings
 from lightning_pipeline.model.random import is_generator
 from lightning_pipeline.model.tensors import ModuleState, WritesUndone, objects_below
 from lightning_pipeline.ranks import Outlet
 from lightning_pipeline.run.setup.hook_state import HookState
 
+_OF_LIGHTNING = frozenset(vars(LightningModule()))
 _OF_THE_RUN = ("training", "forward", "trainer", "_parameters", "_buffers", "_modules")
 
 
@@ -86,40 +87,51 @@ class LoaderHook:
         self._before = {place.identity: Kept.of(value, arrays=False) for place, value in standing}
         drawing = {id(value): value for _, value in standing if is_generator(value)}
         self._generators = [(one, state_of(one)) for one in drawing.values()]
-        self._noted, self._trainer = list[Place](), trainer
+        self._noted, self._trainer = list[tuple[Place, Kept, Kept]](), trainer
         self._drawn, self._changed = list[bytes](), set[tuple[int, Any]]()
         self._progress = (0, 0)
 
     def called(self) -> None:
         """It has been, and what has changed is its own."""
-        self._noted = self._around.look()
+        for place in self._around.look():
+            before = self._before.get(place.identity, Kept.of(MISSING))
+            self._noted.append((place, before, Kept.of(place.get(), arrays=False)))
         self._drawn = [state_of(one) for one, _ in self._generators]
         self._progress = self._trainer.current_epoch, self._trainer.global_step
 
-    def another_called(self) -> None:
-        """Another one has been, as it will be in the run: what that has changed is no reason to ask again."""
+    def take_back(self) -> None:
+        """Forget what it has noted itself, and what it has drawn."""
+        for place, before, _ in self._noted:
+            before.give_back(place)
+        for generator, state in self._generators:
+            set_state(generator, state)
         self._around.look()
 
-    def would_make_others(self) -> bool:
-        """Whether what it may have read has changed since."""
-        self._changed = {place.identity for place in self._around.look() if self._is_read(place)}
-        progress = self._trainer.current_epoch, self._trainer.global_step
-        return bool(self._changed) or progress != self._progress
-
-    def _is_read(self, place: Place) -> bool:
-        """Methods are put into modules and callbacks by the run itself, and are no values."""
-        return not str(place.key).startswith("_") and not isinstance(
-            place.get(), FunctionType | MethodType | partial
-        )
-
-    def take_back(self) -> None:
-        """Forget what it has noted itself, and what it has drawn: it is called again."""
-        for place in self._noted:
-            if place.identity not in self._changed and place.identity in self._before:
-                self._before[place.identity].give_back(place)
+    def note(self) -> None:
+        """Let all be as it has left it; what has changed since it was taken back has its changes added."""
+        changed = {place.identity for place in self._around.look()} | self._changed
+        for place, before, after in self._noted:
+            if place.identity in changed:
+                after.add_to(place, before)
+            else:
+                after.give_back(place)
         for (generator, before), after in zip(self._generators, self._drawn, strict=True):
-            if state_of(generator) == after:
-                set_state(generator, before)
+            if state_of(generator) == before:
+                set_state(generator, after)
+
+    def would_make_others(self) -> bool:
+        """Whether what it may have read has changed since it was called and taken back."""
+        places = self._around.look()
+        self._changed = {place.identity for place in places}
+        draws_others = any(state_of(one) != before for one, before in self._generators)
+        progress = self._trainer.current_epoch, self._trainer.global_step
+        return any(map(_is_read, places)) or draws_others or progress != self._progress
+
+
+def _is_read(place: Place) -> bool:
+    """Methods are put into modules and callbacks by the run itself, and are no values."""
+    is_own = place.key not in _OF_LIGHTNING and not str(place.key).startswith("__")
+    return is_own and not isinstance(place.get(), FunctionType | MethodType | partial)
 
 
 @contextmanager
