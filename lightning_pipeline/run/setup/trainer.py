@@ -115,9 +115,9 @@ class LoaderHook:
                 after.add_to(place, before)
             else:
                 after.give_back(place)
-        for (generator, before), after in zip(self._generators, self._drawn, strict=True):
-            if state_of(generator) == before:
-                set_state(generator, after)
+        for (generator, undrawn), drawn in zip(self._generators, self._drawn, strict=True):
+            if state_of(generator) == undrawn:
+                set_state(generator, drawn)
 
     def would_make_others(self) -> bool:
         """Whether what it may have read has changed since it was called and taken back."""
