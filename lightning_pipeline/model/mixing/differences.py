@@ -241,9 +241,11 @@ def _cuts(tensor: Tensor, samples: int) -> Iterator[Tensor]:
 
 
 def _pairs(first: Meetings, other: Meetings) -> Iterator[tuple[int, Met, Met]]:
-    """Places with the meetings of two runs, as long as these call the same functions."""
+    """Places with the meetings of two runs, as long as these call the same functions and units."""
+    both = zip(first.called, other.called, strict=False)
+    alike = next((n for n, (one, same) in enumerate(both) if one != same), len(first.called))
     for place, (one, same) in enumerate(zip(first.met, other.met, strict=False)):
-        if one.func != same.func:
+        if one.nth > alike or one.func != same.func:
             return
         yield place, one, same
 

@@ -60,6 +60,7 @@ class Reached(Functions):
         tensors = list(tensors_in(given))
         with DisableTorchFunction():  # no function of the step's is among them
             values = [*map(self._kept, tensors), *(floats if self._sure else ())]
+        self.meetings.called.append(number)
         self.meetings.leave(tensors)
         drawn = frozenset(place for place, one in enumerate(tensors) if id(one) in self._drawn)
         self.units.append(UnitCall(number, user_line(self._root), values, drawn))
@@ -76,6 +77,7 @@ class Reached(Functions):
         if any(self._is_elsewhere(one) for one in of_units) and not is_form:
             self._elsewhere.update({id(one): one for one in made})
             self._sure = self._sure and bool(made)
+        self.meetings.called.append(func)
         drawn = [one for one in tensors if id(one) in self._drawn]
         alone = func in RANDOM_FUNCTIONS or any(not self._is_of_units(one) for one in drawn)
         if drawn or alone:

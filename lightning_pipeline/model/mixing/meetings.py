@@ -63,6 +63,7 @@ class Met(NamedTuple):
         position: How many calls of units there had been.
         result: The shape of what came out.
         values: What is of the batch alone; None where ranks may have others.
+        nth: How many functions had been called, with this one.
     """
 
     func: Any
@@ -70,6 +71,7 @@ class Met(NamedTuple):
     position: int
     result: tuple[int, ...] | None
     values: list[Any]
+    nth: int
 
 
 class Meetings:
@@ -79,10 +81,12 @@ class Meetings:
         met: In order.
         decides: Numbers of those that have to have the batch's values; of others the loss is followed.
         drawn: Numbers of those that random numbers have a part in.
+        called: All functions that were called, and units by their numbers, in order.
     """
 
     def __init__(self) -> None:
         self.met: list[Met] = []
+        self.called: list[Any] = []
         self.decides: set[int] = set()
         self.drawn: set[int] = set()
         self._scaled: dict[int, tuple[Tensor, frozenset[int]]] = {}
@@ -113,7 +117,7 @@ class Meetings:
             self._soft[id(result)] = result
             self.decides.add(len(self.met))
             kept = [kept for one, kept in values if one is rows[0]]
-            self.met.append(Met(func, line, position, tuple(result.shape), kept))
+            self.met.append(Met(func, line, position, tuple(result.shape), kept, len(self.called)))
 
     def together(
         self, func: Any, args: Any, of_units: list[Tensor], result: Any, values: list[tuple[Any, Any]],
@@ -143,10 +147,11 @@ class Meetings:
         before = len(self.met)
         if single:
             marks |= {len(self.met)}
-            self.met.append(Met(func, line, position, shape, [kept for _, kept in single]))
+            kept = [kept for _, kept in single]
+            self.met.append(Met(func, line, position, shape, kept, len(self.called)))
         if others:
             self.decides.add(len(self.met))
-            self.met.append(Met(func, line, position, shape, others))
+            self.met.append(Met(func, line, position, shape, others, len(self.called)))
         if drawn:
             self.drawn |= set(range(before, len(self.met)))
         if name not in _LINEAR:

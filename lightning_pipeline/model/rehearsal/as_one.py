@@ -121,10 +121,12 @@ class ToldAsOne:
         patches: The patched units.
         apart: Inside, runs of a step leave nothing behind and tell nobody anything.
         quiet: Inside that, runs on values log nothing, and keep random states.
+        torn: Steps whose micro-batches have decided differently: each batch is looked at.
 
     Attributes:
         each: Steps of which each batch is looked at.
         missed: Steps of which some batch was not.
+        is_filled: Whether values were made up for micro-batches of the last one, which took another way.
         epoch: The epoch that runs.
     """
 
@@ -132,9 +134,11 @@ class ToldAsOne:
         self, root: nn.Module, told: Told, patches: UnitPatches,
         apart: Callable[[str], AbstractContextManager[None]],
         quiet: Callable[[], AbstractContextManager[None]],
+        torn: Collection[str],
     ) -> None:  # fmt: skip
         self._root, self._told, self._patches, self._apart, self._quiet = root, told, patches, apart, quiet
-        self.each, self.missed = set[str](), set[str]()
+        self._torn = torn
+        self.each, self.missed, self.is_filled = set[str](), set[str](), False
         self.epoch = 0
         self._batches: Counter[str] = Counter()
         self._epochs: dict[str, int] = {}  # of which a batch was looked at
@@ -155,13 +159,14 @@ class ToldAsOne:
             sizes: Samples of each micro-batch.
             as_one: Gives its trace as one, and what units return for it.
         """
-        self._kept = None
+        self._kept, self.is_filled = None, False
         self._batches[step.name] += 1
         number, known = self._batches[step.name], self._sizes.setdefault(step.name, set())
         is_new = tuple(sizes) not in known and len(known) < _MOST_SIZES
         is_turn = not number & (number - 1) and self._told.device.type == "cpu"  # others would wait for it
         is_first = self._epochs.get(step.name) != self.epoch
-        is_looked_at = is_turn or is_new or is_first or step.name in self.each
+        is_asked = step.name in self.each or (step.name in self._torn and not step.mixing)
+        is_looked_at = is_turn or is_new or is_first or is_asked
         if not is_looked_at or step.trace.is_shared or (state is not None and state.takes):
             self.missed.add(step.name)
             return
@@ -169,7 +174,7 @@ class ToldAsOne:
         self._epochs[step.name] = self.epoch
         self._is_cut = is_cut_by_rows(whole, step.microbatches, sizes)
         with suppress(SplitError):  # the batch as one cannot be traced, though its micro-batches may be
-            gathered = Gathered(whole, *as_one(whole), sizes, copied=True)
+            gathered = Gathered(whole, *as_one(whole), sizes, copied=True, fills=True)
             if gathered.bytes <= _LARGEST:
                 step.gathered = gathered
                 self._kept = step, state, gathered
@@ -184,6 +189,7 @@ class ToldAsOne:
         try:
             values = gathered.values()
             is_sure = self._is_cut and not (gathered.takes_means or step.trace.unordered)
+            self.is_filled = gathered.is_filled
             for number, given in enumerate(_METRICS_GIVE):
                 self._told.made_up, self._told.as_batch = given, True
                 found = self._run(

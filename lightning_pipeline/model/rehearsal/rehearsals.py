@@ -85,7 +85,7 @@ class Rehearsals:
         self.divisors = Divisors(
             root, ends.rehearse, patches, self.ways, outside, in_silence, told.whole_noted, apart, quiet
         )
-        self.as_one = ToldAsOne(root, told, patches, apart, quiet)
+        self.as_one = ToldAsOne(root, told, patches, apart, quiet, self.ways.torn)
         runs = MadeUpRuns(root, patches, apart, quiet)
         self.values = MixedValues(runs, self.ways.outputs, stage_of, stages)
         self.buffers = UnitBuffers(runs, stage_of, stages)

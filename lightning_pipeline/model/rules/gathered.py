@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_pipeline.model.rules.made_up import MadeUp, Outputs, joined_values, made_up
 from lightning_pipeline.model.rules.trial import Merge, NoFit
-from lightning_pipeline.model.tensors import Structure, joined_structure
+from lightning_pipeline.model.tensors import Structure, TensorSpec, joined_structure
 from lightning_pipeline.model.trace import Trace
 
 ValueKey = tuple[int, int, int]
@@ -37,11 +37,13 @@ class Gathered:
         outputs: What units return for the whole batch.
         sizes: Samples of each micro-batch.
         copied: Whether copies are kept, so that activations go with their backward, and count as in others.
+        fills: Whether rows are made up for micro-batches that have not called a unit.
 
     Attributes:
         keys: Of what is gathered.
         whole: The arguments.
         takes_means: After `values`, whether it took numbers that units gave micro-batches for their mean.
+        is_filled: Likewise, whether rows were made up: what is made of them is nobody's.
     """
 
     def __init__(
@@ -52,13 +54,14 @@ class Gathered:
         sizes: Sequence[int],
         *,
         copied: bool = False,
+        fills: bool = False,
     ) -> None:
-        self._copied = copied
+        self._copied, self._fills = copied, fills
         self.keys: Collection[ValueKey] = values_at_end(trace)
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
         self._described: dict[int, Mapping[tuple[int, int], Structure]] = {}
-        self.takes_means = False
+        self.takes_means = self.is_filled = False
 
     def take(
         self, microbatch: int, given: Mapping[ValueKey, Tensor],
@@ -105,6 +108,31 @@ class Gathered:
             raise NoFit("a unit has not given its micro-batches numbers or texts that make the batch's")
         return made
 
+    def _joined_of_some(
+        self, parts: Sequence[Tensor | None], spec: TensorSpec, blocks: int, generator: torch.Generator
+    ) -> Tensor:  # fmt: skip
+        """Some micro-batches have not called it: without their samples, or with rows that are made up."""
+        there = [(part, size) for part, size in zip(parts, self._sizes, strict=False) if part is not None]
+        shape, size = there[0][0].shape, there[0][1]
+        if not self._fills or len(parts) < len(self._sizes):
+            raise NoFit("units have not run for all of its micro-batches")
+        if len(there) == 1 and spec.shape == shape:
+            return there[0][0]
+        sums = [sum(part.shape[d] for part, _ in there) for d in range(len(shape))]
+        uneven = [d for d, total in enumerate(spec.shape) if total != shape[d]]
+        if len(uneven) == 1 and sums[uneven[0]] == spec.shape[uneven[0]]:
+            return torch.cat([part for part, _ in there], uneven[0])
+        every = sum(self._sizes)
+        grown = [d for d, total in enumerate(spec.shape) if total == shape[d] / size * every]
+        dim, found = grown[0] if len(grown) == 1 else None, list[Tensor]()
+        if dim is None:
+            raise NoFit("no dimension of what a unit gives is that of the samples")
+        for part, own in zip(parts, self._sizes, strict=True):
+            rows = (*shape[:dim], round(shape[dim] / size * own), *shape[dim + 1 :])
+            found.append(made_up(spec._replace(shape=rows), generator) if part is None else part)
+        self.is_filled = True
+        return joined_values(found, spec, self._sizes, blocks)
+
     @property
     def bytes(self) -> int:
         """Of all that is gathered."""
@@ -116,12 +144,13 @@ class Gathered:
         for leaf, spec in enumerate(self._outputs[call][1]):
             parts = [given.get((*call, leaf)) for _, given in sorted(self._given.items())]
             there = [part for part in parts if part is not None]
-            if there and len(there) < len(self._sizes):
-                raise NoFit("units have not run for all of its micro-batches")
             try:
                 blocks = self._trace.blocks.get((*call, leaf), 1)
-                joins = partial(joined_values, there, spec, self._sizes, blocks)
-                tensor = joins() if there else made_up(spec, generator)
+                if there and len(there) < len(self._sizes):
+                    tensor = self._joined_of_some(parts, spec, blocks, generator)
+                else:
+                    joins = partial(joined_values, there, spec, self._sizes, blocks)
+                    tensor = joins() if there else made_up(spec, generator)
             except ValueError as error:
                 raise NoFit(str(error)) from error
             self.takes_means |= _is_mean(tensor, there)

@@ -325,18 +325,19 @@ class Batch:
             left, samples = split.left(), sum(self.parts.sizes)
             with split.findings.held():
                 found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
+            found = Compared() if split.as_one.is_filled and found.differs else found
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
         recorder.warn_of_guesses({name for name, _ in guessed})
         is_compared = found.has_loss if self.trains else found.is_made
         if looks:
             self.advice.in_part(self.doubts.in_part, is_compared=is_compared)
-        if report.num_values:  # else nothing is weighed
-            same = is_compared and all(one.name is not None for one in found.told)
-            if same or not is_compared:
-                self.result.say_doubt(is_settled=same)
+        same = is_compared and all(one.name is not None for one in found.told)
+        if report.num_values and (same or not is_compared):  # else nothing is weighed
+            self.result.say_doubt(is_settled=same)
         if mixes and looks:
-            self._settle_mixing(is_compared and (self.trains or found.is_sure))
+            settled = same if self.doubts.decides_apart else is_compared
+            self._settle_mixing(settled and (self.trains or found.is_sure))
         self._write(found.writes)
         self._leave(found, is_compared=is_compared)
         if found.is_sure and (numbers or recorder.guesses):
@@ -483,6 +484,7 @@ class Batch:
         """Whether what the batch as one tells says if mixing matters, for it comes after the last unit.
 
         Micro-batches' losses were found to add up to the batch's, and what else is told is taken from there.
+        Where they have only decided differently, what they tell together is compared with what it tells.
         """
-        adds_up = self.result.worth is not None if self.trains else not self.doubts.decides_apart
+        adds_up = not self.doubts.mixed or (self.trains and self.result.worth is not None)
         return adds_up and self.doubts.at_end
