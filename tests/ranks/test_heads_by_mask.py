@@ -112,3 +112,38 @@ def test_what_the_batch_decides_for_all_of_its_samples_is_warned_of(ranks: Ranks
     found += ranks(2)(fitted, {"stages": 2, "num_microbatches": 4}, "ByTheBatch", group=False)
     assert any(is_warned for *_, is_warned in found[1:])
     assert found[0][-1]
+
+
+class Guided(pl.LightningModule):
+    """Logs a mean of some samples if there are any, and then one of all; classes are dropped at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.classes, self.first = nn.Embedding(5, 8).double(), nn.Linear(6, 8).double()
+        self.last = nn.Linear(8, 6).double()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, chosen, drop, late = batch
+        found = self.last(self.first(x) + self.classes(torch.where(drop, 4, chosen)))
+        losses = (found**2).mean(1)
+        if late.any():
+            self.log("late", losses[late].mean(), batch_size=int(late.sum()))
+        self.log("all", losses.mean())
+
+    def val_dataloader(self) -> Any:
+        made = torch.Generator().manual_seed(4)
+        x = torch.randn(12, 6, generator=made, dtype=torch.float64) * torch.arange(1, 13)[:, None]
+        drop = torch.rand(12, generator=made) < 0.3
+        late = torch.zeros(12, dtype=torch.bool).index_fill(0, torch.tensor([0, 7]), True)
+        data = TensorDataset(x, torch.randint(4, (12,), generator=made), drop, late)
+        return DataLoader(data, batch_size=6)
+
+
+def test_a_plain_mean_after_one_that_a_condition_logs_is_its_own() -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found += trainer(pipeline).validate(Guided(), verbose=False)
+    assert found[1] == pytest.approx(found[0], rel=1e-9)

@@ -259,7 +259,7 @@ class Shares:
     def _followed(self, func: Any, args: Any, kwargs: Any, run: Callable[..., Any], seen: Seen | None) -> Any:
         if func not in RULES:
             return self._other(func, args, kwargs, run, seen) if self._known else run(func, args, kwargs)
-        place, event = self._take(func, args)
+        place, event = self._take(func, args, kwargs)
         known = [self.of(arg) for arg in args[:2]]
         operands = tuple(operand_of(arg) for arg in args[:2])
         before = args[0]
@@ -321,10 +321,11 @@ class Shares:
                 self.differs |= mine.value is not theirs.value
         return event._replace(operands=tuple(found))
 
-    def _take(self, func: Any, args: Any) -> tuple[tuple[Any, ...], Event | None]:
+    def _take(self, func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Event | None]:
         if not self.strayed:
             index, event = next(self._events, (0, None))
-            while self._calls is None and event is not None and not self._may_be(event, func, args):
+            is_sum = func in SUMS or kwargs.get("reduction", "mean") != "mean"
+            while not (self._calls or is_sum) and event is not None and self._is_other(event, func, args):
                 index, event = next(self._events, (0, None))
             while event is not None and event.func in SUMS and func not in SUMS and self._has_passed_units:
                 self._passed, (index, event) = True, next(self._events, (0, None))
@@ -338,13 +339,16 @@ class Shares:
             self.strayed = user_line(self.root)
         return (), None
 
-    def _may_be(self, event: Event, func: Any, args: Any) -> bool:
-        """Whether an event may be this call, where the micro-batch has gone another way since the last unit."""
-        mine = [one.shape for one in args if isinstance(one, Tensor)]
-        theirs = [one.shape for one, arg in zip(event.operands, args, strict=False) if isinstance(arg, Tensor)]
-        return event.func is func and all(
+    def _is_other(self, event: Event, func: Any, args: Any) -> bool:
+        """Whether a call of this function in the whole batch's step was of other values than this one.
+
+        The micro-batch has gone another way since the last unit, so that it may be another call.
+        """
+        pairs = zip(args, event.operands, strict=False)
+        shapes = [(arg.shape, whole.shape) for arg, whole in pairs if isinstance(arg, Tensor)]
+        return event.func is func and not all(
             own == whole or math.isclose(math.prod(own), self.fraction * math.prod(whole), rel_tol=1e-9)
-            for own, whole in zip(mine, theirs, strict=False)
+            for own, whole in shapes
         )
 
     @property
