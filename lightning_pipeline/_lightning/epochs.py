@@ -18,6 +18,12 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import _SUPPORTED_MODES, CombinedLoader
 from lightning.pytorch.utilities.data import has_iterable_dataset, sized_len
 
+from lightning_pipeline._lightning.trainer import (
+    STEPS,
+    combined_loader_of,
+    evaluation_loop,
+    is_sequential,
+)
 from lightning_pipeline.patching import Undo, all_undone, patch
 
 __all__ = [
@@ -30,6 +36,7 @@ __all__ = [
     "hold_schedulers",
     "is_last_batch",
     "is_of_a_search",
+    "loaders_behind",
     "progress_of",
     "progress_shown",
     "restore",
@@ -230,6 +237,21 @@ def in_sanity_check(trainer: Trainer) -> Iterator[None]:
         yield
     finally:
         trainer.state.stage = before
+
+
+def loaders_behind(trainer: Trainer, step: str) -> tuple[list[Any], bool]:
+    """The loaders whose batches a step is given, and whether it is given one of several at once. Since 2.0.
+
+    None before the loop has them, or `show_loaders` shows it them.
+    """
+    training = step == STEPS[TrainerFn.FITTING]
+    combined = combined_loader_of(trainer.fit_loop if training else evaluation_loop(trainer))
+    if combined is None:
+        return [], False
+    together = not is_sequential(combined) and not any(
+        combined.iterables is one for one in combined.flattened
+    )
+    return list(combined.flattened), together
 
 
 def _in_order(trainer: Trainer, combined: CombinedLoader, stage: RunningStage) -> CombinedLoader:

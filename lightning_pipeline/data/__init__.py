@@ -22,11 +22,12 @@ from lightning_pipeline.data.microbatch import (
     split_batch,
 )
 from lightning_pipeline.data.position import Position
-from lightning_pipeline.data.samples import has_samples, items_of
+from lightning_pipeline.data.samples import Loaded, has_samples, items_of
 
 __all__ = [
     "EarlyLoaders",
     "Feed",
+    "Loaded",
     "Position",
     "SharedPlaces",
     "batch_size_of",

@@ -14,6 +14,7 @@ from lightning_pipeline.data.mappings import unfillable, with_values
 from lightning_pipeline.data.samples import (
     OVERRIDE,
     Array,
+    Loaded,
     Samples,
     are_samples,
     arrays_in,
@@ -26,12 +27,14 @@ from lightning_pipeline.errors import ConfigurationError
 _PLAIN = frozenset({int, float, str})
 
 
-def batch_size_of(batch: Any) -> int:
+def batch_size_of(batch: Any, loaded: Loaded | None = None) -> int:
     """How many samples a batch has. See `samples_of`, which raises the same."""
-    return samples_of(batch).number
+    return samples_of(batch, loaded).number
 
 
-def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list[tuple[Any, int]]:
+def split_batch(
+    batch: Any, num_microbatches: int, *, at_least: int = 1, loaded: Loaded | None = None
+) -> list[tuple[Any, int]]:
     """Cut a batch into micro-batches, as evenly as possible; fewer when it has fewer samples.
 
     Every tensor whose first dimension is the batch's is split, and every list of that length with an item for
@@ -45,6 +48,7 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
         batch: What the dataloader gave.
         num_microbatches: How many to make. At least 1.
         at_least: Samples that each should have; fewer are made so that it does.
+        loaded: What is known of the loader.
 
     Returns:
         Pairs of a micro-batch and its number of samples.
@@ -57,8 +61,8 @@ def split_batch(batch: Any, num_microbatches: int, *, at_least: int = 1) -> list
         [([0, 1], 2), ([2], 1)]
     """
     if num_microbatches == 1 or not has_samples(batch):
-        return [(batch, _size_or_one(batch))]
-    samples = samples_of(batch)
+        return [(batch, _size_or_one(batch, loaded))]
+    samples = samples_of(batch, loaded)
     size = samples.number
     if size == 0:
         raise ConfigurationError("the batch is empty, nothing to split: check the dataset's last batch")
@@ -151,9 +155,9 @@ def _places(value: Any, part: Any, name: str) -> Iterator[Cut]:
         yield from _places(item, of_part, f"{name}[{key!r}]")
 
 
-def _size_or_one(batch: Any) -> int:
+def _size_or_one(batch: Any, loaded: Loaded | None) -> int:
     try:
-        return max(1, batch_size_of(batch))
+        return max(1, batch_size_of(batch, loaded))
     except ConfigurationError:  # nothing is split, so that nobody need know
         return 1
 

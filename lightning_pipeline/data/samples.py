@@ -26,13 +26,27 @@ class Samples(NamedTuple):
     Attributes:
         number: How many.
         one_by_one: Whether every list and tuple of this length is known to hold an item for each sample.
+        is_list: Whether the batch itself is a list with an item for each.
     """
 
     number: int
     one_by_one: bool = False
+    is_list: bool = False
 
 
-def samples_of(batch: Any) -> Samples:
+class Loaded(NamedTuple):
+    """What is known of the loaders that a batch is from.
+
+    Attributes:
+        several: Whether a batch is put together of batches of several.
+        sizes: How many samples one has, where that is known: as many as was asked for, or what is left over.
+    """
+
+    several: bool = False
+    sizes: frozenset[int] = frozenset()
+
+
+def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
     """How many samples a batch has: the length that explains most of its tensors.
 
     A length explains a tensor that has it as its first dimension, or that stands in a list or tuple of this
@@ -40,6 +54,10 @@ def samples_of(batch: Any) -> Samples:
     tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
     two the first one's. Of batches of several loaders, it is the largest one's. Without any tensor that has a
     dimension, the lengths of the lists count. NumPy arrays count as tensors here.
+
+    Args:
+        batch: What the dataloader gave.
+        loaded: What is known of it.
 
     Raises:
         ConfigurationError: Nothing in the batch has a length, no length is the most common one, or a list
@@ -53,6 +71,8 @@ def samples_of(batch: Any) -> Samples:
                 f"as the data set gives them, or batches of several loaders: {OVERRIDE}"
             )
         return Samples(len(batch), one_by_one=True)
+    if isinstance(batch, list) and loaded is not None and _holds_samples(batch, loaded):
+        return Samples(len(batch), one_by_one=True, is_list=True)
     lists = [one for one in _lists(batch) if is_list(one)] if rows else []
     stacked = {array.shape[0] for array in _stacked(batch, top=True)}
     shown = {length for length in map(len, lists) if _is_shown(batch, lists, stacked, length)}
@@ -63,7 +83,7 @@ def samples_of(batch: Any) -> Samples:
             return Samples(length, one_by_one=True)
     best = max(shown, key=lambda length: _score(batch, lists, length), default=None)
     try:
-        usual = _most_common(batch)
+        usual = _most_common(batch, loaded)
     except ConfigurationError:
         if best is None:
             raise
@@ -76,6 +96,18 @@ def samples_of(batch: Any) -> Samples:
             f"can be one for each sample or {usual} batches: {OVERRIDE}"
         )
     return Samples(usual, one_by_one=usual in objects)
+
+
+def _holds_samples(batch: list[Any], loaded: Loaded) -> bool:
+    """Whether a list holds samples that are not stacked, such as `collate_fn=list` leaves."""
+    rows = [array.shape[0] for array in arrays_in(batch)]
+    lengths = set(rows)
+    if loaded.several or not rows or not are_alike(batch):
+        return False
+    if not loaded.sizes:  # a sampler of batches says of how many samples
+        return len(lengths) > 1 and len(batch) > 2 and all(map(items_of, batch))
+    is_column = any(rows.count(size) > 1 for size in loaded.sizes) and not all(map(items_of, batch))
+    return len(batch) in loaded.sizes and not (is_column or (len(lengths) == 1 and lengths <= loaded.sizes))
 
 
 def _explained(batch: Any, length: int, *, top: bool = True) -> int:
@@ -103,7 +135,7 @@ def _score(batch: Any, lists: Sequence[Any], length: int) -> tuple[int, int]:
     return _explained(batch, length), plain
 
 
-def _most_common(batch: Any) -> int:
+def _most_common(batch: Any, loaded: Loaded | None) -> int:
     lengths = [array.shape[0] for array in arrays_in(batch)] or list(_list_lengths(batch))
     if not lengths:
         raise ConfigurationError(
@@ -113,7 +145,7 @@ def _most_common(batch: Any) -> int:
     counts = Counter(lengths)
     (length, count), *others = counts.most_common()
     is_shared = count > 1 and bool(others) and others[0][1] == count
-    if is_shared and _are_batches(batch):
+    if is_shared and (loaded is None or loaded.several or not loaded.sizes) and _are_batches(batch):
         return max(one for one, number in counts.items() if number == count)
     if is_shared or (count == 1 and len(counts) > 2):
         raise ConfigurationError(
@@ -150,7 +182,7 @@ def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
     size = samples.number
     if not is_list(values) or len(values) != size or (top and not isinstance(values, list)):
         return False
-    if top and _are_single(values):
+    if top and (samples.is_list or _are_single(values)):
         return True
     batched = [is_batched(item, size) for item in values]
     if top:

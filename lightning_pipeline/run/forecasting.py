@@ -136,7 +136,7 @@ class ForecastInput:
 
     def parts(self, num_microbatches: int) -> Parts:
         """The batch, split."""
-        return split_arguments(self.module, self._args, num_microbatches)
+        return split_arguments(self.module, "training_step", self._args, num_microbatches)
 
     def choose_number(self, schedule: Schedule, stages: int) -> int:
         """What `num_microbatches="auto"` is in a run."""

@@ -169,10 +169,11 @@ class Splitting:
         together: RanksInStep,
     ) -> None:  # fmt: skip
         run, trainer = self._run, self._trainer
-        number, at_least = self._choose_number(args)
+        with early.shown():
+            number, at_least = self._choose_number(step, args)
+            parts = split_arguments(self._module, step, args, number, says=True)
         run.at_end(lambda: _lightning.claim_device(self._module, torch.device("cpu")))
         _lightning.claim_device(self._module, self._device)
-        parts = split_arguments(self._module, args, number, says=True)
         says = self._headline(parts, number)
         with parts.explained(args[0]):
             cut = self._cut(step, parts.args[0], number, built, early)
@@ -234,24 +235,24 @@ class Splitting:
             later = early.later_arguments(step)
             if later is None:
                 return cut
-            return cutting.look_at(cut, later[0], split_arguments(self._module, later[1], number).args[0])
+            return cutting.look_at(cut, later[0], split_arguments(self._module, *later, number).args[0])
 
     def _make_lazy_layers(self, call: FirstCall, number: int, early: EarlyLoaders) -> None:
         checked, calls = early.later_arguments(call.step), [call]
         if checked is not None:  # the sanity check comes first
-            args = split_arguments(self._module, checked[1], number).args[0]
+            args = split_arguments(self._module, *checked, number).args[0]
             calls.insert(0, FirstCall(checked[0], args, early.states[checked[0]]))
         states = self._run.members.from_zero.share(lambda: [one.states for one in calls])
         calls = [one._replace(states=equal) for one, equal in zip(calls, states, strict=True)]
         self._run.members.agreed(lambda: make_lazy_layers(self._trainer, calls, self._forwards))
 
-    def _choose_number(self, args: Sequence[Any]) -> tuple[int, int]:
+    def _choose_number(self, step: str, args: Sequence[Any]) -> tuple[int, int]:
         """Micro-batches of a batch, and samples that each should have."""
         if self._settings.num_microbatches != "auto":
             return self._settings.num_microbatches, 1
         at_least = 1 + trains_batch_norm(self._module)
 
         def choose() -> int:
-            return self._plans.choose_number(samples_of(self._module, args), at_least=at_least)
+            return self._plans.choose_number(samples_of(self._module, step, args), at_least=at_least)
 
         return int(self._run.members.from_zero.share(choose)), at_least

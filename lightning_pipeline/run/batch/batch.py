@@ -123,7 +123,7 @@ class Steps:
         """
         split = split_again if step in self.shared else split_arguments
         shared = self.shared.get(step, SharedPlaces())
-        parts = split(self.module, args, self.num_microbatches, at_least=at_least, shared=shared)
+        parts = split(self.module, step, args, self.num_microbatches, at_least=at_least, shared=shared)
         self.shared[step] = shared
         return parts
 
@@ -252,7 +252,7 @@ class Batch:
         if self.parts.refusal is not None:
             self.advice.not_cut(self.parts.refusal)
         elif several and total is not None and not steps.split.fits(self.step, total):
-            self.parts = split_arguments(steps.module, self.args, 1)
+            self.parts = split_arguments(steps.module, self.step, self.args, 1)
             self.advice.whole(total)
         elif self.trains and total is None and steps.num_microbatches > len(self.parts.args):
             self.advice.unsplit(self.args[0])

@@ -1,6 +1,6 @@
 """A batch, split into the arguments of a step for each micro-batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import DataLoader
 
+from lightning_pipeline import _lightning
 from lightning_pipeline._torch import AnyBatchNorm
+from lightning_pipeline.data import Loaded, batch_size_of, has_samples, how_cut, split_batch
 from lightning_pipeline.data import SharedPlaces as SharedPlaces
-from lightning_pipeline.data import batch_size_of, has_samples, how_cut, split_batch
 from lightning_pipeline.errors import ConfigurationError, PipelineError, SplitError
 
 
@@ -90,13 +92,14 @@ class Parts:
 
 
 def split_arguments(
-    module: LightningModule, args: Sequence[Any], num_microbatches: int, *,
+    module: LightningModule, step: str, args: Sequence[Any], num_microbatches: int, *,
     at_least: int = 1, says: bool = False, shared: SharedPlaces | None = None,
 ) -> Parts:  # fmt: skip
     """Split the batch, the first argument of every step; the others go to each micro-batch.
 
     Args:
         module: May override with `split_batch(batch, num_microbatches)`, which returns a list of parts.
+        step: That is given it.
         args: Of the step.
         num_microbatches: At most so many parts.
         at_least: Samples that each part should have, where we split.
@@ -106,7 +109,7 @@ def split_arguments(
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
     if own is None:
-        pairs = split_batch(batch, num_microbatches, at_least=at_least)
+        pairs = split_batch(batch, num_microbatches, at_least=at_least, loaded=_loaded(module, step))
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
         microbatches = [part for part, _ in pairs]
@@ -123,23 +126,45 @@ def split_arguments(
     return _sized([(part, *rest) for part in own_parts])
 
 
-def split_again(module: LightningModule, args: Sequence[Any], num_microbatches: int, **options: Any) -> Parts:
+def split_again(
+    module: LightningModule, step: str, args: Sequence[Any], num_microbatches: int, **options: Any
+) -> Parts:
     """As `split_arguments`, for a batch after others of its step: one that cannot be split is one part."""
     try:
-        return split_arguments(module, args, num_microbatches, **options)
+        return split_arguments(module, step, args, num_microbatches, **options)
     except ConfigurationError as error:
-        return replace(split_arguments(module, args, 1), refusal=error)
+        return replace(split_arguments(module, step, args, 1), refusal=error)
 
 
-def samples_of(module: LightningModule, args: Sequence[Any]) -> int | None:
+def samples_of(module: LightningModule, step: str, args: Sequence[Any]) -> int | None:
     """Samples of a batch that is to be split; `None` where there is nothing to split.
 
     Raises:
         ConfigurationError: Nothing tells how many there are.
     """
     if getattr(module, "split_batch", None) is not None:
-        return split_arguments(module, args, 1).batch_size
-    return batch_size_of(args[0]) if has_samples(args[0]) else None
+        return split_arguments(module, step, args, 1).batch_size
+    return batch_size_of(args[0], _loaded(module, step)) if has_samples(args[0]) else None
+
+
+def _loaded(module: LightningModule, step: str) -> Loaded | None:
+    """What the loaders say of a batch; None where there are none, or they are not torch's."""
+    if module._trainer is None:
+        return None
+    loaders, together = _lightning.loaders_behind(module._trainer, step)
+    if together:
+        return Loaded(several=True)
+    plain = bool(loaders) and all(isinstance(one, DataLoader) for one in loaders)
+    return Loaded(sizes=frozenset(size for one in loaders for size in _sizes(one))) if plain else None
+
+
+def _sizes(loader: DataLoader[Any]) -> Iterator[int]:
+    """How many samples batches of a loader have; nothing where a sampler of batches decides."""
+    size = loader.batch_size or getattr(loader.batch_sampler, "batch_size", None)
+    if isinstance(size, int) and size > 0:
+        yield size
+        if isinstance(loader.sampler, Sized) and len(loader.sampler) % size:
+            yield len(loader.sampler) % size
 
 
 def trains_batch_norm(module: LightningModule) -> bool:

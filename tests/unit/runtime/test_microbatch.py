@@ -344,12 +344,12 @@ def test_what_has_rows_and_is_not_cut_is_said() -> None:
     with pytest.warns(
         UserWarning, match=r"'set'\] \(12,\) to \(6,\); each part gets whole: batch\['y'\] \(4,\)"
     ):
-        split_arguments(LightningModule(), [sets], 2, says=True)
+        split_arguments(LightningModule(), "training_step", [sets], 2, says=True)
     boxes = [torch.zeros(images, 4) for images in (2, 1, 3, 1)]
     plain = {"x": torch.zeros(4, 3), "boxes": boxes, "mask": torch.zeros(1, 5), "scale": torch.tensor(2.0)}
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        parts = split_arguments(LightningModule(), [plain], 2, says=True)
+        parts = split_arguments(LightningModule(), "training_step", [plain], 2, says=True)
     assert parts.how_cut(plain).startswith(
         "The batch was cut into micro-batches by the first dimension: batch['x'] (4, 3) to (2, 3), "
         "batch['boxes'] (4,) to (2,); each part gets whole: batch['mask'] (1, 5)."
@@ -358,7 +358,7 @@ def test_what_has_rows_and_is_not_cut_is_said() -> None:
 
 def test_an_error_of_a_step_says_how_many_samples_micro_batches_have() -> None:
     batch = torch.zeros(6, 3)
-    parts = split_arguments(LightningModule(), [batch], 3)
+    parts = split_arguments(LightningModule(), "training_step", [batch], 3)
     with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
         batch[:2].topk(3, 0)
     assert raised.value.__notes__ == [
@@ -367,7 +367,7 @@ def test_an_error_of_a_step_says_how_many_samples_micro_batches_have() -> None:
         "samples with each other (an adjacency matrix) is cut by rows alone, unless `split_batch(batch, "
         "num_microbatches)` on the LightningModule cuts it."
     ]
-    parts = split_arguments(LightningModule(), [batch], 1)
+    parts = split_arguments(LightningModule(), "training_step", [batch], 1)
     with pytest.raises(RuntimeError, match="out of range") as raised, parts.explained(batch):
         batch[:2].topk(3, 0)
     assert not hasattr(raised.value, "__notes__")
