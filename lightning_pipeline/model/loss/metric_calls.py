@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_pipeline.model.loss.bent import Bent, DifferentWaysError, Leaf, together_in_form
 from lightning_pipeline.model.loss.events import type_of
@@ -390,10 +390,7 @@ class MetricCalls:
     def _forward(self, line: _Line, nth: int, args: Any, kwargs: Any) -> Any:
         """The value of the micro-batch alone; nan where its samples are too few for one, as for `R2Score`."""
         draft = self._draft(line.metric)
-        try:
-            value = draft(*args, **kwargs)
-        except ValueError:  # where the batch has too few, too, the call for the batch raises it
-            value = draft._forward_cache = torch.tensor(math.nan, device=draft.device)
+        value = _value_or_nan(draft, args, kwargs)
         pairs: Any = zip(line.metric.modules(), draft.modules(), strict=True)
         for place, (mine, theirs) in enumerate(pairs):
             if isinstance(theirs, Metric):
@@ -572,3 +569,16 @@ class MetricCalls:
 def _alone() -> bool:
     """Copies gather from nobody."""
     return False
+
+
+def _value_or_nan(draft: Any, args: Any, kwargs: Any) -> Any:
+    """What a metric gives for some samples; nan, where it takes these for too few."""
+    try:
+        return draft(*args, **kwargs)
+    except ValueError:  # where the batch has too few, too, the call for the batch raises it
+        draft.reset()
+    if isinstance(draft, MetricCollection):
+        named = draft.items(keep_base=False, copy_state=False)
+        return {name: _value_or_nan(one, args, one._filter_kwargs(**kwargs)) for name, one in named}
+    draft._forward_cache = torch.tensor(math.nan, device=draft.device)
+    return draft._forward_cache

@@ -278,7 +278,7 @@ def mean_of_picked(
     shares: Follows, func: Any, args: tuple[Any, ...], result: Any, share: Share | None
 ) -> Share | None:
     """A mean of values that a mask picked, where nobody knows what the whole batch's step does; else None."""
-    if func not in _MEANS or len(args) > 1 or share is None or not is_of_rows(share, args[0]):
+    if func not in MEANS or len(args) > 1 or share is None or not is_of_rows(share, args[0]):
         return None
     if not isinstance(result, Tensor) or result.dim():
         return None
@@ -461,7 +461,7 @@ def _choice(step: Step) -> Share | None:
     return share or Share(())
 
 
-_MEANS = frozenset(both("mean"))
+MEANS = frozenset(both("mean"))
 Rule = Callable[[Step], Share | None]
 
 

@@ -44,6 +44,7 @@ from lightning_pipeline.model.loss.masks import has_mask, indices
 from lightning_pipeline.model.loss.reductions import LOSSES, valid_targets
 from lightning_pipeline.model.loss.rules import (
     FOLLOWED,
+    MEANS,
     RULES,
     Step,
     are_sums,
@@ -324,8 +325,8 @@ class Shares:
     def _take(self, func: Any, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], Event | None]:
         if not self.strayed:
             index, event = next(self._events, (0, None))
-            is_sum = func in SUMS or kwargs.get("reduction", "mean") != "mean"
-            while not (self._calls or is_sum) and event is not None and self._is_other(event, func, args):
+            divides = func in MEANS or (func in LOSSES and kwargs.get("reduction", "mean") == "mean")
+            while divides and not self._calls and event is not None and self._is_other(event, func, args):
                 index, event = next(self._events, (0, None))
             while event is not None and event.func in SUMS and func not in SUMS and self._has_passed_units:
                 self._passed, (index, event) = True, next(self._events, (0, None))

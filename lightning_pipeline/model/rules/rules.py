@@ -6,6 +6,7 @@ not guessed: `rule_for` tries them on a run in which the answer is known.
 
 from collections import deque
 from collections.abc import Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -88,9 +89,36 @@ def one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -
     return _with(start, [merged(None, list(column), sizes, merge) for column in columns])
 
 
+def alike_one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+    """The same where all have added the same, as zeros while a weight is 0; later they may be others."""
+
+    def put_together(values: list[Any], sizes: list[int]) -> Any:
+        alike = all(equal(value, values[0]) for value in values)
+        return values[0] if alike else usual(None, values, sizes, merge)
+
+    return one_by_one(start, results, sizes, put_together)
+
+
 def averaged_one_by_one(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
     """The same of items that are means of each element."""
     return one_by_one(start, results, sizes, lambda values, sizes: averaged(None, values, sizes, merge))
+
+
+class OfWindow:
+    """What is added to a deque that lets go of as much: once it is full, it does not tell how much that is.
+
+    Args:
+        rule: For what is added.
+        count: How many items a micro-batch adds.
+        by_samples: Whether that is for each of its samples.
+    """
+
+    def __init__(self, rule: Rule, count: int, *, by_samples: bool) -> None:
+        self._rule, self._count, self._by_samples = rule, count, by_samples
+
+    def __call__(self, start: Any, results: list[Any], sizes: list[int], merge: Merge) -> Any:
+        counts = [self._count * (size if self._by_samples else 1) for size in sizes]
+        return _with(start, list(self._rule([], _new_items(start, results, counts), sizes, merge)))
 
 
 class InBlocks:
@@ -229,8 +257,23 @@ def rule_for(start: Any, trials: Sequence[Trial], merge: Merge, *, anew: bool = 
         return _rule_by_key(start if isinstance(start, dict) else {}, trials, merge)
     for rule in _RULES:
         if all(_fits(rule, start, trial, merge) for trial in trials):
-            return rule
+            return _of_items(rule, start, trials) if isinstance(start, list | deque) else rule
     return None
+
+
+def _of_items(rule: Rule, start: Any, trials: Sequence[Trial]) -> Rule:
+    """A rule for what is added to a container, with how much that is where it may be full later."""
+    try:
+        added = [[len(new) for new in _new_items(start, list(trial[:2]))] for trial in trials]
+    except NoFit:
+        return rule
+    rule = alike_one_by_one if rule is same and added[0][0] else rule
+    if not isinstance(start, deque) or start.maxlen is None or not added[0][0]:
+        return rule
+    sizes = [list(trial.sizes) for trial in trials]
+    each = added[0][0] // sizes[0][0]
+    by_samples = rule is joined and added == [[each * size for size in own] for own in sizes]
+    return OfWindow(rule, each if by_samples else added[0][0], by_samples=by_samples)
 
 
 def _tensors(value: Any) -> int:
@@ -353,21 +396,36 @@ def _of_type(results: list[Any], kind: type) -> list[Any]:
     return results
 
 
-def _new_items(start: Any, results: list[Any]) -> list[list[Any]]:
-    """What each result has beyond the items of `start`; a deque may have lost some of these."""
+def _new_items(start: Any, results: list[Any], counts: Sequence[int] = ()) -> list[list[Any]]:
+    """What each result has beyond the items of `start`; a deque may have lost some of these.
+
+    A full one does not tell how many are new where they are the same objects, as small numbers are: then
+    these are as many as `counts` says, or as few as others may have.
+    """
     _of_type([start], list | deque)  # type: ignore[arg-type]
     _of_type(results, list | deque)  # type: ignore[arg-type]
-    before, found = list(start), []
-    for result in map(list, results):
-        kept = next(
-            n
-            for n in range(min(len(before), len(result)), -1, -1)
-            if all(a is b for a, b in zip(before[len(before) - n :], result[:n], strict=True))
-        )
-        if kept < len(before) and getattr(start, "maxlen", None) != len(result):
-            raise NoFit
-        found.append(result[kept:])
-    return found
+    before, maxlen = list(start), getattr(start, "maxlen", None)
+    found = [_numbers_added(before, list(result), maxlen) for result in results]
+    shared = sorted(set.intersection(*map(set, found)) - {0})
+    new = []
+    for place, (result, own) in enumerate(zip(results, found, strict=True)):
+        known = min(counts[place], len(result)) if place < len(counts) else -1
+        number = known if known in own else shared[0] if shared and len(own) > 1 else own[0]
+        new.append(list(result)[len(result) - number :])
+    return new
+
+
+def _numbers_added(before: list[Any], result: list[Any], maxlen: int | None) -> list[int]:
+    """How many items may be new, the fewest first."""
+    is_full = len(result) == maxlen
+    kept = [
+        n
+        for n in range(min(len(before), len(result)), -1 if is_full else len(before) - 1, -1)
+        if all(map(is_, before[len(before) - n :], result[:n]))
+    ]
+    if not kept:
+        raise NoFit
+    return [len(result) - n for n in kept]
 
 
 def _with(start: Any, items: list[Any]) -> Any:

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -531,8 +532,9 @@ def _filled(old: Any, whole: Any) -> Any:
 
 
 def _is_grown(value: Any, before: Any) -> bool:
-    length = len(before)
-    return len(value) >= length and (not length or value[length - 1] is before[-1])
+    """Whether all that was there is, at the same places; a full deque does not tell what it has let go."""
+    is_full = isinstance(value, deque) and len(value) == value.maxlen == len(before)
+    return not is_full and len(value) >= len(before) and all(map(is_, value, before))
 
 
 def _is_new(result: Any, before: Any) -> bool:

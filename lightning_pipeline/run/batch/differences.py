@@ -1,6 +1,7 @@
 """Nested values, part by part: what differs, and one with parts of the other in it."""
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, NamedTuple
@@ -88,7 +89,7 @@ def differences(
     elif keys_of(mine) != keys_of(theirs):
         yield Difference(place, f"{len(keys_of(mine))} items", f"{len(keys_of(theirs))} items", theirs)
     else:
-        for key, one, other in zip(keys_of(mine), items_of(mine), items_of(theirs), strict=True):
+        for key, one, other in zip(keys_of(mine), _items(mine), _items(theirs), strict=True):
             yield from differences(one, other, (*place, key), exactly=exactly)
 
 
@@ -113,9 +114,13 @@ def keys_of(value: Any) -> list[Any]:
     """What `items_of` has its items by."""
     if isinstance(value, Mapping):
         return list(value)
-    if isinstance(value, list | tuple):
+    if isinstance(value, list | tuple | deque):
         return list(range(len(value)))
     return [field.name for field in fields(value)] if items_of(value) else []
+
+
+def _items(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, deque) else items_of(value)
 
 
 def _as_tensor(value: Any, *, exactly: bool) -> Any:
