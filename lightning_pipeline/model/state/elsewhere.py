@@ -105,8 +105,7 @@ class Unmerged(Elsewhere):
         super().__init__(what)
         object.__setattr__(self, "_step", step)
 
-    def __hash__(self) -> int:
-        return id(self)  # torch looks for each buffer among those that it has seen
+    __hash__ = object.__hash__  # type: ignore[assignment]  # torch looks for buffers among those it has seen
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self._refused()
