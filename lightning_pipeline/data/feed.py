@@ -104,6 +104,7 @@ class Feed:
             return loader
         known = self._known(loader)
         if known is None:
+            seed_workers_by_replica(loader, self._replica)  # they start when it is looked at
             known = Peekable(loader)
             self._looked_at.append(known)
         return known

@@ -14,8 +14,17 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from lightning.pytorch import seed_everything
 from torch import Tensor
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
 from tests.pool import Pool
 from tests.ranks.lightning_cases import Regression, loader, trainer, weights
@@ -198,3 +207,30 @@ def test_what_may_not_be_written_stands(tmp_path: Path, kind: str) -> None:
             run.fit(module, DataLoader(Awkward(kind, tmp_path), batch_size=4))
         found.append(weights(module))
     torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=1e-9)
+
+
+class Stream(IterableDataset[Any]):
+    """Its workers share its items, and draw noise."""
+
+    def __iter__(self) -> Any:
+        items, worker = list(loader(8).dataset), get_worker_info()
+        mine = items if worker is None else items[worker.id :: worker.num_workers]
+        return ((x + torch.rand((), dtype=x.dtype), y) for x, y in mine)
+
+
+class Streams(Regression):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Stream(), batch_size=4, num_workers=2)
+
+
+def streamed(pipeline: dict[str, Any] | None) -> dict[str, Any]:
+    module = Streams()
+    seed_everything(11, workers=True, verbose=False)
+    trainer(pipeline, max_epochs=2).fit(module)
+    return weights(module)
+
+
+def test_workers_of_a_stream_draw_what_they_draw_on_one_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PL_SEED_WORKERS", "1")  # so that it is taken back
+    expected = streamed(None)
+    torch.testing.assert_close(streamed({"stages": 1, "num_microbatches": 2}), expected, rtol=1e-9, atol=1e-9)
