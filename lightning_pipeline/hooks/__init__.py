@@ -23,13 +23,14 @@ from lightning_pipeline.hooks.optimizers import (
 )
 from lightning_pipeline.hooks.precision import join_scaler, of_stages
 from lightning_pipeline.hooks.remote_units import RemoteUnits, answer_calls
-from lightning_pipeline.hooks.reports import Report, ReportChannel, loss_of, replay
+from lightning_pipeline.hooks.reports import Entry, Report, ReportChannel, loss_of, replay
 from lightning_pipeline.hooks.step_logs import LogRecorder
 
 __all__ = [
     "AgreedGradients",
     "Beside",
     "Calls",
+    "Entry",
     "EpochEndHooks",
     "FiniteSteps",
     "GradientHooks",

@@ -261,6 +261,26 @@ class LogRecorder:
         stacked = torch.stack(values) if values else None
         return Report(tuple(entries), None if loss is None else loss.dtype, stacked)
 
+    def of_one(
+        self, name: str, value: Any, given: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> tuple[Entry, Tensor]:
+        """What the step of the whole batch has logged, and no micro-batch.
+
+        Args:
+            name: The key.
+            value: Of it.
+            given: Arguments of `log` or `log_dict`.
+        """
+        args, kwargs = given
+        several = "dictionary" in kwargs or (args and isinstance(args[0], Mapping))
+        rest = args[1 if several else 2 :]
+        options = {key: one for key, one in kwargs.items() if key not in ("dictionary", "name", "value")}
+        bound = SIGNATURE.bind(self._module, name, value, *rest, **options).arguments
+        scalar = _scalar(name, value, self._module.device)
+        assert scalar is not None, "a number"
+        entry = Entry(name, log_options(bound), bound.get("batch_size"), None, scalar.dtype)
+        return entry, scalar.double()
+
     def _reduced(self, key: tuple[str, int], call: _Call) -> Tensor:
         """The batch's value of those of its micro-batches."""
         found = self._known(key, call)

@@ -50,6 +50,7 @@ class Heard(NamedTuple):
         returned: What it returned.
         writes: What it gave to loggers.
         unknown: What it logged of values that are not here, likewise.
+        calls: The numbers that it logged as they were, with the arguments of each call, likewise.
         batch_sizes: What it said of how many samples numbers are of, likewise by name.
         is_sure: Whether what units gave is put together as they would have given it for the batch as one.
     """
@@ -63,6 +64,7 @@ class Heard(NamedTuple):
     is_sure: bool = False
     batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
     unknown: Collection[tuple[str, int]] = ()
+    calls: Mapping[tuple[str, int], tuple[Any, Any]] = MappingProxyType({})
 
 
 class _ReadsSeen(TorchFunctionMode):
@@ -208,6 +210,7 @@ class ToldAsOne:
     def _run(self, step: Step, state: StepState | None, whole: Microbatch, values: MadeUp) -> Heard | None:
         logged, reads, counts = dict[tuple[str, int], float](), _ReadsSeen(self._root), Counter[str]()
         batch_sizes, unknown = dict[tuple[str, int], int](), set[tuple[str, int]]()
+        calls = dict[tuple[str, int], tuple[Any, Any]]()
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for name, value in _numbers(*given):
@@ -216,6 +219,7 @@ class ToldAsOne:
                 else:
                     number = value.detach() if isinstance(value, Tensor) else value
                     logged[name, counts[name]] = float(number)
+                    calls[name, counts[name]] = number, given
                 if isinstance(size := given[1].get("batch_size"), int):
                     batch_sizes[name, counts[name]] = size
                 counts[name] += 1
@@ -241,8 +245,9 @@ class ToldAsOne:
             told = float(loss.detach())
         returned = map_tensors(Tensor.detach, result)
         return Heard(
-            told, logged, reads.lines, left, returned, writes, batch_sizes=batch_sizes, unknown=unknown
-        )
+            told, logged, reads.lines, left, returned, writes, batch_sizes=batch_sizes, unknown=unknown,
+            calls=calls,
+        )  # fmt: skip
 
     def _draws(self) -> Any:
         """Where random numbers stand."""

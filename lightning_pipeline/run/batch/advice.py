@@ -163,6 +163,15 @@ class Advice:
                 "returns, or use self.log or a torchmetrics object"
             )
 
+    def of_more(self, names: Sequence[str]) -> None:
+        """The batch as one logs what no micro-batch does."""
+        self.say(
+            ("more", self._step),
+            f"{self._step} logs {_listed(names)} for a batch of so many samples, and for none of its "
+            f"{self._number} micro-batches (`if len(x) > 4: self.log(...)`): batches before, or all, are "
+            "without it. Log it in on_train_batch_end or its like, or in each micro-batch",
+        )
+
     def without_loss(self) -> None:
         """No micro-batch has a loss."""
         self.say(

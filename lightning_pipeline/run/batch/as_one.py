@@ -8,8 +8,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
-from lightning_pipeline.hooks import Report, Write
+from lightning_pipeline.hooks import Entry, Report, Write
 from lightning_pipeline.model.rehearsal import Heard
 from lightning_pipeline.run.batch.differences import (
     Difference,
@@ -57,6 +58,7 @@ class Compared(NamedTuple):
         may_differ: Whether it returns what may agree in this batch by chance.
         is_none: Whether it returns nothing.
         batch_sizes: Of how many samples it says that numbers are, likewise, if that is sure.
+        more: What no micro-batch has logged: name, number, arguments of the call; None of what is not here.
     """
 
     told: Sequence[Otherwise] = ()
@@ -71,11 +73,13 @@ class Compared(NamedTuple):
     may_differ: bool = False
     is_none: bool = False
     batch_sizes: Mapping[tuple[str, int], int] = MappingProxyType({})
+    more: Sequence[tuple[str, Any, Any]] = ()
 
     @property
     def differs(self) -> bool:
         """Whether anything does, or goes to loggers, so that it may go by what metrics gave."""
-        return bool(self.told or self.returned or self.left or self.left_as_one or self.writes)
+        told = self.told or self.more
+        return bool(told or self.returned or self.left or self.left_as_one or self.writes)
 
     def replaces(self, output: Any) -> bool:
         """Whether what the batch as one returns stands for what no rule puts together; that is warned of."""
@@ -98,6 +102,11 @@ class Compared(NamedTuple):
             },
             logged=other.logged,
             writes=self.writes if _are_alike(self.writes, other.writes or ()) else None,
+            more=[
+                one
+                for one, also in zip(self.more, other.more, strict=False)
+                if one[0] == also[0] and not any(differences(one[1], also[1]))
+            ],
         )
 
 
@@ -148,7 +157,35 @@ def _compared(report: Report, output: Any, left: Mapping[str, Any], one: Heard, 
         has_loss=one.loss is not None,
         is_none=one.returned is None,
         batch_sizes=one.batch_sizes if one.is_sure else {},
+        more=list(_logged_beside(report, one)),
     )
+
+
+def _logged_beside(report: Report, one: Heard) -> Iterator[tuple[str, Any, Any]]:
+    """What the batch as one logs more often than its micro-batches."""
+    counts = Counter(entry.name for entry in report.entries)
+    for (name, nth), (value, given) in one.calls.items():
+        if nth >= counts[name]:
+            yield name, value, given
+    for name, nth in one.unknown:
+        if nth >= counts[name]:
+            yield name, None, None
+
+
+def with_more(report: Report, more: Sequence[tuple[Entry, Tensor]]) -> Report:
+    """A batch's report with further logs.
+
+    Args:
+        report: Of the batch.
+        more: Each with its number.
+    """
+    if not more:
+        return report
+    before = report.values if report.values is not None else torch.zeros(0, dtype=torch.float64)
+    place = len(before) - report.scales
+    new = torch.stack([number.to(before) for _, number in more])
+    values = torch.cat([before[:place], new, before[place:]])
+    return replace(report, entries=(*report.entries, *(entry for entry, _ in more)), values=values)
 
 
 def _are_alike(one: Sequence[Write] | None, other: Sequence[Write]) -> bool:

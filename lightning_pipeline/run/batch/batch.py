@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_pipeline.executor import Executor
 from lightning_pipeline.hooks import (
+    Entry,
     LogRecorder,
     Report,
     ReportChannel,
@@ -33,6 +34,7 @@ from lightning_pipeline.run.batch.as_one import (
     extras_of,
     told_otherwise,
     with_batch_sizes,
+    with_more,
     with_numbers,
 )
 from lightning_pipeline.run.batch.parts import Parts, SharedPlaces, split_again, split_arguments
@@ -345,7 +347,7 @@ class Batch:
         before, report = report, with_batch_sizes(report, found.batch_sizes)
         if report is not before:
             split.as_one.each.add(self.step)
-        report = with_numbers(report, {**guessed, **numbers})
+        report = with_more(with_numbers(report, {**guessed, **numbers}), self._more_of(found))
         if self.trains and self._is_none_for_some(found, is_compared=is_compared):
             report = report.without_loss()
         return report, self._returned_as_one(output, found)
@@ -374,6 +376,16 @@ class Batch:
             if one.name is not None and one.theirs is not None and found.is_sure:
                 numbers[one.name, one.nth] = one.theirs
         return numbers
+
+    def _more_of(self, found: Compared) -> list[tuple[Entry, Tensor]]:
+        """What the batch as one logs and its micro-batches do not; warns where that is not sure."""
+        as_one = self._steps.split.as_one
+        known = [one for one in found.more if found.is_sure and one[1] is not None]
+        if found.more:
+            as_one.each.add(self.step)
+        if len(known) < len(found.more) or (known and self.step in as_one.missed):
+            self.advice.of_more([name for name, *_ in found.more])
+        return [self._steps.recorder.of_one(*one) for one in known]
 
     def _leave(self, found: Compared, *, is_compared: bool) -> None:
         """Leave behind what the batch as one does, where that is sure."""
