@@ -220,6 +220,7 @@ def unmerged(start: Any, results: list[Any], sizes: list[int], merge: Merge) -> 
     raise NoFit
 
 
+_MOST_NEW = 1000  # items that are looked for at the end of a deque that has let go of others
 _RULES: list[Rule] = [
     same,
     summed,
@@ -405,27 +406,32 @@ def _new_items(start: Any, results: list[Any], counts: Sequence[int] = ()) -> li
     _of_type([start], list | deque)  # type: ignore[arg-type]
     _of_type(results, list | deque)  # type: ignore[arg-type]
     before, maxlen = list(start), getattr(start, "maxlen", None)
-    found = [_numbers_added(before, list(result), maxlen) for result in results]
+    lists = list(map(list, results))
+    known = [min(count, len(result)) for count, result in zip(counts, lists, strict=False)]
+    if known and all(_adds(before, *pair) for pair in zip(lists, known, strict=True)):
+        return [result[len(result) - count :] for result, count in zip(lists, known, strict=True)]
+    found = [_numbers_added(before, result, maxlen) for result in lists]
     shared = sorted(set.intersection(*map(set, found)) - {0})
-    new = []
-    for place, (result, own) in enumerate(zip(results, found, strict=True)):
-        known = min(counts[place], len(result)) if place < len(counts) else -1
-        number = known if known in own else shared[0] if shared and len(own) > 1 else own[0]
-        new.append(list(result)[len(result) - number :])
-    return new
+    numbers = [shared[0] if shared and len(own) > 1 else own[0] for own in found]
+    return [result[len(result) - number :] for result, number in zip(lists, numbers, strict=True)]
 
 
 def _numbers_added(before: list[Any], result: list[Any], maxlen: int | None) -> list[int]:
-    """How many items may be new, the fewest first."""
-    is_full = len(result) == maxlen
-    kept = [
-        n
-        for n in range(min(len(before), len(result)), -1 if is_full else len(before) - 1, -1)
-        if all(map(is_, before[len(before) - n :], result[:n]))
-    ]
-    if not kept:
+    """How many items may be new, the fewest first; of a full deque, whose items may be alike, few numbers."""
+    fewest = max(len(result) - len(before), 0)
+    most = min(fewest + _MOST_NEW, len(result)) if len(result) == maxlen else fewest
+    found = [number for number in range(fewest, most + 1) if _adds(before, result, number)]
+    if not found and len(result) == maxlen:
+        return [len(result)]  # nothing of what was there is left
+    if not found or (len(result) < len(before) and len(result) != maxlen):
         raise NoFit
-    return [len(result) - n for n in kept]
+    return found
+
+
+def _adds(before: list[Any], result: list[Any], number: int) -> bool:
+    """Whether so many items at the end may be new, after the last ones that were there."""
+    kept = len(result) - number
+    return kept <= len(before) and all(map(is_, before[len(before) - kept :], result[:kept]))
 
 
 def _with(start: Any, items: list[Any]) -> Any:
