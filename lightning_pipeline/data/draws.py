@@ -55,7 +55,7 @@ def seeded(*key: int) -> Iterator[None]:
         yield
 
 
-def _holders(loader: Any) -> list[Any]:
+def holders_of(loader: Any) -> list[Any]:
     """A loader, and what it asks: samplers, what collates, and its data down to the first."""
     batches, collate = getattr(loader, "batch_sampler", None), getattr(loader, "collate_fn", None)
     collate = getattr(collate, "__self__", collate)  # a method's object
@@ -79,7 +79,7 @@ def generators_of(loader: Any) -> list[Any]:
 
     Each once, in a fixed order.
     """
-    values = (value for holder in _holders(loader) for value in vars(holder).values())
+    values = (value for holder in holders_of(loader) for value in vars(holder).values())
     kinds = (torch.Generator, numpy.random.Generator, numpy.random.RandomState, random.Random)
     return list({id(value): value for value in values if isinstance(value, kinds)}.values())
 
@@ -118,7 +118,7 @@ def put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 def loader_kept(loader: Any) -> Iterator[None]:
     """Leave the loader, its samplers, what collates and its data as they were: attributes and generators."""
     states = [(one, state_of(one)) for one in generators_of(loader)]
-    attributes = [(vars(holder), dict(vars(holder))) for holder in _holders(loader)]
+    attributes = [(vars(holder), dict(vars(holder))) for holder in holders_of(loader)]
     try:
         yield
     finally:

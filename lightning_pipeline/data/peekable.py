@@ -5,10 +5,14 @@ from functools import partial
 from itertools import islice, repeat
 from typing import Any, NamedTuple
 
+import torch
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pipeline.data.draws import (
     generators_of,
+    holders_of,
     put_back,
     random_states,
     set_random_states,
@@ -18,6 +22,11 @@ from lightning_pipeline.data.draws import (
 from lightning_pipeline.data.fingerprint import fingerprint
 
 _MOST_LOOKED_AT = 100
+_READ_BEFORE = (
+    "a hook has set {} of a data set that is a stream, of which PipelineStrategy has read the first batch "
+    "before the run, to cut the model; it does not begin anew when it is iterated again, so that this batch "
+    "is as if that were not set: set it in setup() or train_dataloader()"
+)
 
 
 class _Moment(NamedTuple):
@@ -55,6 +64,59 @@ class _Moment(NamedTuple):
             put_back(loader.__dict__, self.noted)
 
 
+class _Attributes:
+    """Those of a DataLoader's data, samplers and what collates, as they stand.
+
+    Args:
+        loader: Any; of one that is no DataLoader there are none, it notes them itself.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        holders = [one for one in holders_of(loader) if one is not loader]
+        self._held = [
+            (vars(one), {name: (value, _copied(value)) for name, value in vars(one).items()})
+            for one in (holders if isinstance(loader, DataLoader) else ())
+        ]
+
+    def changed(self) -> list[tuple[dict[str, Any], str]]:
+        """What stands otherwise now."""
+        return [
+            (own, name)
+            for own, before in self._held
+            for name in {**before, **own}
+            if name not in own or name not in before or not _is_same(own[name], *before[name])
+        ]
+
+    def put_back(self, places: Iterable[tuple[dict[str, Any], str]]) -> None:
+        """Let these stand as they stood."""
+        held = {id(own): before for own, before in self._held}
+        for own, name in places:
+            if name not in held[id(own)]:
+                own.pop(name, None)
+                continue
+            own[name], values = held[id(own)][name]
+            if values is not None:
+                own[name].copy_(values)
+
+
+_NO_ATTRIBUTES = _Attributes(None)
+
+
+def _copied(value: Any) -> Tensor | None:
+    """Of a small tensor, such as the epoch that workers share."""
+    return value.detach().clone() if isinstance(value, Tensor) and value.numel() == 1 else None
+
+
+def _is_same(now: Any, value: Any, values: Tensor | None) -> bool:
+    return now is value and (values is None or torch.equal(now, values))
+
+
+def _forget_workers(loader: Any) -> None:
+    """Workers that persist have the data as it was when they began."""
+    if isinstance(loader, DataLoader):
+        loader._iterator = None
+
+
 class _Ahead(NamedTuple):
     """What was taken of an iterable that may not give it again.
 
@@ -64,6 +126,8 @@ class _Ahead(NamedTuple):
         before: Where random states and generators stood.
         after: Where they were then.
         drew: Whether they moved for the first item, and not only for an iterator.
+        start: Attributes before the look.
+        looked: And after it.
     """
 
     items: list[Any]
@@ -71,6 +135,8 @@ class _Ahead(NamedTuple):
     before: _Moment
     after: _Moment
     drew: bool
+    start: _Attributes
+    looked: _Attributes
 
 
 class Peekable:
@@ -106,7 +172,7 @@ class Peekable:
 
     def _look(self) -> Any:
         loader = self.loader
-        start = _Moment.of(loader)
+        start, attributes = _Moment.of(loader), _Attributes(loader)
         items = iter(loader)
         begun = _Moment.of(loader)
         seen = something_of(partial(next, items) for _ in repeat(None))
@@ -116,7 +182,7 @@ class Peekable:
         begins_anew = not isinstance(loader, DataLoader) and (
             begun.drew_since(start) or begun.noted_since(start)
         )
-        ahead = _Ahead(seen, items, start, taken, drew)
+        ahead = _Ahead(seen, items, start, taken, drew, attributes, _Attributes(loader))
         self._ahead = self._repeated(ahead) if begins_anew else ahead
         self.keeps = self._ahead is not None
         self.behind = taken.states
@@ -131,22 +197,63 @@ class Peekable:
         if [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]:
             ahead.before.again(self.loader)
             return None
-        return _Ahead([*ahead.items, *second], items, ahead.before, _Moment.of(self.loader), drew=False)
+        moment, attributes = _Moment.of(self.loader), _Attributes(self.loader)
+        everything = [*ahead.items, *second]
+        return _Ahead(everything, items, ahead.before, moment, False, ahead.start, attributes)
+
+    def _set_by_hooks(self) -> tuple[list[tuple[dict[str, Any], str]], _Attributes]:
+        """What hooks have set of the data since the look, and how all of it stands."""
+        places = [] if self._ahead is None else self._ahead.looked.changed()
+        return places, _Attributes(self.loader) if places else _NO_ATTRIBUTES
+
+    def _anew(
+        self, ahead: _Ahead, places: list[tuple[dict[str, Any], str]], hooks: _Attributes
+    ) -> Iterator[Any] | None:  # fmt: skip
+        """The items as hooks have set the data, where that begins anew when it is iterated again.
+
+        It is as it was before the look then, but for what they have set. Of what goes on from where it was,
+        such as a stream that is read once, there are the items that were taken, with a warning.
+        """
+        now, current, later = _Moment.of(self.loader), _Attributes(self.loader), hooks.changed()
+        _forget_workers(self.loader)
+        ahead.before.draw()
+        ahead.start.put_back(ahead.start.changed())
+        second = _at_most(len(ahead.items), iter(self.loader))
+        _forget_workers(self.loader)
+        is_anew = [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]
+        now.draw()
+        if not is_anew:
+            rank_zero_warn(_READ_BEFORE.format(", ".join(sorted({repr(name) for _, name in places}))))
+            current.put_back(current.changed())
+            return None
+        ahead.start.put_back(ahead.start.changed())
+        hooks.put_back(places)
+        items: Iterator[Any] = iter(self.loader)  # workers have the data as it is now
+        current.put_back(later)
+        return items
 
     def forget(self) -> None:
         """Drop the items that were looked at: the loader was told to go on elsewhere."""
         self._ahead = self._first = None
 
     def __iter__(self) -> Iterator[Any]:
-        # A generator: its body starts at the first `next`, after a `peek` that came behind `iter()`.
+        # Workers begin now; the others' body starts at the first `next`, after a `peek` behind `iter()`.
+        begins = bool(getattr(self.loader, "num_workers", 0))
+        return self._items(self._set_by_hooks() if begins else None)
+
+    def _items(self, begun: tuple[list[tuple[dict[str, Any], str]], _Attributes] | None) -> Iterator[Any]:
+        places, hooks = begun or self._set_by_hooks()
         ahead, now = self._ahead, _Moment.of(self.loader)
         self.forget()
-        if ahead is not None and not now.drew_since(ahead.before):
+        anew = self._anew(ahead, places, hooks) if ahead is not None and places else None
+        if anew is not None:
+            ahead = None
+        elif ahead is not None and not now.drew_since(ahead.before):
             ahead.after.draw()  # what these items were drawn with is drawn now
         elif ahead is not None and ahead.drew:
             ahead = self._repeated(ahead)
             now.draw()
-        rest = iter(self.loader) if ahead is None else ahead.rest
+        rest = anew if anew is not None else iter(self.loader) if ahead is None else ahead.rest
         yield from () if ahead is None else ahead.items
         # `yield from` would close a generator of the user's where an epoch takes only some of it, and ask for
         # an iterator again: a loader that is its own may begin anew.

@@ -234,3 +234,67 @@ def test_workers_of_a_stream_draw_what_they_draw_on_one_device(monkeypatch: pyte
     monkeypatch.setenv("PL_SEED_WORKERS", "1")  # so that it is taken back
     expected = streamed(None)
     torch.testing.assert_close(streamed({"stages": 1, "num_microbatches": 2}), expected, rtol=1e-9, atol=1e-9)
+
+
+class Scaled(IterableDataset[Any]):
+    """Goes by what hooks set, and counts how often it is iterated."""
+
+    scale, epoch, iterated = 1.0, 0, 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        self.iterated += 1
+        items, made = list(loader(12).dataset), torch.Generator().manual_seed(self.epoch + 10 * self.iterated)
+        for place in torch.randperm(12, generator=made).tolist():
+            yield self.scale * items[place][0], items[place][1]
+
+
+class Once(Scaled):
+    """Goes on from where it was."""
+
+    def __init__(self) -> None:
+        self.left = iter(list(loader(24).dataset))
+
+    def __iter__(self) -> Any:
+        return ((self.scale * x, y) for x, y in self.left)
+
+
+class Sets(Regression):
+    def __init__(self, data: Any, workers: int) -> None:
+        super().__init__()
+        self.data, self.workers = data, workers
+
+    def on_fit_start(self) -> None:
+        self.data.scale = 0.5
+
+    def on_train_epoch_start(self) -> None:
+        self.data.set_epoch(self.current_epoch + 1)
+
+    def train_dataloader(self) -> Any:
+        keeps = bool(self.workers)
+        return DataLoader(self.data, batch_size=4, num_workers=self.workers, persistent_workers=keeps)
+
+
+@pytest.mark.parametrize("workers", [1, 0])
+def test_a_stream_is_as_hooks_have_set_it(workers: int) -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = Sets(Scaled(), workers)
+        trainer(pipeline, max_epochs=2).fit(module)
+        found.append((module.data.iterated, module.data.epoch, weights(module)))
+    assert found[0][:2] == found[1][:2]
+    torch.testing.assert_close(found[1][2], found[0][2], rtol=1e-9, atol=1e-9)
+
+
+def test_a_stream_that_is_read_once_says_that_its_first_batch_is_as_it_was() -> None:
+    module = Sets(Once(), 0)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1).fit(module)
+    assert any("a hook has set 'epoch', 'scale' of a data set that is" in str(one.message) for one in said)
+    assert module.trainer.global_step == 3
