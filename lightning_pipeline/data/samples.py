@@ -100,14 +100,18 @@ def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
 
 def _holds_samples(batch: list[Any], loaded: Loaded) -> bool:
     """Whether a list holds samples that are not stacked, such as `collate_fn=list` leaves."""
-    rows = [array.shape[0] for array in arrays_in(batch)]
-    lengths = set(rows)
-    if loaded.several or not rows or not are_alike(batch):
+    lengths = {array.shape[0] for array in arrays_in(batch)}
+    if loaded.several or not lengths or not are_alike(batch):
         return False
     if not loaded.sizes:  # a sampler of batches says of how many samples
         return len(lengths) > 1 and len(batch) > 2 and all(map(items_of, batch))
-    is_column = any(rows.count(size) > 1 for size in loaded.sizes) and not all(map(items_of, batch))
-    return len(batch) in loaded.sizes and not (is_column or (len(lengths) == 1 and lengths <= loaded.sizes))
+    if len(batch) not in loaded.sizes or (len(batch) == 2 and len(lengths) == 1):
+        return False
+    if all(map(items_of, batch)):
+        return len(lengths) > 1 or not lengths <= loaded.sizes
+    # A list of tensors may be one of inputs, targets and the like, of as many samples as were left over.
+    ragged = len({item.shape for item in batch}) > 1 and len(batch) == max(loaded.sizes)
+    return len(batch) > 2 and not lengths & loaded.sizes and (len(lengths) > 1 or ragged)
 
 
 def _explained(batch: Any, length: int, *, top: bool = True) -> int:

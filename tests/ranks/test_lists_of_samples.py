@@ -90,9 +90,13 @@ def of(*shapes: Sequence[int]) -> list[Tensor]:
         ([{"x": one, "y": one} for one in of([8, 6], [24, 6])], Loaded(several=True), [12, 12]),
         ([{"x": one} for one in of([8, 6], [24, 6])], Loaded(sizes=frozenset({2})), [1, 1]),
         (of([4, 6], [4, 3]), Loaded(sizes=frozenset({4, 2})), [2, 2]),
+        (of([1, 9], [1, 9]), Loaded(sizes=frozenset({2})), [1]),
+        (of([7, 9], [7, 3]), Loaded(sizes=frozenset({8, 2})), [4, 3]),
+        (of([3, 6], [3, 3], [3, 9]), Loaded(sizes=frozenset({8})), [2, 1]),
     ],
 )
 def test_the_loader_says_whether_a_list_holds_samples(batch: Any, loaded: Loaded, sizes: list[int]) -> None:
     found = split_batch(batch, 2, loaded=loaded)
     assert [size for _, size in found] == sizes
-    assert len(found[0][0]) == (sizes[0] if len(batch) == sum(sizes) != 3 else len(batch))
+    holds_samples = len(batch) == sum(sizes) != 3
+    assert len(found[0][0]) == (sizes[0] if holds_samples else len(batch))

@@ -498,5 +498,5 @@ class Batch:
         Micro-batches' losses were found to add up to the batch's, and what else is told is taken from there.
         Where they have only decided differently, what they tell together is compared with what it tells.
         """
-        adds_up = not self.doubts.mixed or (self.trains and self.result.worth is not None)
+        adds_up = not self.trains or not self.doubts.mixed or self.result.worth is not None
         return adds_up and self.doubts.at_end
