@@ -194,6 +194,8 @@ class ToldAsOne:
             self.is_filled = gathered.is_filled
             for number, given in enumerate(_METRICS_GIVE):
                 self._told.made_up, self._told.as_batch = given, True
+                if number and self.is_filled:
+                    values = gathered.values(again=True)
                 found = self._run(
                     step, state, gathered.whole, values.but(gathered.keys) if number else values
                 )

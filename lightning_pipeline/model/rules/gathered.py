@@ -13,6 +13,7 @@ from lightning_pipeline.model.rules.trial import Merge, NoFit
 from lightning_pipeline.model.tensors import Structure, TensorSpec, joined_structure
 from lightning_pipeline.model.trace import Trace
 
+_LARGE = 50.0  # times a normal distribution
 ValueKey = tuple[int, int, int]
 """Unit, which call of it, which output tensor."""
 
@@ -61,7 +62,7 @@ class Gathered:
         self.whole, self._trace, self._outputs, self._sizes = whole, trace, outputs, sizes
         self._given: dict[int, Mapping[ValueKey, Tensor]] = {}
         self._described: dict[int, Mapping[tuple[int, int], Structure]] = {}
-        self.takes_means = self.is_filled = False
+        self.takes_means = self.is_filled = self._again = False
 
     def take(
         self, microbatch: int, given: Mapping[ValueKey, Tensor],
@@ -79,18 +80,23 @@ class Gathered:
             key: tensor.detach().clone() if self._copied else tensor.detach() for key, tensor in given.items()
         }
 
-    def values(self) -> MadeUp:
-        """What units give the batch as one; nothing of it is kept any longer.
+    def values(self, *, again: bool = False) -> MadeUp:
+        """What units give the batch as one; nothing of it is kept any longer, but where rows are made up.
+
+        Args:
+            again: Whether for a second time, with other rows.
 
         Raises:
             NoFit: Units did not give each micro-batch the same kind of values.
         """
+        self._again = again
         found = {
             call: (self._joined(call), self._together(call, structure))
             for call, (structure, _) in self._outputs.items()
         }
         given = {key for one in self._given.values() for key in one}
-        self._given.clear()
+        if again or not self.is_filled:
+            self._given.clear()
         made = MadeUp(found, self._trace, frozenset(), sees=False)
         made.unknown = frozenset(
             (*call, leaf) for call, (tensors, _) in found.items() for leaf in range(len(tensors))
@@ -116,8 +122,6 @@ class Gathered:
         shape, size = there[0][0].shape, there[0][1]
         if not self._fills or len(parts) < len(self._sizes):
             raise NoFit("units have not run for all of its micro-batches")
-        if len(there) == 1 and spec.shape == shape:
-            return there[0][0]
         sums = [sum(part.shape[d] for part, _ in there) for d in range(len(shape))]
         uneven = [d for d, total in enumerate(spec.shape) if total != shape[d]]
         if len(uneven) == 1 and sums[uneven[0]] == spec.shape[uneven[0]]:
@@ -129,9 +133,16 @@ class Gathered:
             raise NoFit("no dimension of what a unit gives is that of the samples")
         for part, own in zip(parts, self._sizes, strict=True):
             rows = (*shape[:dim], round(shape[dim] / size * own), *shape[dim + 1 :])
-            found.append(made_up(spec._replace(shape=rows), generator) if part is None else part)
+            found.append(self._filling(spec._replace(shape=rows), generator) if part is None else part)
         self.is_filled = True
         return joined_values(found, spec, self._sizes, blocks)
+
+    def _filling(self, spec: TensorSpec, generator: torch.Generator) -> Tensor:
+        """Rows of large values; the second time with the other signs, so that what goes by them is seen."""
+        made = made_up(spec, generator)
+        if made.is_floating_point() or made.is_complex():
+            return made * (-_LARGE if self._again else _LARGE)
+        return 1 - made if self._again and made.dtype is not torch.bool else made
 
     @property
     def bytes(self) -> int:

@@ -268,13 +268,20 @@ def _of_items(rule: Rule, start: Any, trials: Sequence[Trial]) -> Rule:
         added = [[len(new) for new in _new_items(start, list(trial[:2]))] for trial in trials]
     except NoFit:
         return rule
-    rule = alike_one_by_one if rule is same and added[0][0] else rule
-    if not isinstance(start, deque) or start.maxlen is None or not added[0][0]:
+    new = [item for trial in trials for result in trial[:2] for item in _new_items(start, [result])[0]]
+    if rule is same and new and all(map(_is_float, new)):
+        rule = alike_one_by_one  # of whole numbers nobody knows whether they are counts
+    is_full = isinstance(start, deque) and start.maxlen == len(start)  # and does not tell
+    if not isinstance(start, deque) or start.maxlen is None or is_full or not added[0][0] or rule is same:
         return rule
     sizes = [list(trial.sizes) for trial in trials]
     each = added[0][0] // sizes[0][0]
     by_samples = rule is joined and added == [[each * size for size in own] for own in sizes]
     return OfWindow(rule, each if by_samples else added[0][0], by_samples=by_samples)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, Tensor) and value.is_floating_point())
 
 
 def _tensors(value: Any) -> int:
@@ -411,6 +418,8 @@ def _new_items(start: Any, results: list[Any], counts: Sequence[int] = ()) -> li
     if known and all(_adds(before, *pair) for pair in zip(lists, known, strict=True)):
         return [result[len(result) - count :] for result, count in zip(lists, known, strict=True)]
     found = [_numbers_added(before, result, maxlen) for result in lists]
+    if not any(own[0] for own in found):
+        return [[] for _ in lists]
     shared = sorted(set.intersection(*map(set, found)) - {0})
     numbers = [shared[0] if shared and len(own) > 1 else own[0] for own in found]
     return [result[len(result) - number :] for result, number in zip(lists, numbers, strict=True)]

@@ -326,7 +326,10 @@ class Batch:
             merged = None if self._steps.merges_itself else output
             left, samples = split.left(), sum(self.parts.sizes)
             with split.findings.held():
-                found = told_otherwise(report, merged, left, samples, split.as_one.runs, trains=self.trains)
+                found = told_otherwise(
+                    report, merged, left, samples, split.as_one.runs, trains=self.trains,
+                    is_filled=lambda: split.as_one.is_filled,
+                )  # fmt: skip
             found = Compared() if split.as_one.is_filled and found.differs else found
         numbers = self._numbers_of(found)
         guessed = {key: number for key, number in found.logged.items() if key[0] in recorder.guesses}
