@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torchmetrics import Metric
 
 from lightning_pipeline.errors import SplitError
 from lightning_pipeline.model.cut import Microbatch, TracedOutput
@@ -216,7 +217,7 @@ class ToldAsOne:
 
         def note(given: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
             for name, value in _numbers(*given):
-                if is_placeholder(value) or reads.is_unknown(value):
+                if isinstance(value, Metric) or is_placeholder(value) or reads.is_unknown(value):
                     unknown.add((name, counts[name]))
                 else:
                     number = value.detach() if isinstance(value, Tensor) else value
@@ -259,13 +260,13 @@ class ToldAsOne:
 
 
 def _numbers(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a call of `log` or `log_dict` logs, apart from metrics: names and values."""
+    """What a call of `log` or `log_dict` logs: names, and numbers or metrics."""
     values = [*args, *kwargs.values()]
     several = next((value for value in values[:1] if isinstance(value, dict)), kwargs.get("dictionary"))
     pairs = several.items() if isinstance(several, dict) else [_bound(*args, **kwargs)]
     for name, value in pairs:
         one = isinstance(value, Tensor) and value.numel() == 1
-        if one or isinstance(value, int | float):
+        if one or isinstance(value, int | float | Metric):
             yield name, value
 
 

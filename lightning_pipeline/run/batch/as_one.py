@@ -102,11 +102,7 @@ class Compared(NamedTuple):
             },
             logged=other.logged,
             writes=self.writes if _are_alike(self.writes, other.writes or ()) else None,
-            more=[
-                one
-                for one, also in zip(self.more, other.more, strict=False)
-                if one[0] == also[0] and not any(differences(one[1], also[1]))
-            ],
+            more=[one if _is_logged_again(one, other.more) else (one[0], None, None) for one in self.more],
         )
 
 
@@ -188,6 +184,11 @@ def with_more(report: Report, more: Sequence[tuple[Entry, Tensor]]) -> Report:
     new = torch.stack([number.to(before) for _, number in more])
     values = torch.cat([before[:place], new, before[place:]])
     return replace(report, entries=(*report.entries, *(entry for entry, _ in more)), values=values)
+
+
+def _is_logged_again(one: tuple[str, Any, Any], others: Sequence[tuple[str, Any, Any]]) -> bool:
+    """Whether a second run logs the same number, which does not go by what metrics gave."""
+    return any(one[0] == name and not any(differences(one[1], value)) for name, value, _ in others)
 
 
 def _are_alike(one: Sequence[Write] | None, other: Sequence[Write]) -> bool:
