@@ -206,28 +206,54 @@ class Peekable:
         places = [] if self._ahead is None else self._ahead.looked.changed()
         return places, _Attributes(self.loader) if places else _NO_ATTRIBUTES
 
+    def _again(self, ahead: _Ahead) -> _Ahead | None:
+        """As before the look, iterate again: None where that begins anew, else with what came then, too.
+
+        Random states and what hooks have set of the data are left as they were before the look.
+        """
+        _forget_workers(self.loader)
+        ahead.before.draw()
+        ahead.start.put_back(ahead.start.changed())
+        items = iter(self.loader)
+        second = _at_most(len(ahead.items), items)
+        if [fingerprint(one) for one in second] != [fingerprint(one) for one in ahead.items]:
+            return ahead._replace(items=[*ahead.items, *second], rest=items)
+        _forget_workers(self.loader)
+        return None
+
+    def lets_go(self) -> bool:
+        """Drop the items that were looked at, where it begins anew, so that another loader may give them."""
+        if self._ahead is not None:
+            now, (places, hooks) = _Moment.of(self.loader), self._set_by_hooks()
+            ahead, more = self._ahead, self._again(self._ahead)
+            now.draw()
+            if more is None:
+                ahead.start.put_back(ahead.start.changed())
+            hooks.put_back(places)
+            if more is not None:
+                self._ahead = more._replace(looked=_Attributes(self.loader))
+                return False
+        self.forget()
+        self.keeps = False
+        return True
+
     def _anew(
         self, ahead: _Ahead, places: list[tuple[dict[str, Any], str]], hooks: _Attributes
-    ) -> Iterator[Any] | None:  # fmt: skip
+    ) -> Iterator[Any] | _Ahead:  # fmt: skip
         """The items as hooks have set the data, where that begins anew when it is iterated again.
 
         It is as it was before the look then, but for what they have set. Of what goes on from where it was,
         such as a stream that is read once, there are the items that were taken, with a warning.
         """
         now, current, later = _Moment.of(self.loader), _Attributes(self.loader), hooks.changed()
-        _forget_workers(self.loader)
-        ahead.before.draw()
-        ahead.start.put_back(ahead.start.changed())
-        second = _at_most(len(ahead.items), iter(self.loader))
-        _forget_workers(self.loader)
-        is_anew = [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]
+        more = self._again(ahead)
         now.draw()
-        if not is_anew:
-            rank_zero_warn(_READ_BEFORE.format(", ".join(sorted({repr(name) for _, name in places}))))
-            current.put_back(current.changed())
-            return None
-        ahead.start.put_back(ahead.start.changed())
+        if more is None:
+            ahead.start.put_back(ahead.start.changed())
         hooks.put_back(places)
+        if more is not None:
+            rank_zero_warn(_READ_BEFORE.format(", ".join(sorted({repr(name) for _, name in places}))))
+            return more
         items: Iterator[Any] = iter(self.loader)  # workers have the data as it is now
         current.put_back(later)
         return items
@@ -245,15 +271,17 @@ class Peekable:
         places, hooks = begun or self._set_by_hooks()
         ahead, now = self._ahead, _Moment.of(self.loader)
         self.forget()
-        anew = self._anew(ahead, places, hooks) if ahead is not None and places else None
-        if anew is not None:
-            ahead = None
-        elif ahead is not None and not now.drew_since(ahead.before):
+        rest: Iterator[Any] | None = None
+        if ahead is not None and places:
+            anew = self._anew(ahead, places, hooks)
+            ahead, rest = (anew, None) if isinstance(anew, _Ahead) else (None, anew)
+        if ahead is not None and not now.drew_since(ahead.before):
             ahead.after.draw()  # what these items were drawn with is drawn now
-        elif ahead is not None and ahead.drew:
+        elif ahead is not None and ahead.drew and not places:
             ahead = self._repeated(ahead)
             now.draw()
-        rest = anew if anew is not None else iter(self.loader) if ahead is None else ahead.rest
+        if rest is None:
+            rest = iter(self.loader) if ahead is None else ahead.rest
         yield from () if ahead is None else ahead.items
         # `yield from` would close a generator of the user's where an epoch takes only some of it, and ask for
         # an iterator again: a loader that is its own may begin anew.

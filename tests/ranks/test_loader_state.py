@@ -258,7 +258,7 @@ class Once(Scaled):
     """Goes on from where it was."""
 
     def __init__(self) -> None:
-        self.left = iter(list(loader(24).dataset))
+        self.left = iter(list(loader(12).dataset))
 
     def __iter__(self) -> Any:
         return ((self.scale * x, y) for x, y in self.left)
@@ -267,7 +267,10 @@ class Once(Scaled):
 class Sets(Regression):
     def __init__(self, data: Any, workers: int) -> None:
         super().__init__()
-        self.data, self.workers = data, workers
+        self.data, self.workers, self.seen = data, workers, list[Tensor]()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.seen.append(batch[1])
 
     def on_fit_start(self) -> None:
         self.data.scale = 0.5
@@ -296,5 +299,31 @@ def test_a_stream_that_is_read_once_says_that_its_first_batch_is_as_it_was() -> 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         trainer({"stages": 1, "num_microbatches": 2}, max_epochs=1).fit(module)
-    assert any("a hook has set 'epoch', 'scale' of a data set that is" in str(one.message) for one in said)
-    assert module.trainer.global_step == 3
+    assert any("does not begin anew when it is iterated again" in str(one.message) for one in said)
+    seen = torch.cat(module.seen)
+    torch.testing.assert_close(seen, torch.stack([y for _, y in loader(12).dataset]))
+
+
+class MadeByStart(Regression):
+    """Makes its stream by what a hook sets."""
+
+    def __init__(self, kind: type[Scaled]) -> None:
+        super().__init__()
+        self.kind, self.scale = kind, 1.0
+
+    def on_fit_start(self) -> None:
+        self.scale = 0.25
+
+    def train_dataloader(self) -> Any:
+        data = self.kind()
+        data.scale = self.scale
+        return DataLoader(data, batch_size=4)
+
+
+def test_hooks_that_make_streams_are_asked_again() -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = MadeByStart(Scaled)
+        trainer(pipeline, max_epochs=2).fit(module)
+        found.append(weights(module))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
