@@ -126,11 +126,6 @@ class Feed:
         known = map(self._known, loaders_in(loaders)[0])
         return any(one is not None and one.keeps for one in known)
 
-    def lets_go(self, loaders: Any) -> bool:
-        """Whether items that were taken can be dropped, as another loader gives them; all ranks call."""
-        known = [one for one in map(self._known, loaders_in(loaders)[0]) if one is not None and one.keeps]
-        return not self.is_so_anywhere(not all([one.lets_go() for one in known]))
-
     def prepare(self, loader: Any) -> Any:
         """What `Strategy.process_dataloader` returns. All ranks call with their loaders in the same order."""
         for given, prepared in self._prepared:

@@ -7,7 +7,6 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_pipeline import _lightning
 from lightning_pipeline.data.draws import random_states, random_states_kept, seeded, set_random_states
@@ -19,12 +18,6 @@ _EARLY = (
     "PipelineStrategy reads the first batch of {} before the run begins, to cut the model: on_fit_start, "
     "on_train_epoch_start and the like come later. Data that they make are made in setup() or "
     "train_dataloader() instead, or the dataset gives samples of the same shapes before"
-)
-
-_MADE_BEFORE = (
-    "PipelineStrategy has asked for the loaders of {} before the run, to cut the model, and read a batch of "
-    "a stream that does not begin anew when it is iterated again. Hooks have set something since, which may "
-    "decide how these are made: they stay as they are. Set it in setup(), or let the stream read it"
 )
 
 
@@ -212,12 +205,7 @@ class EarlyLoaders:
             self._called.remove(hook)
             self._asked.pop(function, None)
             reads_others = self._feed.is_so_anywhere(hook.would_make_others())
-            holds = self._feed.holds(loaders)
-            if holds and reads_others and self._feed.lets_go(loaders):
-                return original()
-            if holds and reads_others:
-                rank_zero_warn(_MADE_BEFORE.format(_lightning.STEPS[function]))
-            if not holds and (reads_others or random_states() != before):
+            if not self._feed.holds(loaders) and (reads_others or random_states() != before):
                 return original()
             hook.note()
             set_random_states(after)

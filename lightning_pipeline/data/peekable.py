@@ -221,22 +221,6 @@ class Peekable:
         _forget_workers(self.loader)
         return None
 
-    def lets_go(self) -> bool:
-        """Drop the items that were looked at, where it begins anew, so that another loader may give them."""
-        if self._ahead is not None:
-            now, (places, hooks) = _Moment.of(self.loader), self._set_by_hooks()
-            ahead, more = self._ahead, self._again(self._ahead)
-            now.draw()
-            if more is None:
-                ahead.start.put_back(ahead.start.changed())
-            hooks.put_back(places)
-            if more is not None:
-                self._ahead = more._replace(looked=_Attributes(self.loader))
-                return False
-        self.forget()
-        self.keeps = False
-        return True
-
     def _anew(
         self, ahead: _Ahead, places: list[tuple[dict[str, Any], str]], hooks: _Attributes
     ) -> Iterator[Any] | _Ahead:  # fmt: skip

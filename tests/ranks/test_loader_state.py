@@ -302,28 +302,3 @@ def test_a_stream_that_is_read_once_says_that_its_first_batch_is_as_it_was() -> 
     assert any("does not begin anew when it is iterated again" in str(one.message) for one in said)
     seen = torch.cat(module.seen)
     torch.testing.assert_close(seen, torch.stack([y for _, y in loader(12).dataset]))
-
-
-class MadeByStart(Regression):
-    """Makes its stream by what a hook sets."""
-
-    def __init__(self, kind: type[Scaled]) -> None:
-        super().__init__()
-        self.kind, self.scale = kind, 1.0
-
-    def on_fit_start(self) -> None:
-        self.scale = 0.25
-
-    def train_dataloader(self) -> Any:
-        data = self.kind()
-        data.scale = self.scale
-        return DataLoader(data, batch_size=4)
-
-
-def test_hooks_that_make_streams_are_asked_again() -> None:
-    found = []
-    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
-        module = MadeByStart(Scaled)
-        trainer(pipeline, max_epochs=2).fit(module)
-        found.append(weights(module))
-    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
