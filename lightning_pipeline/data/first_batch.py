@@ -205,10 +205,12 @@ class EarlyLoaders:
             self._called.remove(hook)
             self._asked.pop(function, None)
             reads_others = self._feed.is_so_anywhere(hook.would_make_others())
-            if not self._feed.holds(loaders) and (reads_others or random_states() != before):
+            drew = random_states() != before
+            if not self._feed.holds(loaders) and (reads_others or drew):
                 return original()
             hook.note()
-            set_random_states(after)
+            if not drew:
+                set_random_states(after)
             return loaders
 
         undo = patch(source, "dataloader", dataloader)

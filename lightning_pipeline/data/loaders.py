@@ -28,7 +28,9 @@ class SharedLoader:
         self._length: int | None = outlet.share(partial(sized_len, loader))
 
     def __iter__(self) -> Iterator[Any]:
-        items = iter(self.loader) if self._outlet.is_source else iter(())
+        return self._items(iter(self.loader) if self._outlet.is_source else iter(()))
+
+    def _items(self, items: Iterator[Any]) -> Iterator[Any]:
         while True:
             found, item = self._outlet.share(partial(_next_of, items))
             if not found:

@@ -124,7 +124,9 @@ class _Ahead(NamedTuple):
         items: In their order; None but for the last of a look.
         rest: Gives what comes behind them.
         before: Where random states and generators stood.
+        begun: Where they were when there was an iterator.
         after: Where they were then.
+        at_once: Whether an iterator goes by what stands when it is made, and not when it is first asked.
         drew: Whether they moved for the first item, and not only for an iterator.
         start: Attributes before the look.
         looked: And after it.
@@ -133,7 +135,9 @@ class _Ahead(NamedTuple):
     items: list[Any]
     rest: Iterator[Any]
     before: _Moment
+    begun: _Moment
     after: _Moment
+    at_once: bool
     drew: bool
     start: _Attributes
     looked: _Attributes
@@ -182,7 +186,10 @@ class Peekable:
         begins_anew = not isinstance(loader, DataLoader) and (
             begun.drew_since(start) or begun.noted_since(start)
         )
-        ahead = _Ahead(seen, items, start, taken, drew, attributes, _Attributes(loader))
+        start.draw()
+        _draw_seed(loader)
+        at_once = _has_workers(loader) or (begun.drew_since(_Moment.of(loader)) and not begins_anew)
+        ahead = _Ahead(seen, items, start, begun, taken, at_once, drew, attributes, _Attributes(loader))
         self._ahead = self._repeated(ahead) if begins_anew else ahead
         self.keeps = self._ahead is not None
         self.behind = taken.states
@@ -190,91 +197,99 @@ class Peekable:
         return seen[-1]
 
     def _repeated(self, ahead: _Ahead) -> _Ahead | None:
-        """Look again, from where the first look began; `None` where it gives the same, and is as before."""
-        ahead.before.again(self.loader)
+        """Look again, from where the first look began.
+
+        Returns:
+            What came both times; `None` where it was the same, and all is as it was before.
+        """
+        self._back(ahead)
         items = iter(self.loader)
         second = _at_most(len(ahead.items), items)
         if [fingerprint(one) for one in second] == [fingerprint(one) for one in ahead.items]:
-            ahead.before.again(self.loader)
+            self._back(ahead)
             return None
-        moment, attributes = _Moment.of(self.loader), _Attributes(self.loader)
-        everything = [*ahead.items, *second]
-        return _Ahead(everything, items, ahead.before, moment, False, ahead.start, attributes)
+        now = _Moment.of(self.loader)
+        return ahead._replace(
+            items=[*ahead.items, *second], rest=items, begun=now, after=now, at_once=False, drew=False,
+            looked=_Attributes(self.loader),
+        )  # fmt: skip
+
+    def _back(self, ahead: _Ahead) -> None:
+        """Random states, and what the loader and its data note, are as before the look."""
+        _forget_workers(self.loader)
+        ahead.before.again(self.loader)
+        ahead.start.put_back(ahead.start.changed())
 
     def _set_by_hooks(self) -> tuple[list[tuple[dict[str, Any], str]], _Attributes]:
         """What hooks have set of the data since the look, and how all of it stands."""
         places = [] if self._ahead is None else self._ahead.looked.changed()
         return places, _Attributes(self.loader) if places else _NO_ATTRIBUTES
 
-    def _again(self, ahead: _Ahead) -> _Ahead | None:
-        """As before the look, iterate again: None where that begins anew, else with what came then, too.
-
-        Random states and what hooks have set of the data are left as they were before the look.
-        """
-        _forget_workers(self.loader)
-        ahead.before.draw()
-        ahead.start.put_back(ahead.start.changed())
-        items = iter(self.loader)
-        second = _at_most(len(ahead.items), items)
-        if [fingerprint(one) for one in second] != [fingerprint(one) for one in ahead.items]:
-            return ahead._replace(items=[*ahead.items, *second], rest=items)
-        _forget_workers(self.loader)
-        return None
-
     def _anew(
         self, ahead: _Ahead, places: list[tuple[dict[str, Any], str]], hooks: _Attributes
-    ) -> Iterator[Any] | _Ahead:  # fmt: skip
-        """The items as hooks have set the data, where that begins anew when it is iterated again.
+    ) -> _Ahead | None:  # fmt: skip
+        """Let the data stand as hooks have set it: None where it begins anew when it is iterated again.
 
         It is as it was before the look then, but for what they have set. Of what goes on from where it was,
         such as a stream that is read once, there are the items that were taken, with a warning.
         """
-        now, current, later = _Moment.of(self.loader), _Attributes(self.loader), hooks.changed()
-        more = self._again(ahead)
-        now.draw()
-        if more is None:
-            ahead.start.put_back(ahead.start.changed())
+        more = self._repeated(ahead)
         hooks.put_back(places)
         if more is not None:
             rank_zero_warn(_READ_BEFORE.format(", ".join(sorted({repr(name) for _, name in places}))))
-            return more
-        items: Iterator[Any] = iter(self.loader)  # workers have the data as it is now
-        current.put_back(later)
-        return items
+        return more
+
+    def _taken_up(self, *, drawn: bool, as_looked: bool) -> Iterator[Any]:
+        """The items of the run's iterator.
+
+        Args:
+            drawn: Whether what an iterator draws when it is made is drawn.
+            as_looked: Whether random states are those of the look.
+        """
+        ahead, (places, hooks), now = self._ahead, self._set_by_hooks(), _Moment.of(self.loader)
+        assert ahead is not None, "items were taken"
+        self.forget()
+        more: _Ahead | None = ahead
+        if places:
+            more = self._anew(ahead, places, hooks)
+        elif not as_looked and (ahead.drew or (ahead.at_once and not drawn)):
+            more = self._repeated(ahead)
+        now.draw()
+        if more is None:
+            rest = iter(self.loader)  # workers have the data as it is now
+            if drawn:
+                now.draw()
+            return _going_on([], rest)
+        if as_looked:
+            ahead.after.draw()  # what these items were drawn with is drawn now
+        elif not drawn:
+            _draw_seed(self.loader)
+        return _going_on(more.items, more.rest)
 
     def forget(self) -> None:
         """Drop the items that were looked at: the loader was told to go on elsewhere."""
         self._ahead = self._first = None
 
     def __iter__(self) -> Iterator[Any]:
-        # Workers begin now; the others' body starts at the first `next`, after a `peek` behind `iter()`.
-        begins = bool(getattr(self.loader, "num_workers", 0))
-        return self._items(self._set_by_hooks() if begins else None)
+        """What making an iterator draws is drawn now, and the rest when its first item is asked for."""
+        ahead = self._ahead
+        if ahead is None:
+            return iter(self.loader)
+        as_looked = not _Moment.of(self.loader).drew_since(ahead.before)
+        if _has_workers(self.loader) or (ahead.at_once and not as_looked):
+            return self._taken_up(drawn=False, as_looked=as_looked)
+        if as_looked:
+            ahead.begun.draw()
+        else:
+            _draw_seed(self.loader)
+        return self._items(ahead.begun if as_looked else None)
 
-    def _items(self, begun: tuple[list[tuple[dict[str, Any], str]], _Attributes] | None) -> Iterator[Any]:
-        places, hooks = begun or self._set_by_hooks()
-        ahead, now = self._ahead, _Moment.of(self.loader)
-        self.forget()
-        rest: Iterator[Any] | None = None
-        if ahead is not None and places:
-            anew = self._anew(ahead, places, hooks)
-            ahead, rest = (anew, None) if isinstance(anew, _Ahead) else (None, anew)
-        if ahead is not None and not now.drew_since(ahead.before):
-            ahead.after.draw()  # what these items were drawn with is drawn now
-        elif ahead is not None and ahead.drew and not places:
-            ahead = self._repeated(ahead)
-            now.draw()
-        if rest is None:
-            rest = iter(self.loader) if ahead is None else ahead.rest
-        yield from () if ahead is None else ahead.items
-        # `yield from` would close a generator of the user's where an epoch takes only some of it, and ask for
-        # an iterator again: a loader that is its own may begin anew.
-        while True:
-            try:
-                item = next(rest)
-            except StopIteration:
-                return
-            yield item
+    def _items(self, begun: _Moment | None) -> Iterator[Any]:
+        if self._ahead is None:  # the loader was told to go on elsewhere
+            yield from _going_on([], iter(self.loader))
+            return
+        as_looked = begun is not None and not _Moment.of(self.loader).drew_since(begun)
+        yield from self._taken_up(drawn=True, as_looked=as_looked)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -287,6 +302,16 @@ class Peekable:
         if name in ("loader", "keeps", "_first", "_ahead"):  # while being unpickled
             raise AttributeError(name)
         return getattr(self.loader, name)
+
+
+def _has_workers(loader: Any) -> bool:
+    return bool(getattr(loader, "num_workers", 0))
+
+
+def _draw_seed(loader: Any) -> None:
+    """What an iterator of a DataLoader draws, for its workers, whether it has any or not."""
+    if isinstance(loader, DataLoader):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
 
 
 def something_of(items: Iterable[Callable[[], Any]]) -> list[Any]:
@@ -306,6 +331,21 @@ def something_of(items: Iterable[Callable[[], Any]]) -> list[Any]:
     if not found:
         raise StopIteration
     return found
+
+
+def _going_on(items: list[Any], rest: Iterator[Any]) -> Iterator[Any]:
+    """Items, and what comes behind them.
+
+    `yield from` would close a generator of the user's where an epoch takes only some of it, and ask for an
+    iterator again: a loader that is its own may begin anew.
+    """
+    yield from items
+    while True:
+        try:
+            item = next(rest)
+        except StopIteration:
+            return
+        yield item
 
 
 def _at_most(number: int, items: Iterator[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import numpy
 import pytest
 import torch
 from lightning.pytorch import seed_everything
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
     ConcatDataset,
@@ -302,3 +303,80 @@ def test_a_stream_that_is_read_once_says_that_its_first_batch_is_as_it_was() -> 
     assert any("does not begin anew when it is iterated again" in str(one.message) for one in said)
     seen = torch.cat(module.seen)
     torch.testing.assert_close(seen, torch.stack([y for _, y in loader(12).dataset]))
+
+
+class Drawn(IterableDataset[Any]):
+    """In an order of its own: none, one that is drawn with the first item, or at once with an iterator."""
+
+    def __init__(self, order: str) -> None:
+        self.order, self.items = order, list(loader(8, seed=5).dataset)
+
+    def __iter__(self) -> Any:
+        if self.order == "at once":
+            return iter([self.items[place] for place in torch.randperm(8).tolist()])
+        return self._later()
+
+    def _later(self) -> Any:
+        for place in torch.randperm(8).tolist() if self.order == "drawn" else range(8):
+            yield self.items[place]
+
+
+def beside(*kinds: str) -> list[Any]:
+    """Loaders side by side."""
+    made: dict[str, Any] = {
+        "plain": lambda: loader(8, batch_size=4),
+        "shuffled": lambda: loader(8, batch_size=4, shuffle=True),
+        "stream": lambda: DataLoader(Drawn("none"), batch_size=4),
+        "workers": lambda: DataLoader(Drawn("drawn"), batch_size=4, num_workers=1),
+        "drawn": lambda: DataLoader(Drawn("drawn"), batch_size=4),
+        "at once": lambda: DataLoader(Drawn("at once"), batch_size=4),
+    }
+    return [made[kind]() for kind in kinds]
+
+
+class Beside(Regression):
+    """Notes what its batches have, and what hooks draw; `draws` names the hook that draws before all else."""
+
+    def __init__(self, draws: str) -> None:
+        super().__init__()
+        self.draws, self.noted = draws, list[float]()
+
+    def on_fit_start(self) -> None:
+        if self.draws == "Python's":
+            random.random()
+        elif self.draws == "torch's":
+            torch.rand(())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = sum(self.loss(part) for part in batch)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("loss", sum(self.loss(part) for part in batch))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.noted += [float(torch.rand(())), *(float(x.sum()) for x, _ in batch)]
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.on_train_batch_start(batch, batch_idx)
+
+
+SIDES = [
+    "shuffled plain", "plain shuffled", "stream shuffled", "shuffled stream", "drawn drawn", "drawn stream",
+    "shuffled drawn", "drawn shuffled", "at once shuffled", "shuffled at once", "workers drawn", "stream workers",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("draws", ["", "Python's", "torch's"])
+@pytest.mark.parametrize("kinds", SIDES)
+def test_streams_draw_when_those_of_one_device_draw(kinds: str, draws: str) -> None:
+    names, found = kinds.replace("at once", "at_once").split(), []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = Beside(draws)
+        torch.manual_seed(3)
+        random.seed(1)
+        data = [beside(*(name.replace("_", " ") for name in names)) for _ in range(2)]
+        evaluated = CombinedLoader(data[1], "min_size")
+        trainer(pipeline, max_epochs=2, num_sanity_val_steps=2).fit(module, data[0], evaluated)
+        found.append(module.noted)
+    assert found[1] == pytest.approx(found[0], abs=1e-9)
