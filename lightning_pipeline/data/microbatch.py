@@ -116,10 +116,20 @@ class SharedPlaces:
 
     def __init__(self) -> None:
         self._names: set[str] = set()
+        self._cut: str | None = None
 
     def learn(self, batch: Any, part: Any) -> None:
         """Look at a batch and its first micro-batch."""
-        self._names.update(name for name, _, _ in how_cut(batch, part)[1])
+        cut, whole = how_cut(batch, part)
+        self._names.update(name for name, _, _ in whole)
+        if self._cut is None and cut:
+            self._cut = cut[0].name
+
+    def cut_before(self, batch: Any) -> int:
+        """How long that is which was cut in the batches before; 0 where nobody knows."""
+        return next(
+            (place.whole[0] for place in _places(batch, batch, "batch") if place.name == self._cut), 0
+        )
 
     def kept(self, batch: Any, part: Any) -> Any:
         """A micro-batch with what stands in such places whole."""

@@ -27,11 +27,13 @@ class Samples(NamedTuple):
         number: How many.
         one_by_one: Whether every list and tuple of this length is known to hold an item for each sample.
         is_list: Whether the batch itself is a list with an item for each.
+        collated: Whether a list of so many tensors of one length holds columns, as torch's collating has it.
     """
 
     number: int
     one_by_one: bool = False
     is_list: bool = False
+    collated: bool = False
 
 
 class Loaded(NamedTuple):
@@ -40,10 +42,15 @@ class Loaded(NamedTuple):
     Attributes:
         several: Whether a batch is put together of batches of several.
         sizes: How many samples one has, where that is known: as many as was asked for, or what is left over.
+        number: Of several loaders, samples of the one whose were cut in the batches before; 0: it is not
+            known.
+        collated: Whether torch's own function has made batches of several of samples.
     """
 
     several: bool = False
     sizes: frozenset[int] = frozenset()
+    number: int = 0
+    collated: bool = False
 
 
 def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
@@ -52,7 +59,8 @@ def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
     A length explains a tensor that has it as its first dimension, or that stands in a list or tuple of this
     length with items that are alike, where anything beside such lists has that length, too, or their own
     tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
-    two the first one's. Of batches of several loaders, it is the largest one's. Without any tensor that has a
+    two the first one's. Of batches of several loaders, it is the largest one's, and later that of the same
+    loader. Without any tensor that has a
     dimension, the lengths of the lists count. NumPy arrays count as tensors here.
 
     Args:
@@ -71,8 +79,8 @@ def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
                 f"as the data set gives them, or batches of several loaders: {OVERRIDE}"
             )
         return Samples(len(batch), one_by_one=True)
-    if isinstance(batch, list) and loaded is not None and _holds_samples(batch, loaded):
-        return Samples(len(batch), one_by_one=True, is_list=True)
+    if loaded is not None and (told := _told(batch, loaded)) is not None:
+        return told
     lists = [one for one in _lists(batch) if is_list(one)] if rows else []
     stacked = {array.shape[0] for array in _stacked(batch, top=True)}
     shown = {length for length in map(len, lists) if _is_shown(batch, lists, stacked, length)}
@@ -95,7 +103,16 @@ def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
             f"a list of {usual} dictionaries with tensors of length {usual} in a batch of {usual} samples "
             f"can be one for each sample or {usual} batches: {OVERRIDE}"
         )
-    return Samples(usual, one_by_one=usual in objects)
+    return Samples(usual, one_by_one=usual in objects, collated=loaded is not None and loaded.collated)
+
+
+def _told(batch: Any, loaded: Loaded) -> Samples | None:
+    """What the loaders say themselves; None where the batch has to."""
+    if loaded.several and loaded.number:
+        return Samples(loaded.number, collated=loaded.collated)
+    if isinstance(batch, list) and _holds_samples(batch, loaded):
+        return Samples(len(batch), one_by_one=True, is_list=True)
+    return None
 
 
 def _holds_samples(batch: list[Any], loaded: Loaded) -> bool:
@@ -199,12 +216,20 @@ def are_samples(values: Any, samples: Samples, *, top: bool) -> bool:
         return True
     if isinstance(values, tuple):
         return False
+    if samples.collated and _are_columns(values):
+        return False
     if all(batched) and all(isinstance(item, Tensor) for item in values):
         raise ConfigurationError(
             f"a list of {size} tensors of length {size} in a batch of {size} samples can be one tensor per "
             f"sample or {size} batched tensors: {OVERRIDE}, or collate it into a tuple"
         )
     return not any(batched) or (not all(batched) and are_alike(values))
+
+
+def _are_columns(values: Sequence[Any]) -> bool:
+    """Whether these are tensors of one length."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return len(tensors) == len(values) and len({tensor.shape[:1] for tensor in tensors}) == 1
 
 
 def are_texts(values: Sequence[Any], size: int) -> bool:

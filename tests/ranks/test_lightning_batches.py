@@ -355,10 +355,34 @@ def test_batches_of_several_loaders_have_the_samples_of_the_largest(ranks: Ranks
         assert_same(one, expected)
 
 
-def test_a_later_batch_whose_samples_are_not_told_is_one_micro_batch(ranks: Ranks) -> None:
+def test_a_later_batch_of_several_loaders_is_cut_as_those_before_it(ranks: Ranks) -> None:
     expected, _ = fit_two_loaders(None, Flat)
     pipeline = {"stages": 2, "num_microbatches": 2}
-    found = ranks(2)(fit_two_loaders, pipeline, Flat, group=False)
+    for one, told in ranks(2)(fit_two_loaders, pipeline, Flat, group=False):
+        assert_same(one, expected)
+        assert not [text for text in told if "is one micro-batch" in text]
+
+
+def with_some_again(samples: list[Any]) -> dict[str, Any]:
+    """A batch, and of one that is smaller than 8 samples only four of them."""
+    x, y = default_collate(samples)
+    number = 8 if len(x) == 8 else 4
+    return {"one": [x, y], "other": [x[:number], y[:number]]}
+
+
+def fit_some_again(pipeline: dict[str, Any] | None) -> Any:
+    module, run = OfTwoLoaders(), trainer(pipeline)
+    data = DataLoader(loader(22).dataset, batch_size=8, collate_fn=with_some_again)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(module, data, data)
+    logs = {name: float(value) for name, value in run.callback_metrics.items()}
+    return (weights(module), logs), [str(one.message) for one in told]
+
+
+def test_a_later_batch_whose_samples_are_not_told_is_one_micro_batch(ranks: Ranks) -> None:
+    expected, _ = fit_some_again(None)
+    found = ranks(2)(fit_some_again, {"stages": 2, "num_microbatches": 2}, group=False)
     for one, _ in found:
         assert_same(one, expected)
     told = [text for _, texts in found for text in texts if "is one micro-batch" in text]

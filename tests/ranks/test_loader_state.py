@@ -380,3 +380,70 @@ def test_streams_draw_when_those_of_one_device_draw(kinds: str, draws: str) -> N
         trainer(pipeline, max_epochs=2, num_sanity_val_steps=2).fit(module, data[0], evaluated)
         found.append(module.noted)
     assert found[1] == pytest.approx(found[0], abs=1e-9)
+
+
+class Crossing(Regression):
+    """Of two loaders now one has more samples, now the other."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss: Tensor = sum(self.loss(part) for part in batch.values())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        for name, (x, y) in batch.items():
+            out = self.net(x)
+            self.error.update(out, y)
+            self.log(name, (out - y).square().mean(), batch_size=len(x))
+        self.log("error", self.error)
+
+
+CROSSING: list[CombinedLoader] = []  # as a script has its loaders, which the step can reach
+
+
+@pytest.mark.filterwarnings("ignore:The batch was cut")
+def test_loaders_of_several_sizes_count_each_sample_once() -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module, run = Crossing(), trainer(pipeline, max_epochs=2)
+        sizes = {"a": (6, 4), "b": (9, 3)}
+        CROSSING[:] = [
+            CombinedLoader({name: loader(*size, seed=5) for name, size in sizes.items()}, "max_size_cycle")
+            for _ in range(2)
+        ]
+        run.fit(module, *CROSSING)
+        found.append((weights(module), {name: float(value) for name, value in run.callback_metrics.items()}))
+    torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-9, atol=1e-9)
+    assert found[1][1] == pytest.approx(found[0][1], abs=1e-9)
+
+
+class Keeps(Regression):
+    """Its loader is an attribute, of which the step asks how long it is; the loss is of a mask's samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = CombinedLoader([loader(16, batch_size=4) for _ in range(2)], "max_size_cycle")
+        self.kinds = set[str]()
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.kinds.add(type(self.both).__name__)
+
+    def train_dataloader(self) -> Any:
+        return self.both
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch[0]
+        mask = (x[:, 0] > 0).to(x.dtype)
+        return ((self.net(x) - y).square().mean(1) * mask).sum() / mask.sum().clamp(min=1) / len(self.both)
+
+
+def test_a_loader_that_a_module_keeps_is_none_that_its_step_takes_from(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = Keeps()
+        trainer(pipeline, max_epochs=2, reload_dataloaders_every_n_epochs=1).fit(module)
+        assert module.kinds == {"CombinedLoader"}
+        found.append(weights(module))
+    assert not [str(one.message) for one in recwarn if "takes from" in str(one.message)]
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

@@ -364,6 +364,16 @@ class Replayed:
             raise AttributeError(name)
         return getattr(self.source, name)
 
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __bool__(self) -> bool:
+        return bool(self.source)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # `isinstance` finds the user's class
+        return type(self.source) if "source" in vars(self) else Replayed
+
     def forget(self) -> None:
         """What has been taken will not be asked for again."""
         del self._given[: self.at]

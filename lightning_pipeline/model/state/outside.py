@@ -166,6 +166,9 @@ def _place(iterator: Any, depth: int = 3) -> Any:
     yielded = getattr(iterator, "_num_yielded", None)  # of a DataLoader's iterator, which others imitate
     if yielded is not None:
         return yielded
+    held = getattr(iterator, "__dict__", None)
+    if held is not None:  # what its class makes for a pickle may be copies
+        return _compared(dict(held), depth)
     try:
         with warnings.catch_warnings(action="ignore"):
             made = iterator.__reduce__()[1:]
@@ -180,6 +183,6 @@ def _compared(values: Any, depth: int) -> Any:
         return values
     if isinstance(values, Iterator) and depth:
         return _place(values, depth - 1)
-    if isinstance(values, tuple | dict) and depth:
+    if isinstance(values, tuple | list | dict) and depth:
         return [_compared(value, depth - 1) for _, value in items_of(values)]
     return id(values)

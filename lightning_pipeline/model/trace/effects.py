@@ -48,6 +48,7 @@ class EffectsSeen:
         self._found: dict[tuple[int, Any], Effect] = {}
         self._by_units: dict[tuple[int, Any], tuple[int, Place]] = {}
         self._iterators: list[tuple[Place, Replayed, int]] = []
+        self._made: list[Replayed] = []  # of these, those that did not stand there before
         self._numbers = {id(vars(module)): number for number, module in enumerate(observed.root.modules())}
         self._unknown = False  # what comes now may depend on values of units without a trace of it
         self._stood: dict[int, tuple[int, Any]] = {}  # tensors at the start: the place of each, by id
@@ -62,10 +63,12 @@ class EffectsSeen:
     def start(self) -> None:
         """The step begins."""
         self._around = Surroundings(self._observed.root, self._others)
-        self._iterators = []
+        self._iterators, self._made = [], []
         for place in self._around.iterators():
             value = place.get()
             replayed = value if isinstance(value, Replayed) else Replayed(value)
+            if replayed is not value:
+                self._made.append(replayed)
             replayed.on_next = self._next_taken
             place.put(replayed)
             self._iterators.append((place, replayed, replayed.at))
@@ -126,9 +129,11 @@ class EffectsSeen:
         self._stood.clear()
         self._held.clear()
         self._standing.clear()
-        for _, replayed, begin in self._iterators:
+        for place, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
+            if replayed in self._made and place.identity not in self._found:
+                place.put(replayed.source)  # loops may take from it, and ask for an iterator again
 
     def iterators_taken(self) -> list[tuple[Place, Replayed]]:
         """Those from which something was taken: it has to be given again."""

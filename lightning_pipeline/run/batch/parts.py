@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, default_collate
 
 from lightning_pipeline import _lightning
 from lightning_pipeline._torch import AnyBatchNorm
@@ -109,7 +109,10 @@ def split_arguments(
     batch, rest = args[0], tuple(args[1:])
     own: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
     if own is None:
-        pairs = split_batch(batch, num_microbatches, at_least=at_least, loaded=_loaded(module, step))
+        loaded = _loaded(module, step)
+        if loaded is not None and loaded.several and shared is not None:
+            loaded = loaded._replace(number=shared.cut_before(batch))
+        pairs = split_batch(batch, num_microbatches, at_least=at_least, loaded=loaded)
         sizes = [size for _, size in pairs]
         total = sum(sizes) if has_samples(batch) else None
         microbatches = [part for part, _ in pairs]
@@ -152,9 +155,10 @@ def _loaded(module: LightningModule, step: str) -> Loaded | None:
     if module._trainer is None:
         return None
     loaders, together = _lightning.loaders_behind(module._trainer, step)
-    if together:
-        return Loaded(several=True)
     plain = bool(loaders) and all(isinstance(one, DataLoader) for one in loaders)
+    if together:
+        collated = plain and all(one.collate_fn is default_collate for one in loaders)
+        return Loaded(several=True, collated=collated)
     return Loaded(sizes=frozenset(size for one in loaders for size in _sizes(one))) if plain else None
 
 
