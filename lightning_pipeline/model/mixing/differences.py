@@ -81,8 +81,12 @@ class Comparison:
         return seen
 
     def _placed(self, whole: Reached) -> dict[str, tuple[str, int]]:
-        rows = Rows(sum(self._sizes[:-1]), self._sizes[-1], sum(self._sizes))
-        return placed_between(whole, self._reached(len(self._sizes) - 1), rows)
+        """By the last micro-batch, and by the first: the end of a memory is the last one's in the batch, too."""
+        for number in (len(self._sizes) - 1, 0):
+            rows = Rows(sum(self._sizes[:number]), self._sizes[number], sum(self._sizes))
+            if found := placed_between(whole, self._reached(number), rows):
+                return found
+        return {}
 
     def lines_of(self, part: int | None, first: Reached | None = None) -> dict[str, tuple[str, int]]:
         """Those which a micro-batch alone, or the batch, shows.
@@ -315,8 +319,9 @@ def _differs(one: Any, other: Any) -> bool:
 
 
 def _is_another_float(one: Any, other: Any) -> bool:
-    is_same = type(other) is float and (one == other or (math.isnan(one) and math.isnan(other)))
-    return type(one) is float and not is_same
+    if type(one) is not float:  # a tensor beside a number is compared by its values
+        return False
+    return type(other) is not float or not (one == other or (math.isnan(one) and math.isnan(other)))
 
 
 def _line(first: Reached, other: Reached, row: int, samples: int, place: int) -> dict[str, tuple[str, int]]:

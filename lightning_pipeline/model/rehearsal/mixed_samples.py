@@ -1,6 +1,6 @@
 """Steps that mix samples of the batch: each micro-batch is given its part of what the batch has."""
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
@@ -33,6 +33,7 @@ from lightning_pipeline.model.state import CannotRepeatError, is_small
 from lightning_pipeline.model.trace import Trace
 
 _Any = TypeVar("_Any", bound=Functions)
+_AGAIN = (2, 3, 4, 8)  # batches
 _MOST_LOOKS = 32
 _READING = (
     "__getitem__", "__iter__", "__len__", "__contains__", "__reversed__", "__eq__", "__ne__", "__lt__",
@@ -69,6 +70,7 @@ class MixedSamples:
         self._begun = begun
         self._given_up: set[tuple[str, tuple[int, ...]]] = set()
         self._looks: dict[str, int] = {}
+        self._batches = Counter[str]()
         self.partly = set[str]()
         self._reading = set[str]()  # steps that read containers which they also fill
         self._whole: set[tuple[str, tuple[int, ...]]] = set()  # of which what is given was looked at
@@ -103,7 +105,8 @@ class MixedSamples:
     def look(self, step: Step, trace: Trace, whole: Microbatch, sizes: Sequence[int]) -> None:
         """Find out whether a step mixes samples in a way that its trace does not show; alike on all ranks.
 
-        It is looked at in its first batch, and where its micro-batches call other functions than before.
+        It is looked at in its first batch, and where its micro-batches call other functions than before; where
+        it keeps something of its batches, which it may read, in some of the next ones, too.
 
         Args:
             step: The batch, whose ways are known.
@@ -112,7 +115,10 @@ class MixedSamples:
             sizes: Samples of each micro-batch.
         """
         numbers, step.ways.unlooked = step.ways.unlooked, []
-        numbers = [0, *filter(None, numbers)] if (first := step.name not in self._looks) else numbers
+        first = step.name not in self._looks
+        self._batches[step.name] += 1
+        if first or (self._batches[step.name] in _AGAIN and _keeps(trace)):
+            numbers = [0, *filter(None, numbers)]
         takes = any(isinstance(effect.place.get(), Replayed) for effect in trace.effects)  # from an iterator
         if takes or not numbers or not is_cut_by_rows(whole, step.microbatches, sizes):
             return
@@ -230,13 +236,16 @@ class MixedSamples:
         """Whether a micro-batch that is given its part has nothing else that the batch has otherwise."""
         if (step.name, tuple(sizes)) in self._whole:
             return True
-        elsewhere, rows = self._finder.on_some_stages(), Rows(sum(sizes[:-1]), sizes[-1], sum(sizes))
-        of_whole, own = Reached(self._root, elsewhere), Reached(self._root, elsewhere)
+        elsewhere = self._finder.on_some_stages()
+        of_whole = Reached(self._root, elsewhere)
         self._run_whole(step, whole, route, of_whole)
-        given = Beside(own, Given(found[-1].answers, step.name))
-        self._run_part(step, len(sizes) - 1, sizes, given)
         self._whole.add((step.name, tuple(sizes)))
-        return not placed_between(of_whole, own, rows)
+        for number in {0, len(sizes) - 1}:
+            own, rows = Reached(self._root, elsewhere), Rows(sum(sizes[:number]), sizes[number], sum(sizes))
+            self._run_part(step, number, sizes, Beside(own, Given(found[number].answers, step.name)))
+            if placed_between(of_whole, own, rows):
+                return False
+        return True
 
     def _run_whole(
         self, step: Step, whole: Microbatch, route: Route, mixing: _Any
@@ -275,6 +284,12 @@ class MixedSamples:
             self._reading.add(step.name)
             raise CannotRepeatError(read[0])
         return mixing
+
+
+def _keeps(trace: Trace) -> bool:
+    """Whether a step keeps lists or tensors that depend on its batches alone."""
+    held = [effect.place.get() for effect in trace.effects if not effect.from_units]
+    return any(isinstance(one, Tensor | list | dict | deque) for one in held)
 
 
 def _is_known_everywhere(effect: Effect, *, fills: bool) -> bool:
