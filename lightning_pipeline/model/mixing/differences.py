@@ -81,7 +81,7 @@ class Comparison:
         return seen
 
     def _placed(self, whole: Reached) -> dict[str, tuple[str, int]]:
-        """By the last micro-batch, and by the first: the end of a memory is the last one's in the batch, too."""
+        """By the last micro-batch, and by the first: the last rows of a memory are the last one's own."""
         for number in (len(self._sizes) - 1, 0):
             rows = Rows(sum(self._sizes[:number]), self._sizes[number], sum(self._sizes))
             if found := placed_between(whole, self._reached(number), rows):

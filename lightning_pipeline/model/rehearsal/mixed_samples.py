@@ -105,8 +105,8 @@ class MixedSamples:
     def look(self, step: Step, trace: Trace, whole: Microbatch, sizes: Sequence[int]) -> None:
         """Find out whether a step mixes samples in a way that its trace does not show; alike on all ranks.
 
-        It is looked at in its first batch, and where its micro-batches call other functions than before; where
-        it keeps something of its batches, which it may read, in some of the next ones, too.
+        It is looked at in its first batch, and where its micro-batches call other functions than before.
+        Where it keeps something of its batches, which it may read, it is looked at in some later ones, too.
 
         Args:
             step: The batch, whose ways are known.
