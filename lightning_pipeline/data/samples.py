@@ -60,8 +60,8 @@ def samples_of(batch: Any, loaded: Loaded | None = None) -> Samples:
     length with items that are alike, where anything beside such lists has that length, too, or their own
     tensors differ in theirs. Where several explain as many, it is the most common first dimension, and of
     two the first one's. Of batches of several loaders, it is the largest one's, and later that of the same
-    loader. Without any tensor that has a
-    dimension, the lengths of the lists count. NumPy arrays count as tensors here.
+    loader. Without any tensor that has a dimension, the lengths of the lists count. NumPy arrays count as
+    tensors here.
 
     Args:
         batch: What the dataloader gave.

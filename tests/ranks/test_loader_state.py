@@ -447,3 +447,31 @@ def test_a_loader_that_a_module_keeps_is_none_that_its_step_takes_from(
         found.append(weights(module))
     assert not [str(one.message) for one in recwarn if "takes from" in str(one.message)]
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)
+
+
+class Drops(Regression):
+    """Lets go of iterators in the step, of which it has taken nothing."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.iterators, self.left = how, [iter(range(9)) for _ in range(3)], list[Any]()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.how == "pop" and self.iterators:
+            self.iterators.pop()
+        elif self.how == "clear":
+            self.iterators.clear()
+        return self.loss(batch)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.left.append([type(one).__name__ for one in self.iterators])
+
+
+@pytest.mark.parametrize("how", ["none", "clear", "pop"])
+def test_iterators_that_a_step_lets_go_of_are_gone(how: str) -> None:
+    found = []
+    for pipeline in (None, {"stages": 1, "num_microbatches": 2}):
+        module = Drops(how)
+        trainer(pipeline).fit(module, loader(16))
+        found.append(module.left)
+    assert found[1] == found[0]

@@ -179,7 +179,7 @@ def _place(iterator: Any, depth: int = 3) -> Any:
 
 def _compared(values: Any, depth: int) -> Any:
     """Numbers and the places of iterators below, and which objects the others are."""
-    if isinstance(values, int | float | str) or values is None:
+    if isinstance(values, int | float | str | range) or values is None:
         return values
     if isinstance(values, Iterator) and depth:
         return _place(values, depth - 1)

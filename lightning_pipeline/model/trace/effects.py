@@ -132,7 +132,8 @@ class EffectsSeen:
         for place, replayed, begin in self._iterators:
             replayed.on_next = None
             replayed.at = begin
-            if replayed in self._made and place.identity not in self._found:
+            is_object = replayed in self._made and hasattr(replayed.source, "__dict__")
+            if is_object and place.identity not in self._found and place.get() is replayed:
                 place.put(replayed.source)  # loops may take from it, and ask for an iterator again
 
     def iterators_taken(self) -> list[tuple[Place, Replayed]]:
